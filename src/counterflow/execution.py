@@ -187,7 +187,7 @@ class Execution(Options):
     """
 
     digest_every: int = option(100, f"a whole number, 0 to {_MANY:,}", ge=0, le=_MANY)
-    """Compare the copies of every stage each so many steps; 0 does not.
+    """Steps between comparisons of the copies of every stage; 0 does not compare.
 
     Likewise the mini-batches that the workers of a replica are given; threads' always are. Without a
     barrier or a flush a later step tells of copies that differ; if asynchronous only ``Pipeline.flush``

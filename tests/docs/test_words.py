@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from typer.testing import CliRunner
+
+from counterflow.cli import application
+from counterflow.cli.app import COMMANDS
+from counterflow.training.load import known_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +47,48 @@ def test_pages_use_the_fields_words() -> None:
             for match in re.finditer(phrase, text, re.IGNORECASE):
                 line = text.count("\n", 0, match.start()) + 1
                 found.append(f"{page.name}, line {line}: {match[0]!r}; write {better!r}")
+    assert found == []
+
+
+ODD = {
+    r"made small": "objective",
+    r"told no error": "exited without an error message",
+    r"reads like": "looks like",
+    r"in a straight line": "extrapolated linearly",
+    r"leave one of them away": "use only one of them",
+    r"\b(each|every) so many\b": "steps between ...",
+    r"\bso (many|often)\b": "this many, maximum",
+    r"bit by bit": "bit-exactly",
+    r"under way": "in flight",
+    r"left away": "default",
+    r"has none such": "has no such depth",
+    r"^Of (a|the) \w+\.$": "a noun: Time of ..., Seed of ...",
+}
+"""Of help, keys and errors: what was said once, and what to write."""
+
+
+def _said() -> Iterator[tuple[str, str]]:
+    """What people read of the program: help of commands, keys of a config, and texts of errors, by place."""
+    runner = CliRunner(env={"COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1", "TERMINAL_WIDTH": "400"})
+    for name in COMMANDS:
+        shown = runner.invoke(application(), [name, "--help"], prog_name="counterflow").stdout
+        yield from ((f"counterflow {name} --help", " ".join(line.split())) for line in shown.splitlines())
+    for key in known_keys():
+        yield key.key, key.about
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                parts = [c.value for c in ast.walk(node.exc) if isinstance(c, ast.Constant)]
+                yield f"{path.name}, line {node.lineno}", "".join(p for p in parts if isinstance(p, str))
+
+
+def test_help_keys_and_errors_use_the_fields_words() -> None:
+    found = [
+        f"{place}: {match[0]!r}; write {better!r}"
+        for place, text in _said()
+        for phrase, better in ODD.items()
+        if (match := re.search(phrase, text))
+    ]
     assert found == []
 
 

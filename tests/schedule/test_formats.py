@@ -79,7 +79,7 @@ def damaged(**changes: Any) -> str:
         (damaged(placement=[[0, 1], [0]]), r"placement\[1\]: 1 stages, but pipe 0 has 2"),
         (damaged(placement=[[]]), "placement"),
         (damaged(steady=[[0, 99], [0, 1]]), "steady"),
-        (damaged(orders=[["F0.0"], ["X1.0"]]), r'orders\[1\]\[0\]: "X1.0" is no op; an op reads like'),
+        (damaged(orders=[["F0.0"], ["X1.0"]]), r'orders\[1\]\[0\]: "X1.0" is not an op; ops look like'),
         (damaged(orders=[["F0.0"], [7]]), r"orders\[1\]\[0\]"),
     ],
 )

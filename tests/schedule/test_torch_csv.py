@@ -156,13 +156,13 @@ def test_ops_that_it_cannot_say_are_refused_by_name(orders: str, fault: str) -> 
     ("text", "message"),
     [
         ("", "x.csv: no forward of any stage; expected a row a rank"),
-        ("0F0,0X0", r"x.csv: row 0, cell 1: '0X0' is no action; one reads like 2F0"),
-        ("0F0\n1F0x", r"x.csv: row 1, cell 0: '1F0x' is no action"),
+        ("0F0,0X0", r"x.csv: row 0, cell 1: '0X0' is not an action; actions look like 2F0"),
+        ("0F0\n1F0x", r"x.csv: row 1, cell 0: '1F0x' is not an action"),
         ("0F0,0B0\n0F1", "x.csv: stage 0 is on row 0 and on row 1; each stage lies on one rank"),
         ("0F0\n2F0", "x.csv: no op of stage 1, though there is one of stage 2"),
         ("0F0,0F2", "x.csv: no op of micro-batch 1, though there is one of micro-batch 2"),
-        ("0F1111111111", "is no action"),
-        ("(0F0;0B0)OVERLAP", "is no action"),
+        ("0F1111111111", "is not an action"),
+        ("(0F0;0B0)OVERLAP", "is not an action"),
         ('0F0,"', "x.csv: no CSV: "),
     ],
 )

@@ -198,7 +198,7 @@ def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> 
     plans = search(model, found.profile, cluster, 8, Constraints(schemes=("dapple",), depths=(2,)))
     planned = planned_config(model, found.profile, cluster, plans.best[0].play.prediction())
     odd = dataclasses.replace(model, optimizer_states=6.0, config={})
-    with pytest.raises(ConfigError, match="optimizer_states = 6: no optimiser is known that has so many"):
+    with pytest.raises(ConfigError, match="optimizer_states = 6: no known optimiser has this many"):
         planned_config(odd, found.profile, cluster, plans.best[0].play.prediction())
     (tmp_path / "plan.toml").write_text(planned.to_toml())
     read = load_config(tmp_path / "plan.toml", ["pipeline.transport=local"])

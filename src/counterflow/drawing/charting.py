@@ -57,7 +57,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
 
 
 def order_chart(schedule: Schedule, costs: Costs) -> Chart:
-    """The chart of orders that cannot be played: each worker's ops one after another, waiting for nothing.
+    """The chart of orders that deadlock: each worker's ops in order, not to scale, waiting for nothing.
 
     Args:
         schedule: any schedule of legal stages and workers, however wrong.
@@ -72,7 +72,7 @@ def order_chart(schedule: Schedule, costs: Costs) -> Chart:
     lanes, lane_of = _lanes(schedule)
     return Chart(
         heading=_heading(schedule, costs),
-        summary="cannot be played: each worker's ops one after another",
+        summary="deadlock: not simulated; each worker's ops in order, not to scale",
         workers=schedule.workers,
         makespan=max((span.end for span in spans), default=0.0),
         lanes=lanes,

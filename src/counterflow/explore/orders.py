@@ -74,5 +74,5 @@ def _facts(found: Any, costs: Costs) -> list[list[str]]:
     ]
     if found.named is not None:
         name, value = found.named
-        rows.append(["best named", f"{unit.text(value)}, {name}"])
+        rows.append(["best scheme", f"{unit.text(value)}, {name}"])
     return rows

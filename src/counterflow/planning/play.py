@@ -382,7 +382,7 @@ class Play:
         if beyond:
             notes.append(
                 f"micro-batches of {self.configuration.samples} samples are beyond what the profile has of "
-                f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times go on in a straight line"
+                f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times are extrapolated linearly"
             )
         return notes
 

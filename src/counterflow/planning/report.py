@@ -181,7 +181,7 @@ class OrderShown(PredictionShown):
     ]
     split: Annotated[bool, said("whether its backwards are split")]
     objective: Annotated[
-        str, said("what was made small: makespan, or steady where there is no barrier", "synthesis.objective")
+        str, said("the objective: makespan, or steady where there is no barrier", "synthesis.objective")
     ]
     lower_bound_seconds: Annotated[
         float, said("no order of these ops within the memory has a shorter step", "bound_seconds")

@@ -29,7 +29,7 @@ _OP = re.compile(
     r"(?:p(?P<pipe>\d+))?(?::(?P<part>\d+)/(?P<parts>\d+))?(?:v(?P<version>\d+))?"
 )
 _OP_HELP = (
-    "an op reads like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
+    "ops look like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
     "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half), I4.0 and W4.0 (a backward's input "
     "gradient and weight gradients apart), F5.0v2 (weight version 2)"
 )
@@ -236,7 +236,7 @@ def parse_op(text: str) -> Op:
 def _op(text: str, place: str) -> Op:
     match = _OP.fullmatch(text) if len(text) < 10_000 else None
     if match is None:
-        raise ConfigError(f"{place}: {_shown(text)} is no op; {_OP_HELP}")
+        raise ConfigError(f"{place}: {_shown(text)} is not an op; {_OP_HELP}")
 
     def number(digits: str | None, default: int = 0) -> int:
         if digits is not None and len(digits) > len(str(MOST)):

@@ -130,7 +130,7 @@ PERIODS = Option("periods", "1 or more", "updates to play", default=8, noun="per
 SPLIT = Option(
     "split",
     "true or false",
-    "input and weight gradients apart, the latter where a worker would wait",
+    "split backward; weight gradients fill bubbles",
     default=False,
     kind=OptionType.FLAG,
     unsaid=False,
@@ -244,7 +244,9 @@ class Scheme:
                 return {self.depth: count, **own}
             each = found // count
         per = (
-            f"has {each} {other} on each of its {self.depth} with these options" if each else "has none such"
+            f"has {each} {other} on each of its {self.depth} with these options"
+            if each
+            else "has no such depth"
         )
         raise ConfigError(f"{other}={wanted}: {self.name} {per}; give {self.depth}=NUMBER")
 

@@ -117,7 +117,7 @@ def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
         shown = cell if len(cell) <= 40 else cell[:39] + "…"
         name, row, column = place
         raise ConfigError(
-            f"{name}: row {row}, cell {column}: {shown!r} is no action; one reads like 2F0 (stage 2, "
+            f"{name}: row {row}, cell {column}: {shown!r} is not an action; actions look like 2F0 (stage 2, "
             "forward, micro-batch 0), 2B0, 2I0, 2W0, or (0F1;4B0)OVERLAP_F_B"
         )
 

@@ -88,7 +88,7 @@ class Costs:
         name="weight_gradient",
         divided=0.0,
     )
-    p2p: PerLink = asked(0.0, "Of a message between two workers. Default 0.", float, metavar="SECONDS")
+    p2p: PerLink = asked(0.0, "Time of one message between two workers. Default 0.", float, metavar="SECONDS")
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
     skip_bytes: PerStage = 0.0

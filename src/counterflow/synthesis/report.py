@@ -13,7 +13,7 @@ class Synthesized(Sized):
     """`counterflow synthesize`."""
 
     time_unit: TimeUnit
-    objective: Annotated[str, said("what was made small: `makespan` or `steady`")]
+    objective: Annotated[str, said("the objective: `makespan` or `steady`")]
     makespan: Annotated[float, said("until the last op, sync and agreement have ended")]
     steady: Annotated[float, said("what a step adds when steps follow each other without a barrier")]
     lower_bound: Annotated[float, said("of the objective: no order within the limits takes less")]
@@ -23,7 +23,7 @@ class Synthesized(Sized):
     method: Annotated[str, said("what found the order")]
     named: Annotated[
         str | None,
-        said("the best named scheme of this workload within the limits; null: none", "named.0", "named"),
+        said("the best published scheme of this workload within the limits; null: none", "named.0", "named"),
     ]
     named_value: Annotated[float | None, said("its objective", "named.1", "named")]
     gain: Annotated[float | None, said("share of it that was saved")]

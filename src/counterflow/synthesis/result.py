@@ -26,8 +26,8 @@ class Synthesis:
         objective: what was made small.
         bound: what no schedule of this workload within the limits beats, and why.
         method: what found the schedule.
-        named: the best named scheme of the same workload within the limits, and its objective; None: there
-            is none.
+        named: the best published scheme of the same workload within the limits, and its objective; None:
+            there is none.
         stopped: whether it was interrupted.
     """
 
@@ -48,7 +48,7 @@ class Synthesis:
             ("found by", self.method),
         ]
         if self.named is not None:
-            facts.append((f"best named scheme, {self.named[0]}", f"{self.named[1]:.6g}"))
+            facts.append((f"best published scheme, {self.named[0]}", f"{self.named[1]:.6g}"))
         return titled(str(self.schedule), table(("", ""), facts), self.simulation._repr_svg_() or "")
 
     @cached_property
@@ -70,7 +70,7 @@ class Synthesis:
 
     @property
     def value(self) -> float:
-        """What was made small: ``makespan`` or ``steady``."""
+        """The objective: ``makespan`` or ``steady``."""
         return self.makespan if self.objective is Objective.MAKESPAN else self.steady
 
     @property
@@ -90,7 +90,7 @@ class Synthesis:
 
     @property
     def gain(self) -> float | None:
-        """How much of the best named scheme's value it saves; None where there is no such scheme."""
+        """How much of the best published scheme's value it saves; None where there is no such scheme."""
         if self.named is None or not self.named[1]:
             return None
         return 1 - self.value / self.named[1]

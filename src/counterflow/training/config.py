@@ -198,7 +198,8 @@ class RunConfig(Section):
             return None
         return (
             f"train.samples = {samples}: with model.positions = {positions} a mini-batch would have "
-            f"{samples * positions:,} tokens, and at most {MOST_TOKENS:,} are taken; give less of one"
+            f"{samples * positions:,} tokens, and at most {MOST_TOKENS:,} fit; "
+            "reduce train.samples or model.positions"
         )
 
     def _cuts(self, schedule: Schedule) -> str | None:

@@ -86,8 +86,8 @@ def planned_config(
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
         known = ", ".join(f"{states:g} ({_in_words(o)})" for states, o in _OPTIMIZERS.items())
         raise ConfigError(
-            f"model {model.name}: optimizer_states = {model.optimizer_states:g}: no optimiser is known "
-            f"that has so many; give one of {known}, or the optimiser's keys as [config.optimizer]"
+            f"model {model.name}: optimizer_states = {model.optimizer_states:g}: no known "
+            f"optimiser has this many; give one of {known}, or the optimiser's keys as [config.optimizer]"
         )
     values: dict[str, Any] = {
         "model": dict(model.train),

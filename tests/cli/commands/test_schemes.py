@@ -47,7 +47,7 @@ def test_json(run: Run) -> None:
                 "legal": "true or false",
                 "required": False,
                 "default": False,
-                "help": "input and weight gradients apart, the latter where a worker would wait",
+                "help": "split backward; weight gradients fill bubbles",
             },
         ],
     }

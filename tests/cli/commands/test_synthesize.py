@@ -31,7 +31,7 @@ def test_a_stranger_reads_what_was_found_and_how_good_it_is(run: Run) -> None:
     assert answer.code == 0
     assert "Order for 4 workers, 4 stages (straight), 8 micro-batches" in answer.out
     assert "at most 5, 4, 4, 4 activations a worker" in answer.out
-    for word in ("makespan", "steady step", "lower bound", "gap", "found by", "best named", "peak", "idle"):
+    for word in ("makespan", "steady step", "lower bound", "gap", "found by", "best scheme", "peak", "idle"):
         assert word in answer.out
 
 

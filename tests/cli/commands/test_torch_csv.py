@@ -34,4 +34,4 @@ def test_it_is_read(run: Run, tmp_path: Path) -> None:
     assert run("export", str(path), "--format", "csv").out == TEXT
     assert '"F0.0", "F1.0"' in run("export", str(path)).out
     path.write_text(TEXT.replace("3F0", "3Q0"))
-    assert "row 3, cell 0: '3Q0' is no action" in run("check", str(path)).err
+    assert "row 3, cell 0: '3Q0' is not an action" in run("check", str(path)).err

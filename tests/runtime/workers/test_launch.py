@@ -167,7 +167,7 @@ def end_without_a_word(folder: str) -> None:
 
 
 def test_a_worker_that_ends_without_a_word_and_as_if_all_were_well(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"^worker 1 ended with exit code 0 and told no error"):
+    with pytest.raises(WorkerError, match=r"^worker 1 ended with exit code 0 without an error message"):
         launch(end_without_a_word, str(tmp_path), workers=2)
     assert gone(tmp_path, 2)
 

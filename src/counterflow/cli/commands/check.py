@@ -61,5 +61,5 @@ def _print(title: str, report: Report) -> None:
     if report.ok:
         out.print(Text(f"Right: all {total} rules hold.", style="green"))
         return
-    more = f", {unknown} could not be looked at" if unknown else ""
+    more = f", {unknown} skipped" if unknown else ""
     out.print(Text(f"Wrong: {broken} of {total} rules broken{more}.", style="bold red"))

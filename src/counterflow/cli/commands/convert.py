@@ -42,7 +42,7 @@ def convert(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Convert weights, bit by bit as they are: of a run, or into a checkpoint to begin a training with."""
+    """Convert weights bit-exactly: those of a run, or into a checkpoint to start training from."""
     from counterflow.checkpoints.convert import ConvertedShown
     from counterflow.checkpoints.convert import convert as converted
 

@@ -27,7 +27,8 @@ def explore(
     host: Annotated[
         str,
         typer.Option(
-            help="Where to listen; beyond this machine the address has a token.", rich_help_panel="Server"
+            help="Where to listen; on other interfaces the URL carries an access token.",
+            rich_help_panel="Server",
         ),
     ] = "127.0.0.1",
     port: Annotated[

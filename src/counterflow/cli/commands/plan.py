@@ -65,10 +65,10 @@ class Ordering(Record):
     synthesize: bool = asked(
         False, "Compute orders for the best plans; one that wins is a plan like any other."
     )
-    seconds: float | None = asked(None, "How long to look for them, in all. Default 30.", least=0.0)
+    seconds: float | None = asked(None, "Search time limit for all of them. Default 30.", least=0.0)
     moves: int | None = asked(
         None,
-        "So many moves of the search for each, in place of --seconds: the same on every machine.",
+        "Search budget for each in moves, instead of --seconds: the same result on every machine.",
         least=0,
     )
 

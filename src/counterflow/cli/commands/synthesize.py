@@ -76,7 +76,7 @@ class Limits(Record):
 
     peak: str | None = asked(
         None,
-        "Most forwards that a worker stashes, until their weight gradients are made.",
+        "Maximum stashed activations of a worker, until their weight gradients are made.",
         metavar="NUMBER",
     )
     memory: str | None = asked(
@@ -106,13 +106,13 @@ class Search(Record):
         "makespan of one step, or steady: what a step adds without a barrier.",
         metavar="NAME",
     )
-    seconds: float = asked(30.0, "How long to look for it.", least=0.0)
+    seconds: float = asked(30.0, "Search time limit.", least=0.0)
     moves: int | None = asked(
         None,
-        "So many moves of the search in place of --seconds: the same on every machine.",
+        "Search budget in moves instead of --seconds: the same result on every machine.",
         least=0,
     )
-    seed: int = asked(0, "Of the search.", least=0)
+    seed: int = asked(0, "Seed of the search.", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
         *([f"at most {_each(peak, number)} activations a worker"] if peak is not None else []),
         *([f"at most {_each(memory, byte_size)} a worker"] if memory is not None else []),
     ]
-    out.print(f"[dim]{'; '.join(limited) or 'memory without limit'} · made small: {found.objective}[/]")
+    out.print(f"[dim]{'; '.join(limited) or 'memory without limit'} · objective: {found.objective}[/]")
     table = Table.grid(padding=(0, 2))
     table.add_row("makespan", f"[bold]{number(found.makespan)}[/] {unit}")
     table.add_row("steady step", f"[bold]{number(found.steady)}[/] {unit}  [dim]without a barrier[/]")
@@ -231,7 +231,7 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
         table.add_row("named schemes", "none has this workload within the limits")
     else:
         name, value = found.named
-        table.add_row("best named", f"{number(value)} {unit}  {escape(name)}; saved: {found.gain or 0:.2%}")
+        table.add_row("best scheme", f"{number(value)} {unit}  {escape(name)}; saved: {found.gain or 0:.2%}")
     table.add_row("peak", f"{', '.join(number(p) for p in found.peak)} activations by worker")
     table.add_row("idle", f"{', '.join(number(max(i, 0.0)) for i in found.idle)} {unit} by worker")
     out.print(table)

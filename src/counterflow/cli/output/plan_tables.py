@@ -245,7 +245,7 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
         times = change.times if change.times > 1 else 1 / change.times
         yield f"  It wins if {change.what} are {times:.3g} times {word}"
     if not explained.break_evens:
-        yield "  Neither messages nor all-reduces 64 times faster or slower make it win"
+        yield "  It stays behind even with messages or all-reduces 64 times faster or slower"
 
 
 def _parts(parts: Parts) -> str:

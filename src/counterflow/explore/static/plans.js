@@ -45,7 +45,7 @@ export async function show(place) {
       number("mini-batch", "mini_batch", "as given"),
       el("details", {}, el("summary", {}, "Own files"), el("p", { class: "soft" }, "In place of the example's; counterflow plan --save-inputs writes some to begin with."), ...FILES.map(file)),
       tick("also asynchronous schemes", state.stale, value => { state.stale = value; changed(); })),
-    el("fieldset", {}, el("legend", {}, "What if"), el("p", { class: "soft" }, "so many times as fast, as large"),
+    el("fieldset", {}, el("legend", {}, "What if"), el("p", { class: "soft" }, "scale factors: 2 is twice as fast, or twice as large"),
       factor("links", "link_speed"), factor("memory", "memory")),
     search("Plan", begin, told, async answer => shown(answer), errors));
   place.append(el("h1", {}, "Plans"), errors.place, el("div", { class: "split-page" }, side, found));
@@ -61,7 +61,7 @@ export async function show(place) {
       table("The best plan of every scheme", columns, answer.plans),
       ...answer.changes.map(text => el("p", {}, text)), answer.more_memory ? el("p", {}, answer.more_memory) : "",
       one,
-      el("details", {}, el("summary", {}, "What became of all candidates"), table("Candidates", [["scheme", 0, true], ["candidates", 1], ["too large", 2], ["slower by bound", 3], ["simulated", 4]], answer.rejected),
+      el("details", {}, el("summary", {}, "Search statistics"), table("Candidates", [["scheme", 0, true], ["candidates", 1], ["too large", 2], ["slower by bound", 3], ["simulated", 4]], answer.rejected),
         ...answer.omitted.map(text => el("p", { class: "soft" }, text))));
     pictured(answer.plans[0], one);
     document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);

@@ -62,8 +62,8 @@ class Constraints:
     )
     arrangements: tuple[Arrangement, ...] = asked(
         tuple(Arrangement),
-        "Only with this side by side on a node: pipeline-inside (the workers of a replica), replicas-inside "
-        "(the replicas of a worker) or copies-inside (all copies of a stage).",
+        "Only this arrangement of workers on nodes: pipeline-inside (the workers of a replica), "
+        "replicas-inside (the replicas of a worker) or copies-inside (all copies of a stage).",
         list[str],
         metavar="NAME",
         name="arrangement",

@@ -47,12 +47,12 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool)
     if not execution.barrier:
         raise ConfigError(
             "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
-            "it does not; leave it or barrier=False away"
+            "it does not; leave out it or barrier=False"
         )
     if further:
         raise ConfigError(
-            "zero_stage = 1 does not go with parallelize: fully_shard shards optimiser state already; leave "
-            "one of them away"
+            "zero_stage = 1 does not go with parallelize: fully_shard shards optimiser state already; use "
+            "only one of them"
         )
 
 

@@ -253,7 +253,7 @@ def precision_of(
             return lambda _: Precision()
         return lambda copy: Autocast(device, autocast, copy.parameters(), keeps=not shards)
     for given, name, instead in (
-        (autocast, "autocast", "leave one of them away"),
+        (autocast, "autocast", "use only one of them"),
         (shards, "parallelize", "give fully_shard a MixedPrecisionPolicy"),
         (execution.compile, "compile", "take autocast"),
     ):

@@ -129,7 +129,7 @@ def cause(told: Sequence[Failed], seen: Mapping[int, int]) -> Failed:
 
 def _died(rank: int, code: int, told: Sequence[Failed]) -> Failed:
     """That a worker ended without telling why."""
-    message = f"worker {rank} ended with exit code {code} and told no error; see its output"
+    message = f"worker {rank} ended with exit code {code} without an error message; see its output"
     if code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name

@@ -160,7 +160,7 @@ def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) ->
 
 @compiled
 def _worth(numbers: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
-    """What is made small: so many periods, and one micro-batch's way; infinite if surely above ``most``."""
+    """The objective: so many periods, and one micro-batch's way; infinite if surely above ``most``."""
     period = least_period(numbers, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
     if period == NEVER:
         return NEVER

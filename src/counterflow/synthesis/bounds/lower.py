@@ -44,7 +44,7 @@ def lower_bound(problem: Problem) -> Bound:
     >>> from counterflow.schedule.workload import plain
     >>> from counterflow.synthesis.posing import (problem_of)
     >>> print(lower_bound(problem_of(plain(linear(4), 8))))
-    Bound(seconds=33.0, reason='worker 3 has 24 to do, with 9 before or after it that it cannot use')
+    Bound(seconds=33.0, reason='worker 3 has 24 of work plus 9 of unavoidable idle time')
     """
     best = Bound(0.0, "time does not run backwards")
     for bound in bounds(problem):
@@ -99,8 +99,11 @@ def _worker(side: _Side) -> Iterator[Bound]:
     """
     most = one_machine(side.jobs())
     name = f"worker {side.worker} has {side.work:,.6g} to do"
-    lost = f", with {most - side.work:,.6g} before or after it that it cannot use" if most > side.work else ""
-    yield Bound(most, name + lost)
+    if most > side.work:
+        idle = f"{most - side.work:,.6g} of unavoidable idle time"
+        yield Bound(most, f"worker {side.worker} has {side.work:,.6g} of work plus {idle}")
+    else:
+        yield Bound(most, name)
     first, last = side.before_first, side.after_last
     before = max(side.before_backward - side.forwards_within, first)
     after = max(side.after_forward - side.after_last_forward, last)

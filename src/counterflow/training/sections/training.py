@@ -80,23 +80,19 @@ class TrainSection(Section):
     seed: int = key(
         0, "of the weights, the data and dropout", "a whole number, 0 to 4294967295", ge=0, lt=2**32
     )
-    evaluate_every: int = count(
-        50, "loss on the validation part each so many steps; 0: at the end only", MANY, least=0
-    )
-    checkpoint_every: int = count(
-        50, "write a checkpoint each so many steps; 0: at the end only", MANY, least=0
-    )
+    evaluate_every: int = count(50, "steps between validation losses; 0: at the end only", MANY, least=0)
+    checkpoint_every: int = count(50, "steps between checkpoints; 0: at the end only", MANY, least=0)
     memory_every: int | None = count(
         None,
-        "copy weights to the machines' memory each so many steps, for restarts; 0: never; where not given, "
-        "as often as takes 5 % of the time at most, if restarts are allowed",
+        "steps between copies of the weights in the machines' memory, for restarts; 0: never; where not "
+        "given, as often as takes 5 % of the time at most, if restarts are allowed",
         MANY,
         least=0,
     )
     fewer_after: float | None = key(
         None,
-        "restarts: go on with fewer workers, as the planner chooses, when one does not come back within so "
-        "many seconds; where not given all are waited for",
+        "restarts: go on with fewer workers, as the planner chooses, when one does not come back within "
+        "this many seconds; where not given all are waited for",
         "a number of seconds, 0 or more, at most 1000000",
         ge=0,
         le=1e6,
