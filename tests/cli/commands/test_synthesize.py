@@ -23,7 +23,7 @@ def test_what_it_prints_as_json(run: Run) -> None:
     assert (found["gap"], found["proved"]) == (0, True)
     assert found["method"] == found["named"] == "zb-h1(stages=4, micro_batches=8)"
     assert (found["peak"], found["idle"]) == ([4] * 4, [3] * 4)
-    assert found["reason"].startswith("worker 0 has 24 to do")
+    assert found["reason"].startswith("worker 0 has 24 of work plus 3")
 
 
 def test_a_stranger_reads_what_was_found_and_how_good_it_is(run: Run) -> None:
