@@ -157,7 +157,7 @@ def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
         raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one a worker")
     for number in value:
         if not number > 0:
-            raise ConfigError(f"{name}={number}: must be above 0")
+            raise ConfigError(f"{name}={number:g}: must be above 0")
     return tuple(float(number) for number in value)
 
 

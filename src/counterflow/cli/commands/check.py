@@ -41,7 +41,7 @@ def check(
         raise typer.Exit(1)
 
 
-_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "yellow")}
+_SIGNS = {True: ("✓", "green"), False: ("✗", "bold red")}
 
 
 def _print(title: str, report: Report) -> None:
@@ -50,13 +50,19 @@ def _print(title: str, report: Report) -> None:
     out = console(WIDE)
     out.print(Text(title, style="bold"))
     for result in report.results:
+        if result.ok is None:
+            continue
         sign, style = _SIGNS[result.ok]
         out.print(Text.assemble((sign, style), f" {result.rule}"))
         if result.detail:
             for line in result.detail.splitlines():
-                out.print(Text(f"    {line}", style="" if result.ok is False else "dim"))
-    broken = sum(result.ok is False for result in report.results)
+                out.print(Text(f"    {line}", style="" if not result.ok else "dim"))
     unknown = sum(result.ok is None for result in report.results)
+    if unknown:
+        rules = f"{unknown} rule{'s' if unknown > 1 else ''}"
+        told = f"· {rules} skipped, because a rule above fails; --json lists them"
+        out.print(Text(told, style="yellow"))
+    broken = sum(result.ok is False for result in report.results)
     total = len(report.results)
     if report.ok:
         out.print(Text(f"Right: all {total} rules hold.", style="green"))
