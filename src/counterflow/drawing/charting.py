@@ -115,7 +115,9 @@ def _name(
     schedule: Schedule, lane_of: dict[tuple[int, int], int], op: Op, needs: tuple[int, ...] = ()
 ) -> _Named:
     label = ",".join(map(str, op.micro_batches))
-    if op.parts > 1:
+    if schedule.workload.slices > 1:
+        label += f".{op.part}"
+    elif op.parts > 1:
         label += chr(ord("a") + op.part) if op.parts <= 26 else f".{op.part}"
     lane, detail = lane_of[op.pipe, op.stage], _detail(schedule, op)
     return _KINDS[op.kind], label, op.stage, lane, op.pipe, op.micro_batches, detail, str(op), needs
@@ -124,7 +126,7 @@ def _name(
 def _detail(schedule: Schedule, op: Op) -> str:
     parts = []
     if op.parts > 1:
-        share = "half" if op.parts == 2 else "part"
+        share = "slice" if schedule.workload.slices > 1 else "half" if op.parts == 2 else "part"
         parts.append(f"{share} {op.part + 1} of {op.parts}")
     if not schedule.synchronous:
         parts.append(f"period {schedule.period_of(op)}, weights of version {op.version}")

@@ -81,16 +81,16 @@ def lists_of_ops(graph: OpGraph, messages: Messages) -> Lists:
     Raises:
         DeadlockError: an op takes what a later one of its own worker makes.
     """
-    heads = _before_their_own(graph)
-    if heads:
-        raise DeadlockError(graph.describe_circle(heads))
+    stuck = _before_their_own(graph)
+    if stuck:
+        raise DeadlockError(graph.describe_circle(stuck))
     return lists_of(graph.first, messages.makers, messages.takers, messages.receivers)
 
 
-def _before_their_own(graph: OpGraph) -> dict[int, int]:
-    """By worker, an op that takes what a later one of this worker makes."""
+def _before_their_own(graph: OpGraph) -> dict[int, tuple[int, int]]:
+    """By worker, an op that takes what a later one of this worker makes, and that one."""
     return {
-        graph.worker[node]: node
+        graph.worker[node]: (node, source)
         for node, source in enumerate(graph.source)
         if source is not None and source > node and graph.worker[source] == graph.worker[node]
     }
@@ -127,12 +127,11 @@ def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[
 
 def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
     """A circle of (op that waits, op it waits for), as places among all ops; [] if all orders end."""
-    heads = _before_their_own(graph)
-    if not heads:
+    stuck = _before_their_own(graph)
+    if not stuck:
         lists = lists_of_ops(graph, messages_of(graph))
-        times = played(lists, instant(lists))
-        heads = {worker: int(times.head[worker]) for worker in times.stuck(lists)}
-    return graph.circle(heads) if heads else []
+        stuck = _stuck_ops(graph, lists, played(lists, instant(lists)))
+    return graph.circle(stuck) if stuck else []
 
 
 def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
@@ -141,12 +140,25 @@ def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
     Raises:
         DeadlockError: workers wait for each other in a circle.
     """
-    stuck = times.stuck(lists)
-    heads = {one: int(times.head[one]) for one in stuck if one < len(graph.schedule.orders)}
-    if all(graph.source[node] is not None for node in heads.values()) and heads:
-        raise DeadlockError(graph.describe_circle(heads))
+    stuck = _stuck_ops(graph, lists, times)
     if stuck:
+        raise DeadlockError(graph.describe_circle(stuck))
+    if times.stuck(lists):
         raise DeadlockError("deadlock, the workers wait in a circle for sums of gradients; run the checker")
+
+
+def _stuck_ops(graph: OpGraph, lists: Lists, times: Times) -> dict[int, tuple[int, int]]:
+    """By worker that does not come to the end of its order, its next op and the one whose product this takes.
+
+    None, if one of them waits for a sum.
+    """
+    found = {}
+    for worker in times.stuck(lists):
+        source = graph.source[times.head[worker]] if worker < len(graph.schedule.orders) else None
+        if source is None:
+            return {}
+        found[worker] = int(times.head[worker]), source
+    return found
 
 
 def topological(graph: OpGraph) -> list[int]:

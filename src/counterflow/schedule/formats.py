@@ -30,8 +30,8 @@ _OP = re.compile(
 )
 _OP_HELP = (
     "ops look like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
-    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half), I4.0 and W4.0 (a backward's input "
-    "gradient and weight gradients apart), F5.0v2 (weight version 2)"
+    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half, or slice), I4.0 and W4.0 (a backward's "
+    "input gradient and weight gradients apart), F5.0v2 (weight version 2)"
 )
 
 MOST = 10**9
@@ -167,7 +167,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         for w, order in enumerate(file.orders)
     )
     _refuse_versions(orders, file.periods, name)
-    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.whole)
+    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.whole and not op.part)
     if file.micro_batches * file.periods > there:
         raise ConfigError(
             f"{name}: micro_batches={file.micro_batches} and periods={file.periods}, but the orders run "
@@ -181,6 +181,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         synchronous=file.synchronous,
         versions=_versions(file, stages, name),
         skips=_skips(file, stages, name),
+        slices=max((op.parts for order in orders for op in order if op.kind.whole), default=1),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
 

@@ -118,17 +118,20 @@ class OpGraph:
     @cached_property
     def needs(self) -> list[list[int]]:
         """By node the nodes whose products it takes: of the stage before or after, and of its own."""
-        outputs: dict[tuple[int, int, int], int] = {}
+        outputs: dict[tuple[int, int, int, int], int] = {}
+        sliced = self.schedule.workload.slices > 1
         for node, op in enumerate(self.ops):
             if op.kind.whole:
-                outputs.update(((op.pipe, op.stage, m), node) for m in op.micro_batches)
+                outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
         needs: list[list[int]] = []
         for (kind, stage, batches, pipe, part, parts, _), source in zip(self.ops, self.source, strict=True):
             taken = [] if source is None else [source]
             if kind.first is Product.OUTPUT:
-                taken.append(outputs[pipe, stage, batches[0]])
+                taken.append(outputs[pipe, stage, batches[0], part if sliced else 0])
             elif kind.first is not None:
                 taken.append(self._makers[kind.first][stage, batches, pipe, part, parts])
+            if sliced and kind.carries and kind.gives and 0 <= part - kind.carries < parts:
+                taken.append(self._makers[kind.gives][stage, batches, pipe, part - kind.carries, parts])
             needs.append(taken)
         return needs
 
@@ -180,29 +183,24 @@ class OpGraph:
             if stage == skip.target:
                 yield first[pipe, period, skip.source], node, skip
 
-    def circle(self, heads: Mapping[int, int]) -> list[tuple[int, int]]:
+    def circle(self, stuck: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
         """A circle of (node that waits, node it waits for), each on the next one's worker.
 
         Args:
-            heads: by worker that cannot go on, its next node.
+            stuck: by worker that cannot go on, its next node and the one that this waits for.
         """
         path: list[int] = []
-        worker = min(heads)
+        worker = min(stuck)
         while worker not in path:
             path.append(worker)
-            worker = self.worker[self._awaited(heads[worker])]
-        return [(heads[w], self._awaited(heads[w])) for w in path[path.index(worker) :]]
+            worker = self.worker[stuck[worker][1]]
+        return [stuck[w] for w in path[path.index(worker) :]]
 
-    def _awaited(self, node: int) -> int:
-        source = self.source[node]
-        assert source is not None  # only a missing input stops a worker
-        return source
-
-    def describe_circle(self, heads: Mapping[int, int]) -> str:
-        """The deadlock as text, one line for each worker in the circle; ``heads`` as for ``circle``."""
+    def describe_circle(self, stuck: Mapping[int, tuple[int, int]]) -> str:
+        """The deadlock as text, one line for each worker in the circle; ``stuck`` as for ``circle``."""
         lines = [
             f"  {self.place(node)} waits for {self.ops[source]} "
             f"(worker {self.worker[source]}, op {source - self.first[self.worker[source]]})"
-            for node, source in self.circle(heads)
+            for node, source in self.circle(stuck)
         ]
         return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)

@@ -36,8 +36,11 @@ class OpKind(Enum):
         takes: the product of another stage that it takes, as far away as that goes; None: none.
         makes: its products.
         stash: what it changes of the graphs that its stage holds: 1, -1 or 0.
+        carries: how many slices further on what it leaves to its own stage is taken: 1, a forward's state by
+            the next slice's forward; -1, the gradient of that by the slice before; 0: it leaves nothing.
         gives: of its products the one that goes to another stage; None: none.
-        whole: whether it is always of whole micro-batches, as what needs nothing of its own stage is.
+        whole: whether it is always of whole micro-batches, as what needs nothing of its own stage is; in a
+            sliced workload always of one slice.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
     """
@@ -54,6 +57,7 @@ class OpKind(Enum):
     takes: Product | None
     makes: tuple[Product, ...]
     stash: int
+    carries: int
     gives: Product | None
     whole: bool
 
@@ -75,16 +79,16 @@ class OpKind(Enum):
 F, B, I, W = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
 
-_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int]
+_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int, int]
 _FACTS: dict[OpKind, _Row] = {
-    # kind: word, needs first, takes, makes, stash
-    F: ("forward", None, _OUT, (_OUT,), 1),
-    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1),
-    I: ("input gradient", _OUT, _IN, (_IN,), 0),
-    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1),
+    # kind: word, needs first, takes, makes, stash, carries
+    F: ("forward", None, _OUT, (_OUT,), 1, 1),
+    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1, -1),
+    I: ("input gradient", _OUT, _IN, (_IN,), 0, -1),
+    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1, 0),
 }
 for _kind, _row in _FACTS.items():
-    _kind.word, _kind.first, _kind.takes, _kind.makes, _kind.stash = _row
+    _kind.word, _kind.first, _kind.takes, _kind.makes, _kind.stash, _kind.carries = _row
     _kind.gives = next((product for product in _kind.makes if product.goes), None)
     _kind.whole = _kind.first is None
 
@@ -98,7 +102,8 @@ class Op(NamedTuple):
     """Work of one stage on one micro-batch, a group of them, or a part of one.
 
     ``micro_batches`` are the micro-batches computed together (more than one in a doubled forward).
-    ``part`` of ``parts`` says which share of the micro-batch a divided backward computes.
+    ``part`` of ``parts`` says which share of the micro-batch a divided backward computes; in a sliced
+    workload, which slice of its sequence a forward or backward does.
     ``version`` is the number of updates the stage's weights have seen (0 in every synchronous scheme:
     the weights at the start of the mini-batch). All numbers count from 0.
 

@@ -87,6 +87,8 @@ class Workload:
             synchronous workload uses version 0.
         trains: whether gradients are wanted; else outputs alone (an evaluation).
         skips: what stages make for others than the next one, ascending.
+        slices: into how many slices each micro-batch is cut along its sequence; forwards too are of one slice
+            each then, and all parts are slices.
     """
 
     placement: Placement
@@ -97,6 +99,7 @@ class Workload:
     versions: Versions | None = None
     trains: bool = True
     skips: tuple[SkipLink, ...] = ()
+    slices: int = 1
 
     @property
     def total_micro_batches(self) -> int:
@@ -127,8 +130,9 @@ class Workload:
             if not one.micro_batches:  # of backwards without a forward; ``faults`` tells
                 continue
             used = [self.version(s, one.micro_batches[0] // self.micro_batches) or 0 for s in stages]
-            for s in stages:
-                yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, version=used[s])
+            for part in range(self.slices):
+                for s in stages:
+                    yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, part, self.slices, used[s])
             for share in one.shares:
                 for s in stages:
                     for kind in kinds_of(share, s):
@@ -137,7 +141,8 @@ class Workload:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """The ops whose products an op takes: of its own stage first, then of the stage before or after.
 
-        Last come those of a skip's other end, if it is there for each micro-batch.
+        Then come those of a skip's other end, if it is there for each micro-batch, and last the op of the
+        slice before or after, which leaves it a state or its gradient.
 
         Raises:
             KeyError: the op is none of this workload's.
@@ -158,7 +163,8 @@ class Workload:
         def maker(product: Product, stage: int) -> Op:
             version = op.version if stage == op.stage else self.version(stage, period) or 0
             if share is None or product is Product.OUTPUT:
-                return Op(OpKind.FORWARD, stage, one.micro_batches, op.pipe, version=version)
+                part = op.part if self.slices > 1 else 0
+                return Op(OpKind.FORWARD, stage, one.micro_batches, op.pipe, part, self.slices, version)
             kind = next(kind for kind in kinds_of(share, stage) if product in kind.makes)
             return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
 
@@ -172,6 +178,11 @@ class Workload:
                 before, after = end[:: takes.goes]
                 if after == op.stage:
                     needed.append(maker(takes, before))
+        before_it = op.part - op.kind.carries
+        if self.slices > 1 and op.kind.carries and op.kind.gives and 0 <= before_it < self.slices:
+            kinds = (kinds_of(s, op.stage) for s in one.shares if s.part == before_it)
+            kind = op.kind if op.kind.whole else next(k for k in next(kinds) if op.kind.gives in k.makes)
+            needed.append(op._replace(kind=kind, part=before_it))
         return tuple(needed)
 
     @cached_property

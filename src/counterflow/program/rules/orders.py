@@ -52,7 +52,7 @@ def _in_range(schedule: Schedule, op: Op) -> bool:
         and all(0 <= m < schedule.total_micro_batches for m in op.micro_batches)
         and len({m // schedule.micro_batches for m in op.micro_batches}) == 1
         and 0 <= op.part < op.parts
-        and (op.parts == 1 or not op.kind.whole)
+        and (op.parts == schedule.workload.slices or not op.kind.whole)
     )
 
 
@@ -78,9 +78,12 @@ def placed(subject: Subject) -> Iterator[str]:
 
 def own_first(product: Product, subject: Subject) -> Iterator[str]:
     """Ops that come before the op of their own stage whose product they need."""
+    sliced = subject.schedule.workload.slices > 1
 
     def keys(op: Op) -> list[tuple[object, ...]]:
-        if product is Product.OUTPUT:  # of each micro-batch, however many were computed together
+        if (
+            product is Product.OUTPUT and not sliced
+        ):  # of each micro-batch, however many were computed together
             return [(op.pipe, op.stage, m) for m in op.micro_batches]
         return [op[1:]]
 
@@ -92,6 +95,18 @@ def own_first(product: Product, subject: Subject) -> Iterator[str]:
                 done.update(keys(op))
             elif op.kind.first is product and not done.issuperset(keys(op)):
                 yield f"worker {worker}, op {index}: {op} comes before its {maker.word}"
+
+
+def slices_in_order(subject: Subject) -> Iterator[str]:
+    """Slices that come before the one of their micro-batch from which they take a state, or its gradient."""
+    slices = subject.schedule.workload.slices
+    for worker, order in enumerate(subject.schedule.orders if slices > 1 else ()):
+        done: set[tuple[Product | None, tuple[object, ...]]] = set()
+        for index, op in enumerate(order):
+            before = op._replace(part=op.part - op.kind.carries, version=0)
+            done.add((op.kind.gives, op._replace(version=0)[1:]))
+            if 0 <= before.part < slices and (op.kind.gives, before[1:]) not in done:
+                yield f"worker {worker}, op {index}: {op} comes before slice {before.part}, which it needs"
 
 
 def promised_versions(subject: Subject) -> Iterator[str]:

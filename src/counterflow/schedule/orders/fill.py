@@ -40,6 +40,9 @@ def filled(
     graph = OpGraph(schedule)
     needs = graph.needs
     ended = [inf] * len(graph.ops)
+    scale = max(
+        (op.parts for op in graph.ops), default=1
+    )  # so that times are whole numbers, and equal if they are
     workers = [
         _Worker(graph, w, needs, limit, movable)
         for w, limit in zip(range(schedule.workers), limits, strict=True)
@@ -55,11 +58,11 @@ def filled(
         node = worker.taken_at(now, ended)
         if node is not None:
             op = graph.ops[node]
-            end = now + op.work * len(op.kind.makes)
+            end = now + round(op.work * scale) * len(op.kind.makes)
             ended[node] = worker.busy_until = end
             for other in waked[node]:
                 heappush(moments, (end, other))
-    stuck = {w: worker.next_node for w, worker in enumerate(workers) if worker.left}
+    stuck = {w: worker.waits(ended) for w, worker in enumerate(workers) if worker.left}
     if stuck:
         raise DeadlockError(graph.describe_circle(stuck))
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
@@ -116,12 +119,11 @@ class _Worker:
                 return self._taken(place)
         return None
 
-    @property
-    def next_node(self) -> int:
-        """The first node that it has not run, if one is left."""
+    def waits(self, ended: list[float]) -> tuple[int, int]:
+        """The first node that it has not run, if one is left, and one that this waits for."""
         node = self._order[self._head]
         assert node is not None  # what was taken is passed by
-        return node
+        return node, next(need for need in self._needs[node] if ended[need] == inf)
 
     def _can_run(self, place: int, now: float, ended: list[float]) -> bool:
         node = self._order[place]
