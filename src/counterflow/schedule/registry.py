@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 
 from . import schemes
 from .ir import OptionValue, Schedule
-from .scheme import DEPTH, PERIODS, Option, OptionType, Scheme
+from .scheme import DEPTH, PERIODS, SLICES, Option, OptionType, Scheme
 
 SCHEMES: dict[str, Scheme] = {}
 """Every known scheme by its name; ``register`` adds to it."""
@@ -122,7 +122,7 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
     found = scheme(name)
     names = [option.name for option in found.options]
     for given in options:
-        if given not in names and given not in DEPTH:
+        if given not in names and given not in (*DEPTH, SLICES):
             raise ConfigError(f"{found.name} has no option {given!r}; its options: {', '.join(names)}")
     found.refuse_missing_or_illegal(options, {found.depth if name in DEPTH else name for name in options})
     for depth in DEPTH:
@@ -130,9 +130,7 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
             if type(options[depth]) is not int:
                 raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")
             found.refuse_too_large({**options, found.depth: options[depth]})
-    own = found.with_own_depth(options)
-    found.refuse_too_large(own)
-    return found.build(**own)
+    return found.schedule(options)
 
 
 _CALL = re.compile(r"\s*([^\s()]+)\s*(?:\(([^()]*)\))?\s*")

@@ -16,7 +16,11 @@ from typing import Any, ParamSpec, Protocol, overload
 from counterflow.errors import ConfigError
 
 from .ir import OptionValue, Schedule
+from .orders.slices import sliced
 from .workload import Workload
+
+SLICES = "slices"
+"""What every synchronous scheme accepts besides its options: into how many slices a sequence is cut."""
 
 DEPTH = ("stages", "workers")
 """The options that say how many workers there are; a scheme has one of them."""
@@ -300,6 +304,24 @@ class Scheme:
                 f"{most:,} are built; choose smaller numbers"
             )
 
+    def schedule(self, options: Mapping[str, OptionValue]) -> Schedule:
+        """The schedule with these options and ``slices`` of each micro-batch.
+
+        Args:
+            options: the scheme's, its depth as ``stages`` or ``workers``, and ``slices``, which a scheme may
+                also have as an option of its own.
+
+        Raises:
+            ConfigError: the builder refuses them, or there are slices of what has none.
+        """
+        own = dict(options)
+        slices = 1 if self.option(SLICES) else own.pop(SLICES, 1)
+        if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
+            raise ConfigError(f"{SLICES}={slices!r}: must be a whole number, 1 or more")
+        own = self.with_own_depth(own)
+        self.refuse_too_large({**own, "micro_batches": _times(own.get("micro_batches", 1), slices)})
+        return sliced(self.build, own, slices)
+
     def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:
         """The workload of the schedule with these options.
 
@@ -337,13 +359,16 @@ def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_
 
     @wraps(build)
     def by_either(*given: Any, **options: Any) -> Schedule:
-        if any(name in options for name in DEPTH if name != scheme.depth):
-            options = scheme.with_own_depth({**dict(zip(names, given, strict=False)), **options})
-            given = ()
+        if any(name in options for name in (*DEPTH, SLICES) if name != scheme.depth):
+            return scheme.schedule({**dict(zip(names, given, strict=False)), **options})
         return scheme.build(*given, **options)
 
     by_either.__module__ = build.__module__.rpartition(".")[0]  # where it is found, also to be pickled
     return by_either
+
+
+def _times(count: OptionValue, slices: int) -> OptionValue:
+    return count * slices if isinstance(count, int) else count
 
 
 def _counted(number: int) -> str:

@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from counterflow import ConfigError, Costs, Schedule, check, simulate
+from counterflow import ConfigError, Costs, Schedule, check, schemes, simulate
 from counterflow.program import rules
 from counterflow.program.rules import Subject
+from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
@@ -82,6 +83,24 @@ def test_every_synchronous_scheme_is_right_with_slices() -> None:
             assert max(played.peak_activations) <= max(simulate(whole).peak_activations), str(found)
             checked += 1
     assert checked > 100
+
+
+def test_slices_are_asked_for_by_name_with_any_scheme() -> None:
+    expected = one_forward_one_backward(4, 8, 2)
+    assert schemes.dapple(stages=4, micro_batches=8, slices=2) == expected
+    assert schemes.dapple(workers=4, micro_batches=8, slices=2) == expected
+    assert registry.schedule_of("1f1b(stages=4, micro_batches=8, slices=2)", {}) == expected
+    assert str(expected) == "dapple(stages=4, micro_batches=8, slices=2)"
+    assert schemes.zb_v(workers=2, micro_batches=4, slices=1) == schemes.zb_v(workers=2, micro_batches=4)
+    with pytest.raises(ConfigError, match="slices=0: must be a whole number, 1 or more"):
+        schemes.dapple(stages=4, micro_batches=8, slices=0)
+    with pytest.raises(ConfigError, match="at most 1,000,000 are built"):
+        schemes.dapple(stages=8, micro_batches=8, slices=10_000_000)
+
+
+def test_the_engine_refuses_slices() -> None:
+    with pytest.raises(ConfigError, match="simulated and drawn, but not trained; make it without slices"):
+        refuse_what_cannot_run(one_forward_one_backward(2, 2, 2))
 
 
 def test_what_cannot_be_sliced_is_refused() -> None:
