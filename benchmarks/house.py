@@ -36,7 +36,17 @@ ROOMS = (
         "testing",
         "measure",
     ),
-    *("verification", "models", "data", "checkpoints", "training", "papers", "explore", "cli"),
+    *(
+        "verification",
+        "models",
+        "data",
+        "checkpoints",
+        "training",
+        "integrations",
+        "papers",
+        "explore",
+        "cli",
+    ),
 )
 """Each may know those before it."""
 

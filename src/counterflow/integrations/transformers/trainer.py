@@ -1,0 +1,327 @@
+"""The Trainer of transformers, whose steps a pipeline runs.
+
+The trainer's own loop goes on as it is: callbacks, logs, evaluation, schedulers, saving. The batches that it
+accumulates are the micro-batches of one step of the pipeline, which also clips and updates; so what the loop
+does after its last batch (clip, update, zero the gradients) is told and not done again.
+
+Invariant: a step's loss, gradient norm and update are those of the trainer's ``compute_loss`` in one process,
+for any number of workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from counterflow import capture
+from counterflow.errors import ConfigError
+from counterflow.models import hf
+from counterflow.runtime.pipeline import Pipeline
+
+from .arguments import alone
+from .objective import Objective, as_it_was, weighed, weights
+from .refusals import refuse
+from .shown import Shown
+
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"
+"""Files of a checkpoint, by the names that transformers gives them."""
+
+
+class Pipelined(Base):  # type: ignore[misc]
+    """Makes a trainer of transformers run in pipeline stages: ``class Mine(Pipelined, SFTTrainer)``.
+
+    Every worker makes it alike, under torchrun or in a function that ``counterflow.launch`` runs with
+    processes; its arguments are of a class with ``PipelineFields``.
+
+    Attributes:
+        pipeline: once it was needed; None before.
+
+    Raises:
+        ConfigError: it is asked for what a pipeline cannot do, by name.
+    """
+
+    pipeline: Pipeline | None = None
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse(inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments)
+        with alone():
+            super().__init__(*args, **kwargs)
+        self._collected: list[dict[str, Any]] = []
+        self._layers: list[capture.CapturedLayer] = []
+        self._step: Any = None
+        self._leave_model()
+
+    def _leave_model(self) -> None:
+        """Let accelerate take the model for one that it has wrapped."""
+        if not self.accelerator._models:  # noqa: SLF001
+            self.accelerator._models.append(self.model)  # noqa: SLF001
+
+    # -- making the pipeline
+
+    def made_pipeline(self, batch: Mapping[str, Any]) -> Pipeline:
+        """The pipeline; it is made when a first batch shows what the model takes.
+
+        Args:
+            batch: as the model takes it, with labels.
+
+        Raises:
+            ConfigError: ``compute_loss`` cannot be followed, or the layers are too few.
+        """
+        if self.pipeline is None:
+            model = self.model
+            self._objective = Objective(self, model)
+            items = self._get_num_items_in_batch([dict(batch)], torch.device("cpu"))
+            with as_it_was(self):
+                layers = capture.layers(self._objective, self._inputs(batch, items))
+            self._layers = layers
+            self._decays = set(self.get_decay_parameter_names(model))
+            self.pipeline = Pipeline(
+                model,
+                weighed,
+                self.args.made_schedule(),
+                optimizer=self._optimizer_of,
+                list_layers=lambda _: self._layers,
+                cuts=self.args.cuts,
+                costs=[layer.cost for layer in self._layers],
+                seed=self.args.seed,
+                named_parameters=True,
+                per_micro_batch_loss=True,  # the weights of micro-batches are the trainer's
+                recompute=self.args.recompute,
+                clip_norm=self.args.max_grad_norm or None,
+                autocast="bfloat16" if self.args.bf16 else None,
+            )
+        return self.pipeline
+
+    def _optimizer_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        """The optimiser of a stage, as the trainer makes the model's."""
+        if self.optimizer_cls_and_kwargs is not None:
+            make, options = self.optimizer_cls_and_kwargs
+        else:
+            make, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        decaying = [parameter for name, parameter in named if name in self._decays]
+        others = [parameter for name, parameter in named if name not in self._decays]
+        groups = [
+            {"params": decaying, "weight_decay": self.args.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        made: Optimizer = make([group for group in groups if group["params"]], **options)
+        return made
+
+    def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
+        """What an objective takes of a batch."""
+        inputs = dict(batch)
+        if items is None:
+            return {"inputs": inputs}
+        return {"inputs": inputs, "items": torch.as_tensor(items).expand(_samples(inputs)).contiguous()}
+
+    # -- a step
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The loss of a step, where this is its last batch; 0 where more are accumulated."""
+        model.train()
+        self._collected.append(self._inputs(self._prepare_inputs(inputs), num_items_in_batch))
+        nothing = torch.tensor(0.0, device=self.args.device)
+        if not self.accelerator.sync_gradients:
+            return nothing
+        batches, self._collected = self._collected, []
+        pipeline = self.made_pipeline(batches[0]["inputs"])
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        micro_batches = []
+        for each in batches:
+            samples = _samples(each["inputs"])
+            target = weights(
+                samples,
+                factor=1.0 if scaled else 1 / len(batches),
+                per_sample=0.0,
+                weight=1 / (len(batches) * samples),
+            )
+            micro_batches.append((each, target))
+        while len(micro_batches) < self.args.gradient_accumulation_steps:
+            micro_batches.append(pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], micro_batches[0]))
+        self._step = pipeline.step(micro_batches=micro_batches)
+        return nothing + float(self._step.loss)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """The norm before the pipeline has clipped."""
+        del model
+        return torch.tensor(self._step.grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Likewise."""
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """Make the pipeline, and what looks at it."""
+        self._leave_model()
+        if self.pipeline is None:
+            with _random_numbers_back():
+                batch = next(iter(train_dataloader), None)
+            if batch is None:
+                raise ConfigError("the training data has no batch; give some to train on")
+            self.made_pipeline(self._prepare_inputs(batch))
+        assert self.pipeline is not None
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.optimizer = Shown(self.pipeline, self.args.learning_rate)
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    # -- evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own."""
+        self._leave_model()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Loss, outputs and labels of a batch, on every worker; ``model`` is in the pipeline.
+
+        Raises:
+            ConfigError: it has no labels.
+        """
+        del model, ignore_keys
+        if not self.label_names or any(inputs.get(name) is None for name in self.label_names):
+            raise ConfigError(
+                f"a batch has no {' and no '.join(self.label_names) or 'labels'}, and what the pipeline was "
+                "made for gives a loss; evaluate data with labels, or predict with the saved model"
+            )
+        inputs = self._prepare_inputs(inputs)
+        labels = tuple(inputs[name].detach() for name in self.label_names)
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        pipeline = self.made_pipeline(inputs)
+        samples = _samples(inputs)
+        counted = items is not None and self._divides()
+        target = weights(
+            samples, factor=float(counted), per_sample=0.0 if counted else 1 / samples, weight=1 / samples
+        )
+        told = pipeline.evaluate(self._inputs(inputs, items), target, outputs=not prediction_loss_only)
+        loss = torch.tensor(told.loss)
+        if prediction_loss_only:
+            return loss, None, None
+        found = [] if told.outputs is None else told.outputs["outputs"]
+        rows: list[Any] = pipeline.transport.gather_objects([tensor.cpu() for tensor in found])
+        outputs: tuple[Any, ...] = tuple(next(row for row in rows if row))
+        return loss, outputs[0] if len(outputs) == 1 else outputs, labels[0] if len(labels) == 1 else labels
+
+    def _divides(self) -> bool:
+        """Whether the loss is divided by what counts in the whole step, so that those of batches add up."""
+        return any(layer.uses("items") for layer in self._layers)
+
+    # -- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as transformers does; all workers call it."""
+        if self.pipeline is None:
+            if self.args.should_save:
+                super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        hf.save(self.model, self.pipeline, folder, tokenizer=self.processing_class)
+        if self.args.should_save:
+            torch.save(self.args, folder / ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.pipeline is not None
+        state = self.pipeline.state_dict(rank=0)
+        if self.args.should_save:
+            state.pop("model")
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.pipeline is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self.pipeline.load_model_state_dict(self._weights_of(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _weights_of(self, folder: str) -> dict[str, Tensor]:
+        """The model's weights as a checkpoint has them."""
+        from safetensors.torch import load_file  # noqa: PLC0415
+
+        found: dict[str, Tensor] = {}
+        for file in sorted(Path(folder).glob("model*.safetensors")):
+            found |= load_file(file)
+        if not found:
+            raise ConfigError(
+                f"{folder}: there is no model*.safetensors; train adapters on from a new trainer"
+            )
+        return found
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / OPTIMIZER).exists():
+            return
+        assert self.pipeline is not None
+        state = torch.load(Path(checkpoint) / OPTIMIZER, weights_only=True)
+        self.pipeline.load_state_dict({**state, "model": self.pipeline.model_state_dict(local=True)})
+        self.optimizer = Shown(self.pipeline, self.args.learning_rate)
+        self.lr_scheduler.optimizer = self.optimizer
+        kept = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        mine = self.lr_scheduler.state_dict()
+        # What is there for each group of weights is of another length for other workers.
+        kept |= {n: v for n, v in mine.items() if isinstance(v, list) and len(v) != len(kept.get(n, ()))}
+        self.lr_scheduler.load_state_dict(kept)
+
+
+@contextmanager
+def _random_numbers_back() -> Iterator[None]:
+    """After this context random numbers go on as if nothing had been drawn."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - collators draw from it
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def _samples(inputs: Mapping[str, Any]) -> int:
+    """How many samples a batch has."""
+    return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+
+
+class PipelineTrainer(Pipelined, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` in pipeline stages, with ``PipelineArguments``; see ``Pipelined``."""
