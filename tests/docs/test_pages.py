@@ -357,3 +357,10 @@ def test_the_picture_of_the_rooms() -> None:
     rooms = {room for layer in made["layers"]() for room in layer}
     package = DOCS.parent / "src" / "counterflow"
     assert rooms == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_slices_are_what_their_program_draws() -> None:
+    page = DOCS / "pipeline-schedules.md"
+    found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted >= 6
+    assert not found.failed

@@ -199,3 +199,8 @@ def test_slot_of_times_that_are_sums_of_fractions() -> None:
     slot = common_slot(times, times[-1])
     assert slot == pytest.approx(0.1)
     assert common_slot([0.0], 1.0) is None
+
+
+def test_slices_are_numbered_in_forwards_and_backwards() -> None:
+    drawn = shown(simulated("dapple", stages=1, micro_batches=1, slices=2))
+    assert "P0 0.0 0.1 a.1 a.1 a.0 a.0" in drawn

@@ -266,6 +266,9 @@ def _letters(box: Box, marked: bool) -> str:
         return box.label
     text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
     # The label of a part ends in the part: 4a is the first half of 4, in letters e1.
+    _, dot, number = box.label.partition(".")
+    if dot:  # of a sliced micro-batch the number of the slice follows, as in forwards
+        return f"{text}.{number}"
     last = box.label[-1:]
     if last.isalpha():
         text += str(ord(last) - ord("a") + 1)
