@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.transport import gathers
-from counterflow.runtime.transport.base import Status, TimedOut
-from counterflow.runtime.transport.gathers import GatheredRows, Gathers, way_of
+from counterflow.runtime.transport.base import Gathering, Status, TimedOut
+from counterflow.runtime.transport.gathers import Gathers, way_of
 
 _SECONDS = 30.0
 
@@ -104,7 +104,7 @@ def gathered(world_size: int, widths: Sequence[int], *, ahead: bool = False) -> 
     if ahead:
         for one in every:
             one.expect()
-    started: list[list[GatheredRows]] = [
+    started: list[list[Gathering]] = [
         [one.start(row(rank, width)) for rank, one in enumerate(every)] for width in widths
     ]
     found = [[bits(gathering.wait()) for gathering in one] for one in reversed(started)]

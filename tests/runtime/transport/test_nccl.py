@@ -102,7 +102,7 @@ def holding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
         def call(self: OrderedTransport, *given: Any) -> Any:
             launched = method(self, *given)
-            with self.progress.held(launched.peer):
+            with self.progress.held(given[1] if isinstance(given[1], int) else -1):
                 launched.wait()
                 self.progress.synchronize()
             return launched

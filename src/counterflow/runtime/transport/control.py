@@ -27,10 +27,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from counterflow.errors import CounterflowError
 
 from ..torch_private import default_store, gloo_lane
-from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
-from .gathers import GatheredRows, Gathers
+from .base import Group, Lost, Status, TimedOut, Transport
+from .gathers import Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
-from .pending import DONE, DescribedReceiving, Sending, Works
+from .pending import DONE, InFlight, all_over
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 from .watch import Watch
@@ -112,7 +112,7 @@ class DistributedTransport(Transport):
 
     # Messages over the host
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send_described``; it has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
@@ -126,13 +126,13 @@ class DistributedTransport(Transport):
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
-    def receive_described(self, peer: int, tag: int) -> Described:
+    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """See ``Transport.receive_described``."""
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
-        return DescribedReceiving(self, peer, tag, header, works)
+        return self.in_flight(works, peer).then(lambda _: self._receive_after(header, peer, tag))
 
-    def receive_after(self, header: Tensor, peer: int, tag: int) -> list[Tensor]:
+    def _receive_after(self, header: Tensor, peer: int, tag: int) -> list[Tensor]:
         """Receive the tensors that a header announces."""
         words = int(header[0])
         if words > HEADER_WORDS:
@@ -171,17 +171,24 @@ class DistributedTransport(Transport):
         peer: int,
         tag: int,
         preface: Sequence[tuple[Tensor, int]] = (),
-    ) -> Sending:
+    ) -> InFlight[None]:
         """Begin to send device tensors through the host, after a preface of host tensors."""
         assert self._stager is not None
         filled = [tensor for tensor in tensors if tensor.numel()]
-        return Sending(self, self._stager.send(filled, peer, tag, preface))
+        return self._sending(self._stager.send(filled, peer, tag, preface))
 
-    def sent(self, peer: int, works: Sequence[Work]) -> Sending:
+    def sent(self, peer: int, works: Sequence[Work]) -> InFlight[None]:
         """Look after a message that was posted over Gloo."""
         send = PendingSend(peer, works)
         self._reaper.take(send)
-        return Sending(self, send)
+        return self._sending(send)
+
+    def _sending(self, send: PendingSend) -> InFlight[None]:
+        return InFlight(lambda: self._wait_sent(send), send.sent)
+
+    def in_flight(self, works: Sequence[Work], peer: int) -> InFlight[None]:
+        """Works of torch.distributed with a peer, -1 for a collective's."""
+        return InFlight(lambda: self.wait(works, peer), all_over(works))
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work: Work = self._send([as_bytes(tensor)], peer, tag)
@@ -202,13 +209,13 @@ class DistributedTransport(Transport):
                 self._groups.remove(handle)
                 dist.destroy_process_group(handle)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
         """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""
         if len(group.ranks) == 1:
             return DONE
         work = self.collective(lambda: dist.all_reduce(tensor, group=_handle(group), async_op=True))
         assert work is not None
-        return Works(self, -1, (work,))
+        return self.in_flight((work,), -1)
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""
@@ -220,7 +227,7 @@ class DistributedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def start_gather(self, values: Sequence[float]) -> GatheredRows:
+    def start_gather(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
         """See ``Transport.start_gather``."""
         return self._gathers.start(values)
 
@@ -295,8 +302,10 @@ class DistributedTransport(Transport):
             raise self.trouble(error, peer, time.monotonic() - began) from error
         self.status.waiting_for = None
 
-    def wait_sent(self, send: PendingSend) -> None:
+    def _wait_sent(self, send: PendingSend) -> None:
         """Wait until a message is sent; raises as ``wait`` does."""
+        if send.sent():
+            return
         began = time.monotonic()
         self.status.waiting_for = send.peer
         if send.lock.acquire(timeout=self.timeout_seconds):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from .base import TimedOut
+from .pending import InFlight
 from .tags import GATHER_TAG
 
 if TYPE_CHECKING:
@@ -93,38 +94,6 @@ class Rows:
         self.error: Exception | None = None
 
 
-class GatheredRows:
-    """A gather in flight: its columns in one or several parts, and how many there are."""
-
-    __slots__ = ("parts", "transport", "width")
-
-    def __init__(self, transport: DistributedTransport, parts: Sequence[Rows], width: int) -> None:
-        self.transport, self.parts, self.width = transport, parts, width
-
-    def wait(self) -> list[list[float]]:
-        """See ``base.Gathering.wait``."""
-        for part in self.parts:
-            if part.far:
-                self._wait_far(part)
-            else:
-                for peer, works in part.near.items():
-                    self.transport.wait(works, peer)
-        whole = self.parts[0].rows if len(self.parts) == 1 else torch.cat([p.rows for p in self.parts], 1)
-        gathered: list[list[float]] = whole[:, : self.width].tolist()
-        return gathered
-
-    def _wait_far(self, part: Rows) -> None:
-        transport, began = self.transport, time.monotonic()
-        transport.status.waiting_for = -1
-        if not part.over.wait(transport.timeout_seconds):
-            raise TimedOut(None, transport.timeout_seconds)
-        if isinstance(part.error, RuntimeError):
-            raise transport.trouble(part.error, -1, time.monotonic() - began) from part.error
-        if part.error is not None:
-            raise part.error
-        transport.status.waiting_for = None
-
-
 class Gathers:
     """The gathers of one transport.
 
@@ -140,7 +109,7 @@ class Gathers:
         self._passing: SimpleQueue[Rows | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, values: Sequence[float]) -> GatheredRows:
+    def start(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
         """Begin one.
 
         Of few workers the last one to start has all the rows at once, and the others have its row after one
@@ -162,7 +131,29 @@ class Gathers:
             if part.far:
                 self._pass_on(part)
             parts.append(part)
-        return GatheredRows(transport, parts, width)
+        return InFlight(lambda: self._finish(parts, width))
+
+    def _finish(self, parts: Sequence[Rows], width: int) -> list[list[float]]:
+        for part in parts:
+            if part.far:
+                self._wait_far(part)
+            else:
+                for peer, works in part.near.items():
+                    self._transport.wait(works, peer)
+        whole = parts[0].rows if len(parts) == 1 else torch.cat([p.rows for p in parts], 1)
+        gathered: list[list[float]] = whole[:, :width].tolist()
+        return gathered
+
+    def _wait_far(self, part: Rows) -> None:
+        transport, began = self._transport, time.monotonic()
+        transport.status.waiting_for = -1
+        if not part.over.wait(transport.timeout_seconds):
+            raise TimedOut(None, transport.timeout_seconds)
+        if isinstance(part.error, RuntimeError):
+            raise transport.trouble(part.error, -1, time.monotonic() - began) from part.error
+        if part.error is not None:
+            raise part.error
+        transport.status.waiting_for = None
 
     def expect(self) -> None:
         """Post receives ahead: a row that is asked for only when it is needed comes a way later."""

@@ -16,7 +16,7 @@ from counterflow.program.actions import Matching
 from .base import Group
 from .control import DistributedTransport
 from .kinds import GLOO
-from .pending import Receiving, Sending, in_place_of
+from .pending import InFlight, into
 from .tags import PAYLOAD, lane_tag
 
 
@@ -43,22 +43,19 @@ class GlooTransport(DistributedTransport):
         for group in groups:
             self._spare[group.ranks].append(group)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sending:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send``."""
         tag = lane_tag(tag, PAYLOAD)
         if self._stager is not None:
             return self.carry(tensors, peer, tag)
         return self.sent(peer, self.post(tensors, peer, tag))
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Receiving:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.receive``."""
-        targets: Sequence[Tensor] = buffers
-        moves: Sequence[tuple[Tensor, Tensor]] = ()
+
+        def begin(targets: Sequence[Tensor]) -> InFlight[None]:
+            return self.in_flight(self.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
+
         staged = self._stager is not None
-        plain = not staged
-        for buffer in buffers:
-            plain = plain and buffer.is_contiguous()
-        if not plain:
-            device = torch.device("cpu") if staged else self.device
-            targets, moves = in_place_of(buffers, device, pinned=staged and self._pinned)
-        return Receiving(self, peer, self.accept(targets, peer, lane_tag(tag, PAYLOAD)), moves)
+        host = torch.device("cpu") if staged else None
+        return into(buffers, begin, host, pinned=staged and self._pinned)

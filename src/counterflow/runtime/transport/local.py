@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Described, Group, Lost, Pending, Status, TimedOut, Transport
+from .base import Group, Lost, Status, TimedOut, Transport
 from .kinds import LOCAL
+from .pending import DONE, InFlight
 from .turns import elsewhere
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _HOST = torch.device("cpu")
 
@@ -136,83 +140,6 @@ class _Collective:
         self.done = threading.Event()
 
 
-class _Done:
-    __slots__ = ()
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-_DONE = _Done()
-
-
-class _Received:
-    """A posted receive."""
-
-    __slots__ = ("hub", "message", "peer", "status")
-
-    def __init__(self, hub: Hub, status: Status, message: _Message, peer: int) -> None:
-        self.hub, self.status, self.message, self.peer = hub, status, message, peer
-
-    def done(self) -> bool:
-        return self.message.delivered.is_set()
-
-    def wait(self) -> None:
-        self.hub.wait(self.message.delivered, self.status, self.peer)
-
-
-class _ReceivedDescribed(_Received):
-    __slots__ = ("device",)
-
-    def __init__(self, hub: Hub, status: Status, message: _Message, peer: int, device: torch.device) -> None:
-        super().__init__(hub, status, message, peer)
-        self.device = device
-
-    def wait(self) -> list[Tensor]:  # type: ignore[override]
-        super().wait()
-        tensors = self.message.tensors
-        assert tensors is not None
-        for place, tensor in enumerate(tensors):
-            if tensor.device not in (self.device, _HOST):  # threads may have a GPU each
-                moved = tensor.detach().to(self.device)
-                tensors[place] = moved.requires_grad_(tensor.requires_grad)
-        return tensors
-
-
-class _Sum:
-    """An all-reduce in flight."""
-
-    __slots__ = ("collective", "hub", "status", "tensor")
-
-    def __init__(self, hub: Hub, status: Status, collective: _Collective, tensor: Tensor) -> None:
-        self.hub, self.status, self.collective, self.tensor = hub, status, collective, tensor
-
-    def done(self) -> bool:
-        return self.collective.done.is_set()
-
-    def wait(self) -> None:
-        self.hub.wait(self.collective.done, self.status, -1)
-        assert isinstance(self.collective.result, Tensor)
-        self.tensor.copy_(self.collective.result)
-
-
-class _Gathering:
-    """A gather in flight."""
-
-    __slots__ = ("collective", "hub", "status")
-
-    def __init__(self, hub: Hub, status: Status, collective: _Collective) -> None:
-        self.hub, self.status, self.collective = hub, status, collective
-
-    def wait(self) -> list[list[float]]:
-        self.hub.wait(self.collective.done, self.status, -1)
-        assert isinstance(self.collective.result, list)
-        return [list(row) for row in self.collective.result]
-
-
 class LocalTransport(Transport):
     """One thread's end of a ``Hub``."""
 
@@ -233,15 +160,15 @@ class LocalTransport(Transport):
         """Around all that the worker's thread does."""
         return nullcontext()
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send``; in strict mode it waits until the receive is posted."""
         return self._send(tensors, peer, tag)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send_described``."""
         return self._send(tensors, peer, tag)
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Done:
+    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
@@ -255,9 +182,9 @@ class LocalTransport(Transport):
                     tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
                 ]
             message.delivered.set()
-        return _DONE
+        return DONE
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.receive``."""
         message = self._post(peer, tag)
         with message.lock:
@@ -267,13 +194,26 @@ class LocalTransport(Transport):
             else:
                 message.buffers = buffers
         message.posted.set()
-        return _Received(self.hub, self.status, message, peer)
+        return self._coming(message.delivered, peer)
 
-    def receive_described(self, peer: int, tag: int) -> Described:
+    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """See ``Transport.receive_described``."""
         message = self._post(peer, tag)
         message.posted.set()
-        return _ReceivedDescribed(self.hub, self.status, message, peer, self.device)
+
+        def here(_: None) -> list[Tensor]:
+            assert message.tensors is not None
+            for place, tensor in enumerate(message.tensors):
+                if tensor.device not in (self.device, _HOST):  # threads may have a GPU each
+                    moved = tensor.detach().to(self.device)
+                    message.tensors[place] = moved.requires_grad_(tensor.requires_grad)
+            return message.tensors
+
+        return self._coming(message.delivered, peer).then(here)
+
+    def _coming(self, event: threading.Event, rank: int) -> InFlight[None]:
+        """What has come when an event is set, by a rank or (-1) several."""
+        return InFlight(lambda: self.hub.wait(event, self.status, rank), event.is_set)
 
     def _post(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:
@@ -285,46 +225,44 @@ class LocalTransport(Transport):
         number = self._calls[()] = self._calls.get((), 0) + 1
         return Group(tuple(ranks), number)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
         """See ``Transport.all_reduce``; summed in the order of the ranks."""
-        return _Sum(self.hub, self.status, self._join(group, tensor, _sum), tensor)
+
+        def take(total: Tensor) -> None:
+            tensor.copy_(total)
+
+        return self._join(group, tensor, _sum).then(take)
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""
         # A copy, because the source may change its tensor before the others have looked.
         mine = tensor.detach().clone() if self.rank == source else None
-        collective = self._join(group, mine, lambda values: next(v for v in values if v is not None))
-        self.hub.wait(collective.done, self.status, -1)
-        assert isinstance(collective.result, Tensor)
+        found = self._join(group, mine, lambda values: next(v for v in values if v is not None)).wait()
         if self.rank != source:
             with torch.no_grad():
-                tensor.copy_(collective.result)
+                tensor.copy_(found)
 
-    def start_gather(self, values: Sequence[float]) -> _Gathering:
+    def start_gather(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
         """See ``Transport.start_gather``."""
-        return _Gathering(self.hub, self.status, self._join_all(tuple(values)))
+        return self._join_all(tuple(values)).then(lambda rows: [list(row) for row in rows])
 
     def gather_objects(self, value: object) -> list[object]:
         """See ``Transport.gather_objects``."""
-        collective = self._join_all(value)
-        self.hub.wait(collective.done, self.status, -1)
-        assert isinstance(collective.result, list)
-        return list(collective.result)
+        return list(self._join_all(value).wait())
 
     def spread(self, tensor: Tensor, source: int) -> None:
         """See ``Transport.spread``; who has it waits until all others have taken it."""
         mine = tensor if self.rank == source else None
-        collective = self._join_all(mine)
-        self.hub.wait(collective.done, self.status, -1)
-        if self.rank != source:
-            tensor.copy_(cast("list[Tensor]", collective.result)[source])
-        self.hub.wait(self._join_all(None).done, self.status, -1)
+        found = self._join_all(mine).wait()[source]
+        if found is not None and self.rank != source:
+            tensor.copy_(found)
+        self._join_all(None).wait()
 
-    def _join_all(self, value: object) -> _Collective:
+    def _join_all(self, value: T) -> InFlight[list[T]]:
         return self._join(Group(tuple(range(self.world_size)), 0), value, list)
 
-    def _join(self, group: Group, value: object, reduce: object) -> _Collective:
-        assert callable(reduce)
+    def _join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> InFlight[U]:
+        """Bring a value to a group's next collective; what comes is what the last to come makes of all."""
         assert isinstance(group.handle, int)
         count = self._calls[group.handle, *group.ranks] = self._calls.get((group.handle, *group.ranks), 0) + 1
         key = (group.handle, *group.ranks), count
@@ -338,10 +276,10 @@ class LocalTransport(Transport):
             if last:
                 del self.hub.collectives[key]
         if last:
-            collective.result = reduce([collective.values[rank] for rank in group.ranks])
+            collective.result = reduce([cast("T", collective.values[rank]) for rank in group.ranks])
             collective.values.clear()
             collective.done.set()
-        return collective
+        return self._coming(collective.done, -1).then(lambda _: cast("U", collective.result))
 
     def statuses(self) -> list[Status | None]:
         """See ``Transport.statuses``."""

@@ -21,11 +21,12 @@ from torch.distributed import ProcessGroup
 from counterflow.errors import CounterflowError
 
 from ..torch_private import abort, flight_record, nccl_options
-from .base import Described, Group, Pending, Status, TimedOut
+from .base import Group, Status, TimedOut
 from .control import DistributedTransport
 from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
+from .pending import InFlight
 from .progress import Event
 from .watch import worker_error
 
@@ -164,10 +165,10 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         event.record()
         return event
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``OrderedTransport``."""
         return DistributedTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int) -> Described:
+    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """See ``OrderedTransport``."""
         return DistributedTransport.receive_described(self, peer, tag)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,139 +23,35 @@ from torch.distributed import ProcessGroup, Work
 
 from counterflow.program.actions import Matching
 
-from .base import Described, Group, Pending, Transport
+from .base import Group, Transport
 from .headers import announced, as_bytes, describe
-from .pending import DONE, copy_moves, in_place_of
-from .progress import Event, Progress, all_over
+from .pending import DONE, InFlight, all_over, both, into
+from .progress import Event, Progress
+
+T = TypeVar("T")
 
 
-class Launched:
-    """What was launched over NCCL; ``moves`` are the buffers that could not be received into directly."""
+class _Later(Generic[T]):
+    """A receive from a peer that is posted when those before it are.
 
-    __slots__ = ("moves", "peer", "transport", "works")
+    Args:
+        begin: posts it.
+        known: whether it can be posted without being told of shapes.
+    """
 
-    def __init__(
-        self,
-        transport: OrderedTransport,
-        peer: int,
-        works: Sequence[Work],
-        moves: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self.transport, self.peer, self.works, self.moves = transport, peer, works, moves
+    __slots__ = ("begin", "known", "posted")
 
-    def done(self) -> bool:
-        """See ``Pending.done``."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """See ``Pending.wait``: the stream waits."""
-        self.transport.let_stream_wait(self.works, self.peer)
-        self.works = ()
-        copy_moves(self.moves)
-        self.moves = ()
-
-
-class _Later:
-    """A receive from a peer that is posted when those before it are."""
-
-    def __init__(self, transport: OrderedTransport, peer: int) -> None:
-        self.transport, self.peer = transport, peer
-        self.posted: Launched | None = None
-
-    known = True
-    """Whether it can be posted without being told of shapes."""
+    def __init__(self, begin: Callable[[], InFlight[T]], *, known: bool) -> None:
+        self.begin, self.known = begin, known
+        self.posted: InFlight[T] | None = None
 
     def post(self) -> None:
         """Post it."""
+        self.posted = self.begin()
 
     def done(self) -> bool:
         """See ``Pending.done``."""
         return self.posted is not None and self.posted.done()
-
-    def arrive(self) -> None:
-        """Let the stream wait for it."""
-        if self.posted is None:
-            self.transport.post_until(self)
-        assert self.posted is not None
-        self.posted.wait()
-
-
-class _Known(_Later):
-    """One of known shapes."""
-
-    def __init__(self, transport: OrderedTransport, peer: int, buffers: Sequence[Tensor]) -> None:
-        super().__init__(transport, peer)
-        self.buffers = buffers
-
-    def post(self) -> None:
-        """See ``_Later``."""
-        self.posted = self.transport.post_receive(self.buffers, self.peer)
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        self.arrive()
-
-
-class _Unknown(_Later):
-    """One of shapes that the control plane tells; with it come the tensors that are on the host."""
-
-    known = False
-
-    def __init__(self, transport: OrderedTransport, peer: int, told: Described) -> None:
-        super().__init__(transport, peer)
-        self.told = told
-        self.tensors: list[Tensor] = []
-        self.hosts: list[tuple[int, Tensor]] = []
-        self.needing: list[bool] = []
-
-    def post(self) -> None:
-        """See ``_Later``; waits for what is told."""
-        words, places, *hosts = self.told.wait()
-        self.tensors, self.needing, _ = announced(words.tolist(), device=self.transport.device)
-        self.hosts = list(zip(places.tolist(), hosts, strict=True))
-        self.posted = self.transport.post_receive(self.tensors, self.peer)
-
-    def wait(self) -> list[Tensor]:
-        """See ``Described.wait``."""
-        self.arrive()
-        for tensor, need in zip(self.tensors, self.needing, strict=True):
-            tensor.requires_grad_(need)
-        for place, host in self.hosts:
-            self.tensors.insert(place, host)
-        self.hosts, self.needing = [], [tensor.requires_grad for tensor in self.tensors]
-        return self.tensors
-
-
-class _WithHosts:
-    """A receive of known shapes of which some tensors are on the host: these come by the control plane."""
-
-    __slots__ = ("buffers", "receiving", "told")
-
-    def __init__(self, receiving: Pending, told: Described, buffers: Sequence[Tensor]) -> None:
-        self.receiving, self.told, self.buffers = receiving, told, buffers
-
-    def done(self) -> bool:
-        """See ``Pending.done``: what is told is known by who waits for it."""
-        return False
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        self.receiving.wait()
-        with torch.no_grad():
-            for buffer, tensor in zip(self.buffers, self.told.wait(), strict=True):
-                buffer.copy_(tensor)
-        self.buffers, self.told = (), _NOTHING
-
-
-class _Nothing:
-    """What was told already."""
-
-    def wait(self) -> list[Tensor]:
-        """See ``Described.wait``."""
-        return []
-
-
-_NOTHING = _Nothing()
 
 
 class OrderedTransport(Transport):
@@ -175,7 +71,7 @@ class OrderedTransport(Transport):
         assert to_higher is not None
         assert to_lower is not None
         self._to_higher, self._to_lower = to_higher, to_lower
-        self._behind: defaultdict[int, deque[_Later]] = defaultdict(deque)
+        self._behind: defaultdict[int, deque[_Later[Any]]] = defaultdict(deque)
         self.progress = Progress(self.status, self.record_event)
 
     # What it takes
@@ -192,11 +88,11 @@ class OrderedTransport(Transport):
         """An event at the end of the current stream."""
 
     @abstractmethod
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """Send host tensors over the control plane, as ``send_described``."""
 
     @abstractmethod
-    def hear(self, peer: int, tag: int) -> Described:
+    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """Receive them."""
 
     @abstractmethod
@@ -229,13 +125,13 @@ class OrderedTransport(Transport):
     def _token(self) -> Tensor:
         return torch.zeros(1, device=self.device)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send``; tensors that are on the host go beside, over the control plane."""
         there, hosts = self._apart(tensors)
         group = self._to_higher if peer > self.rank else self._to_lower
         plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
-        launched = Launched(self, peer, self._launched(group.send, plain, peer))
-        return Both(self.tell(hosts, peer, tag), launched) if hosts else launched
+        launched = self._launched(lambda: [group.send([tensor], peer, 0) for tensor in plain], peer)
+        return both(self.tell(hosts, peer, tag), launched) if hosts else launched
 
     def _apart(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The tensors of a message that are on the device, and those that are on the host."""
@@ -249,60 +145,87 @@ class OrderedTransport(Transport):
             [tensor for tensor in tensors if tensor.device != self.device],
         )
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.receive``."""
         there, hosts = self._apart(buffers)
         told = self.hear(peer, tag) if hosts else None
-        receiving: Launched | _Known
-        behind = self._behind[peer]
-        if behind:
-            receiving = _Known(self, peer, there)
-            behind.append(receiving)
+        if self._behind[peer]:
+            receiving = self._queued(peer, lambda: self.post_receive(there, peer), known=True)
         else:
             receiving = self.post_receive(there, peer)
-        return receiving if told is None else _WithHosts(receiving, told, hosts)
+        if told is None:
+            return receiving
 
-    def post_receive(self, buffers: Sequence[Tensor], peer: int) -> Launched:
+        def finish() -> None:
+            receiving.wait()
+            with torch.no_grad():
+                for buffer, tensor in zip(hosts, told.wait(), strict=True):
+                    buffer.copy_(tensor)
+
+        return InFlight(finish)  # what is told is known by who waits for it
+
+    def post_receive(self, buffers: Sequence[Tensor], peer: int) -> InFlight[None]:
         """Post a receive of known shapes after all that was posted before."""
         group = self._to_higher if peer < self.rank else self._to_lower
-        targets: Sequence[Tensor] = buffers
-        moves: Sequence[tuple[Tensor, Tensor]] = ()
-        if not all(buffer.is_contiguous() for buffer in buffers):
-            targets, moves = in_place_of(buffers, self.device)
-        plain = [as_bytes(buffer) for buffer in targets if buffer.numel()]
-        return Launched(self, peer, self._launched(group.recv, plain, peer), moves)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+        def begin(targets: Sequence[Tensor]) -> InFlight[None]:
+            plain = [as_bytes(target) for target in targets if target.numel()]
+            return self._launched(lambda: [group.recv([tensor], peer, 0) for tensor in plain], peer)
+
+        return into(buffers, begin, None)
+
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``Transport.send_described``."""
         places = [place for place, tensor in enumerate(tensors) if tensor.device != self.device]
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
         words = describe(payload)
         hosts = [tensors[place] for place in places]
         told = self.tell([words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag)
-        return Both(told, self.send(payload, peer, tag))
+        return both(told, self.send(payload, peer, tag))
 
-    def receive_described(self, peer: int, tag: int) -> Described:
+    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """See ``Transport.receive_described``."""
-        receiving = _Unknown(self, peer, self.hear(peer, tag))
-        self._behind[peer].append(receiving)
+        told = self.hear(peer, tag)
+
+        def begin() -> InFlight[list[Tensor]]:
+            words, places, *hosts = told.wait()
+            tensors, needing, _ = announced(words.tolist(), device=self.device)
+
+            def whole(_: None) -> list[Tensor]:
+                for tensor, need in zip(tensors, needing, strict=True):
+                    tensor.requires_grad_(need)
+                for place, host in zip(places.tolist(), hosts, strict=True):
+                    tensors.insert(place, host)
+                return tensors
+
+            return self.post_receive(tensors, peer).then(whole)
+
+        receiving = self._queued(peer, begin, known=False)
         if self.launches_hold:  # its sender is held until it is posted
-            self.post_until(receiving)
+            self._post_until(self._behind[peer][-1], peer)
         return receiving
 
-    def post_until(self, receiving: _Later) -> None:
-        """Post what was to be received from a rank, in its order, up to ``receiving`` and what is known."""
-        behind = self._behind[receiving.peer]
-        while receiving.posted is None:
+    def _queued(self, peer: int, begin: Callable[[], InFlight[T]], *, known: bool) -> InFlight[T]:
+        later = _Later(begin, known=known)
+        self._behind[peer].append(later)
+        return InFlight(lambda: self._post_until(later, peer).wait(), later.done)
+
+    def _post_until(self, later: _Later[T], peer: int) -> InFlight[T]:
+        """Post what was to be received from a rank, in its order, up to ``later`` and what is known."""
+        behind = self._behind[peer]
+        while later.posted is None:
             behind[0].post()
             behind.popleft()
         while behind and behind[0].known:
             behind.popleft().post()
+        return later.posted
 
-    def _launched(self, call: Any, tensors: Sequence[Tensor], peer: int) -> list[Work]:
+    def _launched(self, launch: Callable[[], Sequence[Work]], peer: int) -> InFlight[None]:
         try:
-            return [call([tensor], peer, 0) for tensor in tensors]
+            works = launch()
         except RuntimeError as error:
             raise self.meaning(error, peer) from error
+        return InFlight(lambda: self.let_stream_wait(works, peer), all_over(works))
 
     def let_stream_wait(self, works: Sequence[Work], peer: int) -> None:
         """Let the current stream wait for what was launched."""
@@ -329,7 +252,7 @@ class OrderedTransport(Transport):
         alone = len(ranks) == 1
         return Group(tuple(ranks), None if alone else self.data_group(ranks, "sums"))
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
         """See ``Transport.all_reduce``."""
         if len(group.ranks) == 1:
             return DONE
@@ -345,27 +268,7 @@ class OrderedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def _collective(self, call: Any, group: Group) -> Launched:
+    def _collective(self, call: Any, group: Group) -> InFlight[None]:
         assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
-        try:
-            return Launched(self, -1, (call(group.handle),))
-        except RuntimeError as error:
-            raise self.meaning(error, -1) from error
-
-
-class Both:
-    """A message in two parts."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, *parts: Pending) -> None:
-        self.parts = parts
-
-    def done(self) -> bool:
-        """See ``Pending.done``."""
-        return all(part.done() for part in self.parts)
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        for part in self.parts:
-            part.wait()
+        handle = group.handle
+        return self._launched(lambda: (call(handle),), -1)

@@ -1,128 +1,99 @@
-"""What is in flight on a transport over torch.distributed, and how it is waited for."""
+"""What is in flight on a transport, and what is worked out when it has come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .staging import PendingSend
-
-if TYPE_CHECKING:
-    from .control import DistributedTransport
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-class Done:
-    """What was over before it began."""
-
-    __slots__ = ()
-
-    def done(self) -> bool:
-        """See ``Pending.done``."""
-        return True
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        return
+def _never() -> bool:
+    return False
 
 
-DONE = Done()
+def _always() -> bool:
+    return True
 
 
-class Works:
-    """Works of torch.distributed in flight; Gloo tells of a receive only when it is waited for."""
+class InFlight(Generic[T]):
+    """A message or a collective in flight: ``Pending``, ``Described`` or ``Gathering``.
 
-    __slots__ = ("peer", "transport", "works")
+    Args:
+        finish: waits for it, and gives what came; called once, by the first wait that it lets return.
+        over: whether a wait would return at once.
+    """
 
-    def __init__(self, transport: DistributedTransport, peer: int, works: Sequence[Work]) -> None:
-        self.transport, self.peer, self.works = transport, peer, works
+    __slots__ = ("_came", "_finish", "_over")
+
+    def __init__(self, finish: Callable[[], T], over: Callable[[], bool] = _never) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._over = over
 
     def done(self) -> bool:
         """See ``Pending.done``."""
-        return all(work.is_completed() for work in self.works)
+        return self._over()
 
-    def wait(self) -> None:
+    def wait(self) -> T:
         """See ``Pending.wait``."""
-        self.transport.wait(self.works, self.peer)
-        self.works = ()
+        if self._finish is not None:
+            self._came: T = self._finish()
+            self._finish, self._over = None, _always  # what they refer to may go
+        return self._came
+
+    def then(self, call: Callable[[T], U]) -> InFlight[U]:
+        """What ``call`` makes of what comes."""
+        return InFlight(lambda: call(self.wait()), self._over)
 
 
-class Sending:
-    """A message over Gloo, looked after by the reaper."""
-
-    __slots__ = ("send", "transport")
-
-    def __init__(self, transport: DistributedTransport, send: PendingSend) -> None:
-        self.transport, self.send = transport, send
-
-    def done(self) -> bool:
-        """See ``Pending.done``."""
-        return self.send.over and self.send.error is None
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        if not self.done():
-            self.transport.wait_sent(self.send)
+DONE = InFlight(lambda: None, _always)
+"""What was over before it began."""
 
 
-def copy_moves(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Into each buffer what has arrived for it elsewhere."""
-    if moves:
+def both(first: InFlight[None], second: InFlight[None]) -> InFlight[None]:
+    """A message in two parts."""
+
+    def finish() -> None:
+        first.wait()
+        second.wait()
+
+    return InFlight(finish, lambda: first.done() and second.done())
+
+
+def all_over(works: Sequence[Work]) -> Callable[[], bool]:
+    """Whether works of torch.distributed are over; Gloo tells of a receive only when it is waited for."""
+    return lambda: all(work.is_completed() for work in works)
+
+
+def into(
+    buffers: Sequence[Tensor],
+    begin: Callable[[Sequence[Tensor]], InFlight[None]],
+    elsewhere: torch.device | None,
+    *,
+    pinned: bool = False,
+) -> InFlight[None]:
+    """A receive into buffers, by way of others where they cannot be received into directly.
+
+    Args:
+        buffers: of any layout.
+        begin: begins to receive into contiguous ones.
+        elsewhere: the device of the others, if all go that way; None: only those that are not contiguous.
+        pinned: whether the others' memory is pinned.
+    """
+    if elsewhere is None and all(buffer.is_contiguous() for buffer in buffers):
+        return begin(buffers)
+    targets = [
+        torch.empty(b.shape, dtype=b.dtype, device=elsewhere or b.device, pin_memory=pinned) for b in buffers
+    ]
+
+    def move(_: None) -> None:
         with torch.no_grad():
-            for buffer, arrived in moves:
+            for buffer, arrived in zip(buffers, targets, strict=True):
                 buffer.copy_(arrived, non_blocking=True)
 
-
-class Receiving(Works):
-    """Posted receives; ``moves`` are the buffers that could not be received into directly."""
-
-    __slots__ = ("moves",)
-
-    def __init__(
-        self,
-        transport: DistributedTransport,
-        peer: int,
-        works: Sequence[Work],
-        moves: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        super().__init__(transport, peer, works)
-        self.moves = moves
-
-    def wait(self) -> None:
-        """See ``Pending.wait``."""
-        self.transport.wait(self.works, self.peer)
-        self.works = ()
-        copy_moves(self.moves)
-        self.moves = ()
-
-
-class DescribedReceiving:
-    """A posted receive of a header; the tensors' receives are posted when it is there."""
-
-    __slots__ = ("header", "peer", "tag", "tensors", "transport", "works")
-
-    def __init__(
-        self, transport: DistributedTransport, peer: int, tag: int, header: Tensor, works: Sequence[Work]
-    ) -> None:
-        self.transport, self.peer, self.tag, self.header, self.works = transport, peer, tag, header, works
-        self.tensors: list[Tensor] | None = None
-
-    def wait(self) -> list[Tensor]:
-        """See ``Described.wait``."""
-        if self.tensors is None:
-            self.transport.wait(self.works, self.peer)
-            self.tensors = self.transport.receive_after(self.header, self.peer, self.tag)
-        return self.tensors
-
-
-def in_place_of(
-    buffers: Sequence[Tensor], device: torch.device, *, pinned: bool = False
-) -> tuple[list[Tensor], tuple[tuple[Tensor, Tensor], ...]]:
-    """Buffers to receive into where some cannot be received into directly, and what to move afterwards."""
-    targets = [
-        torch.empty(buffer.shape, dtype=buffer.dtype, device=device, pin_memory=pinned) for buffer in buffers
-    ]
-    return targets, tuple(zip(buffers, targets, strict=True))
+    return begin(targets).then(move)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -108,8 +108,3 @@ class Progress:
                 return self._status
             head = self._noted[0]
             return Status(self._status.rank, head.doing, head.waiting_for, self._head_since)
-
-
-def all_over(works: Sequence[object]) -> Callable[[], bool]:
-    """Whether works of torch.distributed are over."""
-    return lambda: all(work.is_completed() for work in works)  # type: ignore[attr-defined]

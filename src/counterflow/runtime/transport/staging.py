@@ -48,6 +48,10 @@ class PendingSend:
         self.over = False
         self.error: RuntimeError | None = None
 
+    def sent(self) -> bool:
+        """Whether all has left, as far as was seen."""
+        return self.over and self.error is None
+
     def finish(self, timeout: timedelta) -> None:
         """Wait for the works; the caller holds the lock. An error is kept, for who waits."""
         if not self.over:

@@ -16,9 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from counterflow.runtime.transport.base import Described, Lost, Pending, Status, TimedOut
+from counterflow.runtime.transport.base import Lost, Status, TimedOut
 from counterflow.runtime.transport.local import Hub, LocalTransport
 from counterflow.runtime.transport.ordered import OrderedTransport
+from counterflow.runtime.transport.pending import InFlight
 from counterflow.runtime.transport.progress import Event
 from counterflow.runtime.transport.turns import elsewhere, settled_by
 
@@ -98,13 +99,13 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         """See ``OrderedTransport``."""
         return (streams.current_stream() or self.endpoint.stream).record_event()
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
         """See ``OrderedTransport``."""
         for tensor in tensors:
             refuse_on_device(tensor)
         return LocalTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int) -> Described:
+    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
         """See ``OrderedTransport``."""
         return LocalTransport.receive_described(self, peer, tag)  # what is told is on the host
 
