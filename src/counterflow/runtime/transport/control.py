@@ -30,7 +30,7 @@ from ..torch_private import default_store, gloo_lane
 from .base import Group, Lost, Status, TimedOut, Transport
 from .gathers import Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
-from .pending import DONE, InFlight, all_over
+from .pending import DONE, Transfer, all_over
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 from .watch import Watch
@@ -112,7 +112,7 @@ class DistributedTransport(Transport):
 
     # Messages over the host
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send_described``; it has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
@@ -126,7 +126,7 @@ class DistributedTransport(Transport):
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
-    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``Transport.receive_described``."""
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
@@ -171,24 +171,24 @@ class DistributedTransport(Transport):
         peer: int,
         tag: int,
         preface: Sequence[tuple[Tensor, int]] = (),
-    ) -> InFlight[None]:
+    ) -> Transfer[None]:
         """Begin to send device tensors through the host, after a preface of host tensors."""
         assert self._stager is not None
         filled = [tensor for tensor in tensors if tensor.numel()]
         return self._sending(self._stager.send(filled, peer, tag, preface))
 
-    def sent(self, peer: int, works: Sequence[Work]) -> InFlight[None]:
+    def sent(self, peer: int, works: Sequence[Work]) -> Transfer[None]:
         """Look after a message that was posted over Gloo."""
         send = PendingSend(peer, works)
         self._reaper.take(send)
         return self._sending(send)
 
-    def _sending(self, send: PendingSend) -> InFlight[None]:
-        return InFlight(lambda: self._wait_sent(send), send.sent)
+    def _sending(self, send: PendingSend) -> Transfer[None]:
+        return Transfer(lambda: self._wait_sent(send), send.sent)
 
-    def in_flight(self, works: Sequence[Work], peer: int) -> InFlight[None]:
+    def in_flight(self, works: Sequence[Work], peer: int) -> Transfer[None]:
         """Works of torch.distributed with a peer, -1 for a collective's."""
-        return InFlight(lambda: self.wait(works, peer), all_over(works))
+        return Transfer(lambda: self.wait(works, peer), all_over(works))
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work: Work = self._send([as_bytes(tensor)], peer, tag)
@@ -209,7 +209,7 @@ class DistributedTransport(Transport):
                 self._groups.remove(handle)
                 dist.destroy_process_group(handle)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
         """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""
         if len(group.ranks) == 1:
             return DONE
@@ -227,7 +227,7 @@ class DistributedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def start_gather(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
+    def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
         """See ``Transport.start_gather``."""
         return self._gathers.start(values)
 

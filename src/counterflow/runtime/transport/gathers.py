@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from .base import TimedOut
-from .pending import InFlight
+from .pending import Transfer
 from .tags import GATHER_TAG
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Gathers:
         self._passing: SimpleQueue[Rows | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
+    def start(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
         """Begin one.
 
         Of few workers the last one to start has all the rows at once, and the others have its row after one
@@ -131,7 +131,7 @@ class Gathers:
             if part.far:
                 self._pass_on(part)
             parts.append(part)
-        return InFlight(lambda: self._finish(parts, width))
+        return Transfer(lambda: self._finish(parts, width))
 
     def _finish(self, parts: Sequence[Rows], width: int) -> list[list[float]]:
         for part in parts:

@@ -16,7 +16,7 @@ from counterflow.program.actions import Matching
 from .base import Group
 from .control import DistributedTransport
 from .kinds import GLOO
-from .pending import InFlight, into
+from .pending import Transfer, into
 from .tags import PAYLOAD, lane_tag
 
 
@@ -43,17 +43,17 @@ class GlooTransport(DistributedTransport):
         for group in groups:
             self._spare[group.ranks].append(group)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send``."""
         tag = lane_tag(tag, PAYLOAD)
         if self._stager is not None:
             return self.carry(tensors, peer, tag)
         return self.sent(peer, self.post(tensors, peer, tag))
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.receive``."""
 
-        def begin(targets: Sequence[Tensor]) -> InFlight[None]:
+        def begin(targets: Sequence[Tensor]) -> Transfer[None]:
             return self.in_flight(self.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
 
         staged = self._stager is not None

@@ -20,7 +20,7 @@ from counterflow.program.actions import Matching
 
 from .base import Group, Lost, Status, TimedOut, Transport
 from .kinds import LOCAL
-from .pending import DONE, InFlight
+from .pending import DONE, Transfer
 from .turns import elsewhere
 
 T = TypeVar("T")
@@ -160,15 +160,15 @@ class LocalTransport(Transport):
         """Around all that the worker's thread does."""
         return nullcontext()
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send``; in strict mode it waits until the receive is posted."""
         return self._send(tensors, peer, tag)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send_described``."""
         return self._send(tensors, peer, tag)
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
@@ -184,7 +184,7 @@ class LocalTransport(Transport):
             message.delivered.set()
         return DONE
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.receive``."""
         message = self._post(peer, tag)
         with message.lock:
@@ -196,7 +196,7 @@ class LocalTransport(Transport):
         message.posted.set()
         return self._coming(message.delivered, peer)
 
-    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``Transport.receive_described``."""
         message = self._post(peer, tag)
         message.posted.set()
@@ -211,9 +211,9 @@ class LocalTransport(Transport):
 
         return self._coming(message.delivered, peer).then(here)
 
-    def _coming(self, event: threading.Event, rank: int) -> InFlight[None]:
+    def _coming(self, event: threading.Event, rank: int) -> Transfer[None]:
         """What has come when an event is set, by a rank or (-1) several."""
-        return InFlight(lambda: self.hub.wait(event, self.status, rank), event.is_set)
+        return Transfer(lambda: self.hub.wait(event, self.status, rank), event.is_set)
 
     def _post(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:
@@ -225,7 +225,7 @@ class LocalTransport(Transport):
         number = self._calls[()] = self._calls.get((), 0) + 1
         return Group(tuple(ranks), number)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
         """See ``Transport.all_reduce``; summed in the order of the ranks."""
 
         def take(total: Tensor) -> None:
@@ -242,7 +242,7 @@ class LocalTransport(Transport):
             with torch.no_grad():
                 tensor.copy_(found)
 
-    def start_gather(self, values: Sequence[float]) -> InFlight[list[list[float]]]:
+    def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
         """See ``Transport.start_gather``."""
         return self._join_all(tuple(values)).then(lambda rows: [list(row) for row in rows])
 
@@ -258,10 +258,10 @@ class LocalTransport(Transport):
             tensor.copy_(found)
         self._join_all(None).wait()
 
-    def _join_all(self, value: T) -> InFlight[list[T]]:
+    def _join_all(self, value: T) -> Transfer[list[T]]:
         return self._join(Group(tuple(range(self.world_size)), 0), value, list)
 
-    def _join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> InFlight[U]:
+    def _join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> Transfer[U]:
         """Bring a value to a group's next collective; what comes is what the last to come makes of all."""
         assert isinstance(group.handle, int)
         count = self._calls[group.handle, *group.ranks] = self._calls.get((group.handle, *group.ranks), 0) + 1

@@ -26,7 +26,7 @@ from .control import DistributedTransport
 from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
-from .pending import InFlight
+from .pending import Transfer
 from .progress import Event
 from .watch import worker_error
 
@@ -165,10 +165,10 @@ class NcclTransport(OrderedTransport, DistributedTransport):
         event.record()
         return event
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``OrderedTransport``."""
         return DistributedTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``OrderedTransport``."""
         return DistributedTransport.receive_described(self, peer, tag)

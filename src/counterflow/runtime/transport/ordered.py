@@ -25,7 +25,7 @@ from counterflow.program.actions import Matching
 
 from .base import Group, Transport
 from .headers import announced, as_bytes, describe
-from .pending import DONE, InFlight, all_over, both, into
+from .pending import DONE, Transfer, all_over, both, into
 from .progress import Event, Progress
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class _Later(Generic[T]):
 
     __slots__ = ("begin", "known", "posted")
 
-    def __init__(self, begin: Callable[[], InFlight[T]], *, known: bool) -> None:
+    def __init__(self, begin: Callable[[], Transfer[T]], *, known: bool) -> None:
         self.begin, self.known = begin, known
-        self.posted: InFlight[T] | None = None
+        self.posted: Transfer[T] | None = None
 
     def post(self) -> None:
         """Post it."""
@@ -88,11 +88,11 @@ class OrderedTransport(Transport):
         """An event at the end of the current stream."""
 
     @abstractmethod
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """Send host tensors over the control plane, as ``send_described``."""
 
     @abstractmethod
-    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """Receive them."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class OrderedTransport(Transport):
     def _token(self) -> Tensor:
         return torch.zeros(1, device=self.device)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send``; tensors that are on the host go beside, over the control plane."""
         there, hosts = self._apart(tensors)
         group = self._to_higher if peer > self.rank else self._to_lower
@@ -145,7 +145,7 @@ class OrderedTransport(Transport):
             [tensor for tensor in tensors if tensor.device != self.device],
         )
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.receive``."""
         there, hosts = self._apart(buffers)
         told = self.hear(peer, tag) if hosts else None
@@ -162,19 +162,19 @@ class OrderedTransport(Transport):
                 for buffer, tensor in zip(hosts, told.wait(), strict=True):
                     buffer.copy_(tensor)
 
-        return InFlight(finish)  # what is told is known by who waits for it
+        return Transfer(finish)  # what is told is known by who waits for it
 
-    def post_receive(self, buffers: Sequence[Tensor], peer: int) -> InFlight[None]:
+    def post_receive(self, buffers: Sequence[Tensor], peer: int) -> Transfer[None]:
         """Post a receive of known shapes after all that was posted before."""
         group = self._to_higher if peer < self.rank else self._to_lower
 
-        def begin(targets: Sequence[Tensor]) -> InFlight[None]:
+        def begin(targets: Sequence[Tensor]) -> Transfer[None]:
             plain = [as_bytes(target) for target in targets if target.numel()]
             return self._launched(lambda: [group.recv([tensor], peer, 0) for tensor in plain], peer)
 
         return into(buffers, begin, None)
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send_described``."""
         places = [place for place, tensor in enumerate(tensors) if tensor.device != self.device]
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
@@ -183,11 +183,11 @@ class OrderedTransport(Transport):
         told = self.tell([words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag)
         return both(told, self.send(payload, peer, tag))
 
-    def receive_described(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``Transport.receive_described``."""
         told = self.hear(peer, tag)
 
-        def begin() -> InFlight[list[Tensor]]:
+        def begin() -> Transfer[list[Tensor]]:
             words, places, *hosts = told.wait()
             tensors, needing, _ = announced(words.tolist(), device=self.device)
 
@@ -205,12 +205,12 @@ class OrderedTransport(Transport):
             self._post_until(self._behind[peer][-1], peer)
         return receiving
 
-    def _queued(self, peer: int, begin: Callable[[], InFlight[T]], *, known: bool) -> InFlight[T]:
+    def _queued(self, peer: int, begin: Callable[[], Transfer[T]], *, known: bool) -> Transfer[T]:
         later = _Later(begin, known=known)
         self._behind[peer].append(later)
-        return InFlight(lambda: self._post_until(later, peer).wait(), later.done)
+        return Transfer(lambda: self._post_until(later, peer).wait(), later.done)
 
-    def _post_until(self, later: _Later[T], peer: int) -> InFlight[T]:
+    def _post_until(self, later: _Later[T], peer: int) -> Transfer[T]:
         """Post what was to be received from a rank, in its order, up to ``later`` and what is known."""
         behind = self._behind[peer]
         while later.posted is None:
@@ -220,12 +220,12 @@ class OrderedTransport(Transport):
             behind.popleft().post()
         return later.posted
 
-    def _launched(self, launch: Callable[[], Sequence[Work]], peer: int) -> InFlight[None]:
+    def _launched(self, launch: Callable[[], Sequence[Work]], peer: int) -> Transfer[None]:
         try:
             works = launch()
         except RuntimeError as error:
             raise self.meaning(error, peer) from error
-        return InFlight(lambda: self.let_stream_wait(works, peer), all_over(works))
+        return Transfer(lambda: self.let_stream_wait(works, peer), all_over(works))
 
     def let_stream_wait(self, works: Sequence[Work], peer: int) -> None:
         """Let the current stream wait for what was launched."""
@@ -252,7 +252,7 @@ class OrderedTransport(Transport):
         alone = len(ranks) == 1
         return Group(tuple(ranks), None if alone else self.data_group(ranks, "sums"))
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> InFlight[None]:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
         """See ``Transport.all_reduce``."""
         if len(group.ranks) == 1:
             return DONE
@@ -268,7 +268,7 @@ class OrderedTransport(Transport):
         if whole is not plain and self.rank != source:
             plain.copy_(whole)
 
-    def _collective(self, call: Any, group: Group) -> InFlight[None]:
+    def _collective(self, call: Any, group: Group) -> Transfer[None]:
         assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
         handle = group.handle
         return self._launched(lambda: (call(handle),), -1)

@@ -21,7 +21,7 @@ def _always() -> bool:
     return True
 
 
-class InFlight(Generic[T]):
+class Transfer(Generic[T]):
     """A message or a collective in flight: ``Pending``, ``Described`` or ``Gathering``.
 
     Args:
@@ -46,23 +46,23 @@ class InFlight(Generic[T]):
             self._finish, self._over = None, _always  # what they refer to may go
         return self._came
 
-    def then(self, call: Callable[[T], U]) -> InFlight[U]:
+    def then(self, call: Callable[[T], U]) -> Transfer[U]:
         """What ``call`` makes of what comes."""
-        return InFlight(lambda: call(self.wait()), self._over)
+        return Transfer(lambda: call(self.wait()), self._over)
 
 
-DONE = InFlight(lambda: None, _always)
+DONE = Transfer(lambda: None, _always)
 """What was over before it began."""
 
 
-def both(first: InFlight[None], second: InFlight[None]) -> InFlight[None]:
+def both(first: Transfer[None], second: Transfer[None]) -> Transfer[None]:
     """A message in two parts."""
 
     def finish() -> None:
         first.wait()
         second.wait()
 
-    return InFlight(finish, lambda: first.done() and second.done())
+    return Transfer(finish, lambda: first.done() and second.done())
 
 
 def all_over(works: Sequence[Work]) -> Callable[[], bool]:
@@ -72,11 +72,11 @@ def all_over(works: Sequence[Work]) -> Callable[[], bool]:
 
 def into(
     buffers: Sequence[Tensor],
-    begin: Callable[[Sequence[Tensor]], InFlight[None]],
+    begin: Callable[[Sequence[Tensor]], Transfer[None]],
     elsewhere: torch.device | None,
     *,
     pinned: bool = False,
-) -> InFlight[None]:
+) -> Transfer[None]:
     """A receive into buffers, by way of others where they cannot be received into directly.
 
     Args:

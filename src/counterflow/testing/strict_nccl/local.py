@@ -19,7 +19,7 @@ from torch import Tensor
 from counterflow.runtime.transport.base import Lost, Status, TimedOut
 from counterflow.runtime.transport.local import Hub, LocalTransport
 from counterflow.runtime.transport.ordered import OrderedTransport
-from counterflow.runtime.transport.pending import InFlight
+from counterflow.runtime.transport.pending import Transfer
 from counterflow.runtime.transport.progress import Event
 from counterflow.runtime.transport.turns import elsewhere, settled_by
 
@@ -99,13 +99,13 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         """See ``OrderedTransport``."""
         return (streams.current_stream() or self.endpoint.stream).record_event()
 
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> InFlight[None]:
+    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``OrderedTransport``."""
         for tensor in tensors:
             refuse_on_device(tensor)
         return LocalTransport.send_described(self, tensors, peer, tag)
 
-    def hear(self, peer: int, tag: int) -> InFlight[list[Tensor]]:
+    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``OrderedTransport``."""
         return LocalTransport.receive_described(self, peer, tag)  # what is told is on the host
 
