@@ -93,10 +93,10 @@ class Alone(Transport):
                 buffer.detach().zero_()
         return Ready()
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> Ready:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ready:
         return Ready()
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Ready:
+    def receive_described(self, peer: int, tag: int) -> Ready:
         units, activation = self.units[tag]
         head = [torch.empty(0, dtype=torch.uint8)] if activation else []
         return Ready([*head, *(torch.zeros(SHAPE, requires_grad=True) for _ in range(units))])

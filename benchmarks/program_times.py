@@ -129,9 +129,9 @@ class Emulated(LocalTransport):
 
     network: Network
 
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int, *, aside: bool = False) -> Any:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         end = self.network.leaves(self.rank, peer, tag)
-        done = super()._send(tensors, peer, tag, aside=aside)
+        done = super().send(tensors, peer, tag)
         if not self.network.costs.overlap:
             sleep_until(end)
         return done
@@ -139,8 +139,11 @@ class Emulated(LocalTransport):
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Any:
         return Late(super().receive(buffers, peer, tag), self.network.arrivals[peer, self.rank, tag])
 
-    def receive_described(self, peer: int, tag: int, *, aside: bool = False) -> Any:
-        inner = super().receive_described(peer, tag, aside=aside)
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        return self.send(tensors, peer, tag)
+
+    def receive_described(self, peer: int, tag: int) -> Any:
+        inner = super().receive_described(peer, tag)
         return Late(inner, self.network.arrivals[peer, self.rank, tag])
 
 

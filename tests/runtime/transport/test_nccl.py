@@ -19,7 +19,7 @@ import counterflow as cf
 from counterflow.errors import WorkerError
 from counterflow.runtime.making import runner
 from counterflow.runtime.transport import nccl
-from counterflow.runtime.transport.base import Group, Status
+from counterflow.runtime.transport.base import Control, Group, Status
 from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.progress import OPS_AHEAD, Progress
 from counterflow.schedule import schemes
@@ -166,41 +166,44 @@ class Options:
         self._timeout: timedelta | None = None
 
 
+class NoControl:
+    """A control plane that makes no groups, and notes the options of those that it is asked for."""
+
+    rank, world_size, timeout_seconds = 0, 2, 60.0
+
+    def __init__(self) -> None:
+        self.status = Status(0)
+        self.made_with: list[Options | None] = []
+
+    def new_group(self, ranks: object, backend: str, timeout: timedelta, options: Options | None) -> object:
+        assert backend == "nccl"
+        assert options is None or options._timeout == timeout
+        self.made_with.append(options)
+        return object()
+
+
 @pytest.fixture
-def made_with(monkeypatch: pytest.MonkeyPatch) -> list[Options | None]:
-    """The options of each process group that NCCL's transport asks torch for."""
-    found: list[Options | None] = []
+def _torch_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False
     )
     for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_CGA_CLUSTER_SIZE", "TORCH_NCCL_HIGH_PRIORITY"):
         monkeypatch.delenv(name, raising=False)
 
-    def new_group(
-        self: nccl.NcclTransport, ranks: object, backend: str, timeout: timedelta, options: Options | None
-    ) -> object:
-        assert backend == "nccl"
-        assert options is None or options._timeout == timeout
-        found.append(options)
-        return object()
 
-    monkeypatch.setattr(nccl.NcclTransport, "new_group", new_group)
-    return found
-
-
-def groups_of_nccl() -> None:
-    transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
-    transport.rank, transport.world_size, transport._data_groups = 0, 2, []
-    transport.status = Status(0)
+def groups_of_nccl() -> list[Options | None]:
+    """The options of each process group that NCCL's transport asks torch for."""
+    transport, control = nccl.NcclTransport.__new__(nccl.NcclTransport), NoControl()
+    OrderedTransport.__init__(transport, cast("Control", control), torch.device("cpu"))
+    transport._data_groups = []
     transport.make_groups()
     transport.group((0, 1))
+    return control.made_with
 
 
-def test_messages_have_priority_and_few_blocks_and_sums_what_nccl_chooses(
-    made_with: list[Options | None],
-) -> None:
-    groups_of_nccl()
-    *messages, sums = made_with
+@pytest.mark.usefixtures("_torch_with_nccl")
+def test_messages_have_priority_and_few_blocks_and_sums_what_nccl_chooses() -> None:
+    *messages, sums = groups_of_nccl()
     assert sums is None
     assert len(messages) == 2
     for options in messages:
@@ -209,14 +212,12 @@ def test_messages_have_priority_and_few_blocks_and_sums_what_nccl_chooses(
         assert vars(options.config) == {"max_ctas": 4, "cga_cluster_size": 0}
 
 
-def test_what_nccls_variables_say_is_left_to_them(
-    made_with: list[Options | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_torch_with_nccl")
+def test_what_nccls_variables_say_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MIN_CTAS", "8")
     monkeypatch.setenv("NCCL_CGA_CLUSTER_SIZE", "2")
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
-    groups_of_nccl()
-    options = made_with[0]
+    options = groups_of_nccl()[0]
     assert options is not None
     assert not options.is_high_priority_stream
     assert vars(options.config) == {}
@@ -335,8 +336,8 @@ def test_the_flight_record_is_kept_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "record-"))
     transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
     transport.rank, transport._data_groups = 3, []
-    transport.abort_data_plane()
-    transport.abort_data_plane()
+    transport.abort()
+    transport.abort()
     assert [path.name for path in tmp_path.iterdir()] == ["record-3"]
     assert (tmp_path / "record-3").read_bytes() == b"one"
 
@@ -348,7 +349,7 @@ def test_the_flight_record_is_kept_in_the_runs_folder(
     monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", raising=False)
     transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
     transport.rank, transport._data_groups, transport.record_folder = 3, [], tmp_path
-    transport.abort_data_plane()
+    transport.abort()
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"one"
 
 
@@ -381,7 +382,7 @@ def test_an_abort_that_does_not_return_holds_nobody_for_long(monkeypatch: pytest
     monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.01)
     transport = nccl.NcclTransport.__new__(nccl.NcclTransport)
     transport._data_groups = cast("Any", ["stuck", "other"])
-    transport.abort_data_plane()
+    transport.abort()
     assert "stuck" not in seen
     ended.set()
     while len(seen) < 2:

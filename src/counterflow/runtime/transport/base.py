@@ -10,16 +10,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from counterflow.program.actions import Matching
 
 from .kinds import TransportKind
+from .pending import Transfer
 
 MOST_TAGS = 2**29 - 2
 """Tags are smaller than this."""
@@ -98,16 +101,96 @@ class Group:
     handle: object = None
 
 
+def member(group: Group) -> ProcessGroup:
+    """The process group of a group that this rank is in."""
+    assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
+    return group.handle
+
+
+class Control(ABC):
+    """The control plane of one rank: what workers tell each other on their hosts, and who has failed.
+
+    Attributes:
+        rank: this worker's number among all, from 0.
+        world_size: how many there are.
+        timeout_seconds: how long anything is waited for.
+        status: what this worker does at the moment; the interpreter writes it.
+    """
+
+    rank: int
+    world_size: int
+    timeout_seconds: float
+    status: Status
+
+    @abstractmethod
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """Begin to send tensors together with their shapes, dtypes and whether they require a gradient.
+
+        Args:
+            tensors: what to send.
+            peer: to whom.
+            tag: of the message.
+        """
+
+    @abstractmethod
+    def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
+        """Begin to receive tensors of unknown shapes; does not wait."""
+
+    @abstractmethod
+    def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
+        """Begin to tell everybody ``values`` (as many on each rank) as float64; messages may go meanwhile."""
+
+    @abstractmethod
+    def gather_objects(self, value: object) -> list[object]:
+        """Everybody's picklable value by rank, on every rank. Waits; for rare, large or odd things."""
+
+    @abstractmethod
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large things."""
+
+    def get_ready(self) -> None:
+        """Do ahead what makes later gathers quicker: called where a worker is likely to wait."""
+        return  # most have nothing to do
+
+    @abstractmethod
+    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """What an error of torch.distributed means: a worker failed, was too slow, or is gone.
+
+        Raises:
+            RuntimeError: the error itself, if it means nothing more.
+        """
+
+    @property
+    def fails_first(self) -> bool:
+        """Whether no other worker's failure came before this one's, as far as is known here."""
+        return True
+
+    @abstractmethod
+    def statuses(self) -> list[Status | None]:
+        """What every rank does as far as is known; for messages about a worker that hangs."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one cannot go on; only the first failure counts."""
+
+    def close(self) -> None:
+        """Give back what was opened. What others opened (a process group) stays."""
+        return  # most have opened nothing
+
+
 class Transport(ABC):
-    """Messages and collectives of one rank.
+    """Messages and collectives of one rank: a data plane of its own, beside a control plane.
+
+    Args:
+        control: the control plane.
+        device: where this worker computes, and where the tensors it sends and receives are.
 
     Attributes:
         kind: which transport this is.
-        rank: this worker's number among all, from 0.
-        world_size: how many there are.
-        device: where this worker computes, and where the tensors it sends and receives are.
+        rank: see ``Control``, as for all that is not said here.
+        world_size: how many workers there are.
         timeout_seconds: how long anything is waited for.
-        status: what this worker does at the moment; the interpreter writes it.
+        status: what this worker does.
         shares_process: whether other workers are threads of the same process.
         matching: whether two ranks' messages are matched by their order, whichever way they go, or by tags.
         record_folder: where is kept what is known of a failure.
@@ -115,15 +198,21 @@ class Transport(ABC):
     """
 
     kind: TransportKind
-    rank: int
-    world_size: int
-    device: torch.device
-    timeout_seconds: float
-    status: Status
     shares_process: bool = False
     matching: Matching = Matching.ORDER
     record_folder: Path = Path()
     launches_hold: bool = False
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self.control, self.device = control, device
+        self.rank, self.world_size = control.rank, control.world_size
+        self.timeout_seconds, self.status = control.timeout_seconds, control.status
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around all that a worker does that is a thread."""
+        return nullcontext()
+
+    # The data plane
 
     def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
         """Connect to ``peers`` and in groups before messages and sums do; all workers make this call."""
@@ -150,19 +239,13 @@ class Transport(ABC):
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Begin to receive into ``buffers``; does not wait."""
 
-    @abstractmethod
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
-        """Begin to send tensors together with their shapes, dtypes and whether they require a gradient.
+        """See ``Control.send_described``; also of tensors on the device."""
+        return self.control.send_described(tensors, peer, tag)
 
-        Args:
-            tensors: what to send.
-            peer: to whom.
-            tag: of the message.
-        """
-
-    @abstractmethod
     def receive_described(self, peer: int, tag: int) -> Described:
-        """Begin to receive tensors of unknown shapes; does not wait."""
+        """See ``Control.receive_described``."""
+        return self.control.receive_described(peer, tag)
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:
@@ -180,14 +263,6 @@ class Transport(ABC):
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """Overwrite ``tensor`` by that of rank ``source``, on all ranks of a group."""
 
-    @abstractmethod
-    def start_gather(self, values: Sequence[float]) -> Gathering:
-        """Begin to tell everybody ``values`` (as many on each rank) as float64; messages may go meanwhile."""
-
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's ``values`` by rank, on every rank. Waits."""
-        return self.start_gather(values).wait()
-
     def computed(self) -> None:
         """Note that an op was launched, where the device runs behind its host."""
         return  # most devices have ended it by now
@@ -196,31 +271,41 @@ class Transport(ABC):
         """Wait until the device is no more than a few ops behind its host: before the next one."""
         return
 
-    def get_ready(self) -> None:
-        """Do ahead what makes later calls quicker: called where a worker is likely to wait."""
-        return  # most transports have nothing to do
+    # The control plane; see ``Control``
 
-    @abstractmethod
+    def start_gather(self, values: Sequence[float]) -> Gathering:
+        """See ``Control.start_gather``."""
+        return self.control.start_gather(values)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's ``values`` by rank, on every rank. Waits."""
+        return self.start_gather(values).wait()
+
     def gather_objects(self, value: object) -> list[object]:
-        """Everybody's picklable value by rank, on every rank. Waits; for rare, large or odd things."""
+        """See ``Control.gather_objects``."""
+        return self.control.gather_objects(value)
 
-    @abstractmethod
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large things."""
+        """See ``Control.spread``; over the control plane, whatever the data plane is."""
+        self.control.spread(tensor, source)
+
+    def get_ready(self) -> None:
+        """See ``Control.get_ready``."""
+        self.control.get_ready()
 
     @property
     def fails_first(self) -> bool:
-        """Whether no other worker's failure came before this one's, as far as is known here."""
-        return True
+        """See ``Control.fails_first``."""
+        return self.control.fails_first
 
-    @abstractmethod
     def statuses(self) -> list[Status | None]:
-        """What every rank does as far as is known; for messages about a worker that hangs."""
+        """See ``Control.statuses``."""
+        return self.control.statuses()
 
-    @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on, so that none waits for it in vain."""
+        """See ``Control.fail``."""
+        self.control.fail(error)
 
-    @abstractmethod
     def close(self) -> None:
-        """Give back what this transport opened. What others opened (a process group) stays."""
+        """See ``Control.close``."""
+        self.control.close()

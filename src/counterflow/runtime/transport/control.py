@@ -1,4 +1,4 @@
-"""The control plane of workers that are processes: what Gloo's and NCCL's transport have in common.
+"""The control plane of workers that are processes, whatever their data plane is.
 
 It makes the groups, waits, tells what an error of torch.distributed means, gathers, and closes; and carries
 what needs a header, values or objects, always over a Gloo group, so that it never changes the order of NCCL's
@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from counterflow.errors import CounterflowError
 
 from ..torch_private import default_store, gloo_lane
-from .base import Group, Lost, Status, TimedOut, Transport
+from .base import Control, Lost, Status, TimedOut
 from .gathers import Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
-from .pending import DONE, Transfer, all_over
+from .pending import Transfer, all_over
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 from .watch import Watch
@@ -50,14 +49,32 @@ _numbers = itertools.count()
 """Each transport of a process has its own part of the store; all workers make theirs in one order."""
 
 
-class DistributedTransport(Transport):
-    """One process's transport over torch.distributed. All ranks make one at the same time.
+class DevicePlane(Protocol):
+    """A data plane whose device may be behind its host."""
+
+    def device_status(self) -> Status:
+        """What the device does."""
+
+    def look_at_device(self) -> CounterflowError | None:
+        """Whether the device waits too long; in the watch's thread. A host's waits see it themselves."""
+
+    def abort(self) -> None:
+        """End what the device waits for, from another thread."""
+
+
+class ProcessControl(Control):
+    """One process's control plane over Gloo. All ranks make one at the same time.
 
     Args:
         device: where this worker computes.
         timeout_seconds: how long anything is waited for.
         copy_out: how tensors are copied to the host if they are staged; None: as the device needs it.
     """
+
+    plane: DevicePlane | None = None
+    """The data plane, if its device may be behind its host."""
+    late: TimedOut | None = None
+    """That the device waited for too long, if the watch has seen it."""
 
     def __init__(
         self, device: torch.device, timeout_seconds: float, *, copy_out: CopyOut | None = None
@@ -76,49 +93,39 @@ class DistributedTransport(Transport):
             self.world_size,
             timeout_seconds=timeout_seconds,
             break_waits=self._break_waits,
-            look=self.look_at_device,
-            device_status=self.device_status,
+            look=lambda: None if self.plane is None else self.plane.look_at_device(),
+            device_status=lambda: self.status if self.plane is None else self.plane.device_status(),
         )
         try:
-            self.control = self.group_of_all("gloo")
-            self.make_data_plane()
+            made = self.new_group(range(self.world_size), "gloo")
         except BaseException:
-            self._watch.stop()
+            self.stop_watch()
             raise
+        assert made is not None
+        self._group = made
         self._watch.all_are_here()
-        lane = _lane(self.control)
+        lane = gloo_lane(made)
         self._send, self._recv = lane.send, lane.recv
-        self._pinned = device.type == "cuda"
-        if copy_out is None and self._pinned:
+        self.pinned = device.type == "cuda"
+        if copy_out is None and self.pinned:
             copy_out = cuda_copy_out(device)
         self._gathers = Gathers(self)
         self._reaper = SendReaper()
-        self._stager = Stager(self._post_host, copy_out, self._reaper) if copy_out else None
+        self.stager = Stager(self._post_host, copy_out, self._reaper) if copy_out else None
 
-    @abstractmethod
-    def make_data_plane(self) -> None:
-        """Make the groups that tensors of known shapes travel over, beside ``control``."""
-
-    def device_status(self) -> Status:
-        """What the worker does, where its device may be behind its host."""
-        return self.status
-
-    def look_at_device(self) -> CounterflowError | None:
-        """Whether the device waits too long; in the watch's thread. A host's waits see it themselves."""
-        return None
-
-    def abort_data_plane(self) -> None:
-        """End what the device waits for, from another thread."""
+    def stop_watch(self) -> None:
+        """End the watch alone: of a transport that could not be made."""
+        self._watch.stop()
 
     # Messages over the host
 
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send_described``; it has lanes of its own."""
+        """See ``Control.send_described``; it has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
         if len(described) > HEADER_WORDS:
             preface.append((described[HEADER_WORDS:], lane_tag(tag, MORE_HEADER)))
-        if self._stager is not None:
+        if self.stager is not None:
             return self.carry(tensors, peer, lane_tag(tag, DESCRIBED), preface)
         works: list[Work] = []
         for part, own in preface:
@@ -127,7 +134,7 @@ class DistributedTransport(Transport):
         return self.sent(peer, works)
 
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``Transport.receive_described``."""
+        """See ``Control.receive_described``."""
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
         return self.in_flight(works, peer).then(lambda _: self._receive_after(header, peer, tag))
@@ -139,7 +146,7 @@ class DistributedTransport(Transport):
             more = torch.empty(words - HEADER_WORDS, dtype=torch.int64, device="cpu")
             self.wait(self.accept((more,), peer, lane_tag(tag, MORE_HEADER)), peer)
             header = torch.cat((header, more))
-        hosts, needing, stay = announced(header.tolist(), pinned=self._pinned)
+        hosts, needing, stay = announced(header.tolist(), pinned=self.pinned)
         self.wait(self.accept(hosts, peer, lane_tag(tag, DESCRIBED)), peer)
         return [
             (host if stays else host.to(self.device, non_blocking=True)).requires_grad_(need)
@@ -173,9 +180,9 @@ class DistributedTransport(Transport):
         preface: Sequence[tuple[Tensor, int]] = (),
     ) -> Transfer[None]:
         """Begin to send device tensors through the host, after a preface of host tensors."""
-        assert self._stager is not None
+        assert self.stager is not None
         filled = [tensor for tensor in tensors if tensor.numel()]
-        return self._sending(self._stager.send(filled, peer, tag, preface))
+        return self._sending(self.stager.send(filled, peer, tag, preface))
 
     def sent(self, peer: int, works: Sequence[Work]) -> Transfer[None]:
         """Look after a message that was posted over Gloo."""
@@ -196,54 +203,23 @@ class DistributedTransport(Transport):
 
     # Collectives
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross."""
-        alone = len(ranks) == 1
-        return Group(tuple(ranks), None if alone else self.new_group(ranks, self.kind.backend, self._timeout))
-
-    def release(self, groups: Iterable[Group]) -> None:
-        """See ``Transport.release``."""
-        for group in groups:
-            if group.handle is not None:
-                handle = _handle(group)
-                self._groups.remove(handle)
-                dist.destroy_process_group(handle)
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_reduce``. Gloo and NCCL sum each element in one place, then spread it."""
-        if len(group.ranks) == 1:
-            return DONE
-        work = self.collective(lambda: dist.all_reduce(tensor, group=_handle(group), async_op=True))
-        assert work is not None
-        return self.in_flight((work,), -1)
-
-    def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        """See ``Transport.broadcast``."""
-        if len(group.ranks) == 1:
-            return
-        plain = tensor.detach()
-        whole = plain.contiguous()
-        self.collective(lambda: dist.broadcast(whole, source, group=_handle(group)))
-        if whole is not plain and self.rank != source:
-            plain.copy_(whole)
-
     def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
-        """See ``Transport.start_gather``."""
+        """See ``Control.start_gather``."""
         return self._gathers.start(values)
 
     def get_ready(self) -> None:
-        """See ``Transport.get_ready``."""
+        """See ``Control.get_ready``."""
         self._gathers.expect()
 
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Transport.gather_objects``."""
+        """See ``Control.gather_objects``."""
         gathered: list[object] = [None] * self.world_size
-        self.collective(lambda: dist.all_gather_object(gathered, value, group=self.control))
+        self.collective(lambda: dist.all_gather_object(gathered, value, group=self._group))
         return gathered
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """See ``Transport.spread``; over the control plane, whatever the data plane is."""
-        self.collective(lambda: dist.broadcast(tensor, source, group=self.control))
+        """See ``Control.spread``; over the control plane, whatever the data plane is."""
+        self.collective(lambda: dist.broadcast(tensor, source, group=self._group))
 
     def collective(self, call: Callable[[], _T]) -> _T:
         """What a call of torch.distributed with all of a group gives; raises as ``wait`` does."""
@@ -256,16 +232,13 @@ class DistributedTransport(Transport):
         self.status.waiting_for = None
         return result
 
-    def group_of_all(self, backend: str) -> ProcessGroup:
-        """A group of its own of all workers."""
-        made = self.new_group(range(self.world_size), backend, self._timeout)
-        assert made is not None
-        return made
-
     def new_group(
-        self, ranks: Sequence[int], backend: str, timeout: timedelta, options: object = None
+        self, ranks: Sequence[int], backend: str, timeout: timedelta | None = None, options: object = None
     ) -> ProcessGroup | None:
-        """A process group of this transport's own with its backend's options; None for who is not in it."""
+        """A process group of this transport's own with its backend's options; None for who is not in it.
+
+        ``timeout``: None: the transport's.
+        """
         world = dist.group.WORLD
         assert world is not None
         bound = world.bound_device_id
@@ -274,7 +247,9 @@ class DistributedTransport(Transport):
             # holds up sends to other peers; one that is not has a stream for each pair.
             world.bound_device_id = None
             made = self.collective(
-                lambda: dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+                lambda: dist.new_group(
+                    list(ranks), timeout=timeout or self._timeout, backend=backend, pg_options=options
+                )
             )
         finally:
             world.bound_device_id = bound
@@ -283,6 +258,11 @@ class DistributedTransport(Transport):
         assert isinstance(made, ProcessGroup)
         self._groups.append(made)
         return made
+
+    def end_group(self, group: ProcessGroup) -> None:
+        """End a group that ``new_group`` made; all its ranks call it."""
+        self._groups.remove(group)
+        dist.destroy_process_group(group)
 
     # Waiting and failing
 
@@ -317,12 +297,8 @@ class DistributedTransport(Transport):
             raise self.trouble(send.error, send.peer, time.monotonic() - began) from send.error
         self.status.waiting_for = None
 
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
-        """What an error of torch.distributed means: a worker failed, was too slow, or is gone.
-
-        Raises:
-            RuntimeError: the error itself, if it is not about a connection.
-        """
+    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """See ``Control.trouble``: what the watch saw first counts."""
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _BROKEN):
             raise error
@@ -330,6 +306,8 @@ class DistributedTransport(Transport):
         # A worker that fails says so before its connections close; the news may still be in flight.
         failure = self._watch.failure(0.0 if late else _ROOT_CAUSE_SECONDS)
         self._watch.told = True
+        if self.late is not None:
+            return self.late
         if failure is not None:
             return Lost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
         if self._watch.device_error is not None:
@@ -342,7 +320,8 @@ class DistributedTransport(Transport):
 
     def _break_waits(self) -> None:
         """End all waits, from another thread: the device's, and then those on Gloo."""
-        self.abort_data_plane()
+        if self.plane is not None:
+            self.plane.abort()
         for group in tuple(self._groups):
             with contextlib.suppress(RuntimeError, ValueError):  # just closed
                 if dist.get_backend(group) == "gloo":
@@ -355,32 +334,31 @@ class DistributedTransport(Transport):
 
     @property
     def fails_first(self) -> bool:
-        """See ``Transport.fails_first``."""
+        """See ``Control.fails_first``."""
         return self._watch.is_first
 
     def statuses(self) -> list[Status | None]:
-        """See ``Transport.statuses``; the other ranks' are as old as their last post."""
+        """See ``Control.statuses``; the other ranks' are as old as their last post."""
         return self._watch.statuses()
 
     def fail(self, error: BaseException) -> None:
-        """See ``Transport.fail``; only the first failure counts."""
+        """See ``Control.fail``; only the first failure counts."""
         self._watch.post_failure(error)
 
     def leave(self, *, hosts_store: bool) -> None:
-        """Close at the end of the process; who hosts the store stays until the others are there too."""
+        """Before the end of the process: who hosts the store waits until the others are there too."""
         if not self.closed and not self.failed:
             self._watch.leave(hosts=hosts_store)
-        self.close()
 
     def close(self) -> None:
-        """See ``Transport.close``. After a failure the groups stay: what they wait for may never come."""
+        """See ``Control.close``. After a failure the groups stay: what they wait for may never come."""
         if self.closed:
             return
         self.closed = True
         self._watch.stop()
         if self.failed:
             self._break_waits()
-        ended = self._stager is None or self._stager.close(_CLOSE_SECONDS)
+        ended = self.stager is None or self.stager.close(_CLOSE_SECONDS)
         ended = self._gathers.close(_CLOSE_SECONDS) and ended
         if not (self._reaper.close(_CLOSE_SECONDS) and ended):  # something was never received
             self._break_waits()
@@ -393,11 +371,6 @@ class DistributedTransport(Transport):
         self._groups.clear()
 
 
-def _handle(group: Group) -> ProcessGroup:
-    assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
-    return group.handle
-
-
 def break_connections(group: ProcessGroup) -> None:
     """Close all of this rank's connections of a Gloo group, so that whatever waits on one fails.
 
@@ -408,11 +381,3 @@ def break_connections(group: ProcessGroup) -> None:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1, device="cpu")], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
-
-
-def _lane(group: ProcessGroup) -> Any:
-    """What sends for a group over Gloo, without the walk through torch's dispatcher that the group adds.
-
-    The walk takes a third of what it costs to post a message.
-    """
-    return gloo_lane(group)

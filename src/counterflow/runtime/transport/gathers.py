@@ -27,7 +27,7 @@ from .pending import Transfer
 from .tags import GATHER_TAG
 
 if TYPE_CHECKING:
-    from .control import DistributedTransport
+    from .control import ProcessControl
 
 _FEW_WORKERS = 16
 """So many send each other directly what they gather."""
@@ -101,7 +101,7 @@ class Gathers:
         transport: whose they are.
     """
 
-    def __init__(self, transport: DistributedTransport) -> None:
+    def __init__(self, transport: ProcessControl) -> None:
         self._transport = transport
         self._way = way_of(transport.rank, transport.world_size)
         self._expected: deque[Rows] = deque()

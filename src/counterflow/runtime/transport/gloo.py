@@ -9,53 +9,87 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Group
-from .control import DistributedTransport
+from .base import Group, Transport, member
+from .control import ProcessControl
 from .kinds import GLOO
-from .pending import Transfer, into
+from .pending import DONE, Transfer, contiguously, into
+from .staging import CopyOut
 from .tags import PAYLOAD, lane_tag
 
 
-class GlooTransport(DistributedTransport):
-    """One process's transport over Gloo."""
+class GlooTransport(Transport):
+    """One process's transport over Gloo; all ranks make one at the same time.
+
+    Args:
+        device: where this worker computes.
+        timeout_seconds: how long anything is waited for.
+        copy_out: see ``ProcessControl``.
+    """
 
     kind = GLOO
     matching = Matching.TAG
+    control: ProcessControl
 
-    def make_data_plane(self) -> None:
-        """See ``DistributedTransport``: the control plane's group carries all."""
+    def __init__(
+        self, device: torch.device, timeout_seconds: float, *, copy_out: CopyOut | None = None
+    ) -> None:
+        super().__init__(ProcessControl(device, timeout_seconds, copy_out=copy_out), device)
         self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``. One that was given back is taken again.
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Transport.send``."""
+        tag, control = lane_tag(tag, PAYLOAD), self.control
+        if control.stager is not None:
+            return control.carry(tensors, peer, tag)
+        return control.sent(peer, control.post(tensors, peer, tag))
 
-        Torch keeps a name, a list and keys in its store for each group that a process ever made.
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Transport.receive``."""
+        control = self.control
+
+        def begin(targets: Sequence[Tensor]) -> Transfer[None]:
+            return control.in_flight(control.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
+
+        staged = control.stager is not None
+        host = torch.device("cpu") if staged else None
+        return into(buffers, begin, host, pinned=staged and control.pinned)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross.
+
+        One that was given back is taken again: torch keeps a name, a list and keys in its store for each
+        group that a process ever made.
         """
         spare = self._spare[tuple(ranks)]
-        return spare.pop() if spare else super().group(ranks)
+        if spare:
+            return spare.pop()
+        return Group(tuple(ranks), None if len(ranks) == 1 else self.control.new_group(ranks, "gloo"))
 
     def release(self, groups: Iterable[Group]) -> None:
         """See ``Transport.release``."""
         for group in groups:
             self._spare[group.ranks].append(group)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send``."""
-        tag = lane_tag(tag, PAYLOAD)
-        if self._stager is not None:
-            return self.carry(tensors, peer, tag)
-        return self.sent(peer, self.post(tensors, peer, tag))
+    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
+        """See ``Transport.all_reduce``. Gloo sums each element in one place, then spreads it."""
+        if len(group.ranks) == 1:
+            return DONE
+        handle = member(group)
+        work = self.control.collective(lambda: dist.all_reduce(tensor, group=handle, async_op=True))
+        assert work is not None
+        return self.control.in_flight((work,), -1)
 
-    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.receive``."""
+    def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
+        """See ``Transport.broadcast``."""
+        if len(group.ranks) > 1:
+            handle = member(group)
 
-        def begin(targets: Sequence[Tensor]) -> Transfer[None]:
-            return self.in_flight(self.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
+            def begin(whole: Tensor) -> None:
+                self.control.collective(lambda: dist.broadcast(whole, source, group=handle))
 
-        staged = self._stager is not None
-        host = torch.device("cpu") if staged else None
-        return into(buffers, begin, host, pinned=staged and self._pinned)
+            contiguously(tensor, begin, takes=self.rank != source)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Group, Lost, Status, TimedOut, Transport
+from .base import Control, Group, Lost, Status, TimedOut, Transport
 from .kinds import LOCAL
 from .pending import DONE, Transfer
 from .turns import elsewhere
@@ -54,7 +53,7 @@ class Hub:
         self.statuses = [Status(rank) for rank in range(world_size)]
         self.failed: tuple[int, BaseException] | None = None
 
-    def transport(self, rank: int, device: torch.device | str = "cpu") -> LocalTransport:
+    def transport(self, rank: int, device: torch.device | str = "cpu") -> Transport:
         """The transport of worker ``rank``; call it once for each."""
         return LocalTransport(self, rank, torch.device(device))
 
@@ -140,35 +139,26 @@ class _Collective:
         self.done = threading.Event()
 
 
-class LocalTransport(Transport):
-    """One thread's end of a ``Hub``."""
+class ThreadControl(Control):
+    """One thread's end of a ``Hub``: all that goes by it.
 
-    shares_process = True
+    Args:
+        hub: what the threads share.
+        rank: this one's number.
+        device: where it computes.
+    """
 
     def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
-        self.hub = hub
-        self.kind = hub.kind
-        self.rank = rank
+        self.hub, self.rank, self.device = hub, rank, device
         self.world_size = hub.world_size
-        self.device = device
         self.timeout_seconds = hub.timeout_seconds
         self.status = hub.statuses[rank]
-        self.matching = Matching.ORDER if hub.strict else Matching.TAG
         self._calls: dict[tuple[int, ...], int] = {}
 
-    def running(self) -> AbstractContextManager[None]:
-        """Around all that the worker's thread does."""
-        return nullcontext()
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send``; in strict mode it waits until the receive is posted."""
-        return self._send(tensors, peer, tag)
+    # Messages
 
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send_described``."""
-        return self._send(tensors, peer, tag)
-
-    def _send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Control.send_described``; in strict mode it waits until the receive is posted."""
         if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
@@ -185,8 +175,8 @@ class LocalTransport(Transport):
         return DONE
 
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.receive``."""
-        message = self._post(peer, tag)
+        """Begin to receive into ``buffers``."""
+        message = self._expected(peer, tag)
         with message.lock:
             if message.tensors is not None:
                 _copy(message.tensors, buffers)
@@ -197,8 +187,8 @@ class LocalTransport(Transport):
         return self._coming(message.delivered, peer)
 
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``Transport.receive_described``."""
-        message = self._post(peer, tag)
+        """See ``Control.receive_described``."""
+        message = self._expected(peer, tag)
         message.posted.set()
 
         def here(_: None) -> list[Tensor]:
@@ -211,47 +201,27 @@ class LocalTransport(Transport):
 
         return self._coming(message.delivered, peer).then(here)
 
-    def _coming(self, event: threading.Event, rank: int) -> Transfer[None]:
-        """What has come when an event is set, by a rank or (-1) several."""
-        return Transfer(lambda: self.hub.wait(event, self.status, rank), event.is_set)
-
-    def _post(self, peer: int, tag: int) -> _Message:
+    def _expected(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (peer, self.rank, tag))
         return self.hub.message(peer, self.rank, tag)
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``; the handle keeps the group's collectives apart from other groups'."""
-        number = self._calls[()] = self._calls.get((), 0) + 1
-        return Group(tuple(ranks), number)
+    def _coming(self, event: threading.Event, rank: int) -> Transfer[None]:
+        """What has come when an event is set, by a rank or (-1) several."""
+        return Transfer(lambda: self.hub.wait(event, self.status, rank), event.is_set)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_reduce``; summed in the order of the ranks."""
-
-        def take(total: Tensor) -> None:
-            tensor.copy_(total)
-
-        return self._join(group, tensor, _sum).then(take)
-
-    def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        """See ``Transport.broadcast``."""
-        # A copy, because the source may change its tensor before the others have looked.
-        mine = tensor.detach().clone() if self.rank == source else None
-        found = self._join(group, mine, lambda values: next(v for v in values if v is not None)).wait()
-        if self.rank != source:
-            with torch.no_grad():
-                tensor.copy_(found)
+    # Collectives
 
     def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
-        """See ``Transport.start_gather``."""
+        """See ``Control.start_gather``."""
         return self._join_all(tuple(values)).then(lambda rows: [list(row) for row in rows])
 
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Transport.gather_objects``."""
+        """See ``Control.gather_objects``."""
         return list(self._join_all(value).wait())
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """See ``Transport.spread``; who has it waits until all others have taken it."""
+        """See ``Control.spread``; who has it waits until all others have taken it."""
         mine = tensor if self.rank == source else None
         found = self._join_all(mine).wait()[source]
         if found is not None and self.rank != source:
@@ -259,9 +229,14 @@ class LocalTransport(Transport):
         self._join_all(None).wait()
 
     def _join_all(self, value: T) -> Transfer[list[T]]:
-        return self._join(Group(tuple(range(self.world_size)), 0), value, list)
+        return self.join(Group(tuple(range(self.world_size)), 0), value, list)
 
-    def _join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> Transfer[U]:
+    def group(self, ranks: Sequence[int]) -> Group:
+        """A group whose handle keeps its collectives apart from other groups'."""
+        number = self._calls[()] = self._calls.get((), 0) + 1
+        return Group(tuple(ranks), number)
+
+    def join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> Transfer[U]:
         """Bring a value to a group's next collective; what comes is what the last to come makes of all."""
         assert isinstance(group.handle, int)
         count = self._calls[group.handle, *group.ranks] = self._calls.get((group.handle, *group.ranks), 0) + 1
@@ -281,18 +256,66 @@ class LocalTransport(Transport):
             collective.done.set()
         return self._coming(collective.done, -1).then(lambda _: cast("U", collective.result))
 
+    # Failing
+
+    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """See ``Control.trouble``."""
+        del peer, waited_seconds
+        if self.hub.failed is None:
+            raise error
+        failed, why = self.hub.failed
+        return Lost(failed, f"worker of rank {failed} failed: {why}")
+
     def statuses(self) -> list[Status | None]:
-        """See ``Transport.statuses``."""
+        """See ``Control.statuses``."""
         return list(self.hub.statuses)
 
     def fail(self, error: BaseException) -> None:
-        """See ``Transport.fail``; only the first failure counts."""
+        """See ``Control.fail``."""
         with self.hub.lock:
             if self.hub.failed is None:
                 self.hub.failed = self.rank, error
 
-    def close(self) -> None:
-        """Nothing is open."""
+
+class LocalTransport(Transport):
+    """One thread's transport: all goes by its end of a ``Hub``."""
+
+    shares_process = True
+    control: ThreadControl
+
+    def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
+        super().__init__(ThreadControl(hub, rank, device), device)
+        self.hub, self.kind = hub, hub.kind
+        self.matching = Matching.ORDER if hub.strict else Matching.TAG
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Transport.send``."""
+        return self.control.send_described(tensors, peer, tag)
+
+    def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Transport.receive``."""
+        return self.control.receive(buffers, peer, tag)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """See ``Transport.group``."""
+        return self.control.group(ranks)
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
+        """See ``Transport.all_reduce``; summed in the order of the ranks."""
+
+        def take(total: Tensor) -> None:
+            tensor.copy_(total)
+
+        return self.control.join(group, tensor, _sum).then(take)
+
+    def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
+        """See ``Transport.broadcast``."""
+        # A copy, because the source may change its tensor before the others have looked.
+        mine = tensor.detach().clone() if self.rank == source else None
+        found = self.control.join(group, mine, lambda values: next(v for v in values if v is not None)).wait()
+        if self.rank != source:
+            with torch.no_grad():
+                tensor.copy_(found)
 
 
 def _copy(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -15,18 +15,16 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from counterflow.errors import CounterflowError
 
 from ..torch_private import abort, flight_record, nccl_options
-from .base import Group, Status, TimedOut
-from .control import DistributedTransport
+from .base import Group, Status, TimedOut, member
+from .control import ProcessControl
 from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
-from .pending import Transfer
 from .progress import Event
 from .watch import worker_error
 
@@ -70,56 +68,72 @@ _LONG = timedelta(days=30)
 The watch sees what the device waits for, and how long."""
 
 
-class NcclTransport(OrderedTransport, DistributedTransport):
-    """One process's transport over NCCL."""
+class NcclTransport(OrderedTransport):
+    """One process's transport over NCCL; all ranks make one at the same time.
+
+    Args:
+        device: where this worker computes.
+        timeout_seconds: how long anything is waited for.
+    """
 
     kind = NCCL
     backend = "nccl"
-    _late: TimedOut | None = None
+    control: ProcessControl
     _recorded = False
 
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        super().__init__(ProcessControl(device, timeout_seconds), device)
+        self._data_groups: list[ProcessGroup] = []
+        self.control.plane = self
+        try:
+            self.make_data_plane()
+        except BaseException:
+            self.control.stop_watch()
+            raise
+
     def make_data_plane(self) -> None:
-        """See ``DistributedTransport``."""
+        """Make the groups that tensors of known shapes travel over."""
         before_nccl()
         self.launches_hold = launches_hold()
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its former name
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
-        self._data_groups: list[ProcessGroup] = []
         self.make_groups()
 
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
         """See ``OrderedTransport``."""
         del name
         options = message_options(_LONG) if messages and self.backend == NcclTransport.backend else None
-        made = self.new_group(ranks, self.backend, _LONG, options)
+        made = self.control.new_group(ranks, self.backend, _LONG, options)
         if made is not None:
             self._data_groups.append(made)
         return made
 
     def release(self, groups: Iterable[Group]) -> None:
         """See ``Transport.release``."""
-        groups = tuple(groups)
-        if any(group.handle is not None for group in groups):
+        mine = [member(group) for group in groups if group.handle is not None]
+        if mine:
             self.progress.synchronize()  # nothing is in flight on them
-        self._data_groups = [g for g in self._data_groups if all(g is not each.handle for each in groups)]
-        super().release(groups)
+        for group in mine:
+            self._data_groups.remove(group)
+            self.control.end_group(group)
 
     def device_status(self) -> Status:
-        """See ``DistributedTransport``."""
-        return self.progress.status() if hasattr(self, "progress") else self.status
+        """See ``DevicePlane``."""
+        return self.progress.status()
 
     def look_at_device(self) -> CounterflowError | None:
-        """See ``DistributedTransport``."""
+        """See ``DevicePlane``."""
         status = self.device_status()
-        late = status is not self.status and status.waiting_for is not None
-        if not late or time.monotonic() - status.since < self.timeout_seconds:
+        waits = status is not self.status and status.waiting_for is not None
+        if not waits or time.monotonic() - status.since < self.timeout_seconds:
             return None
         peer = status.waiting_for
-        self._late = TimedOut(peer if peer is not None and peer >= 0 else None, self.timeout_seconds)
-        return worker_error(f"worker {self.rank}, {status.doing}", self._late, self)
+        late = TimedOut(peer if peer is not None and peer >= 0 else None, self.timeout_seconds)
+        self.control.late = late
+        return worker_error(f"worker {self.rank}, {status.doing}", late, self)
 
-    def abort_data_plane(self) -> None:
-        """See ``DistributedTransport``: the host goes on, with whatever is in memory, and hears why it must
+    def abort(self) -> None:
+        """See ``DevicePlane``: the host goes on, with whatever is in memory, and hears why it must
         not where workers meet next.
         """
         self.keep_flight_record()
@@ -145,30 +159,13 @@ class NcclTransport(OrderedTransport, DistributedTransport):
 
     def close(self) -> None:
         """See ``Transport.close``."""
-        if not (self.closed or self.failed):
+        if not (self.control.closed or self.control.failed):
             with contextlib.suppress(RuntimeError):
                 self.progress.synchronize()  # nothing is in flight
         super().close()
-
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
-        """See ``DistributedTransport``: what the watch saw first counts."""
-        found = super().trouble(error, peer, waited_seconds)
-        return self._late or found
-
-    def meaning(self, error: RuntimeError, peer: int) -> Exception:
-        """See ``OrderedTransport``."""
-        return self.trouble(error, peer, 0.0)
 
     def record_event(self) -> Event:
         """See ``OrderedTransport``."""
         event = torch.cuda.Event(blocking=True)  # blocking: the host sleeps, it does not spin
         event.record()
         return event
-
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``OrderedTransport``."""
-        return DistributedTransport.send_described(self, tensors, peer, tag)
-
-    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``OrderedTransport``."""
-        return DistributedTransport.receive_described(self, peer, tag)

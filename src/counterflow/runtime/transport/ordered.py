@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup, Work
 
 from counterflow.program.actions import Matching
 
-from .base import Group, Transport
+from .base import Control, Group, Transport, member
 from .headers import announced, as_bytes, describe
-from .pending import DONE, Transfer, all_over, both, into
+from .pending import DONE, Transfer, all_over, both, contiguously, into
 from .progress import Event, Progress
 
 T = TypeVar("T")
@@ -62,7 +62,11 @@ class OrderedTransport(Transport):
     """
 
     matching = Matching.ORDER
-    progress: Progress
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        super().__init__(control, device)
+        self._behind: defaultdict[int, deque[_Later[Any]]] = defaultdict(deque)
+        self.progress = Progress(self.status, self.record_event)
 
     def make_groups(self) -> None:
         """Make the process groups of the messages; all ranks call it."""
@@ -71,8 +75,6 @@ class OrderedTransport(Transport):
         assert to_higher is not None
         assert to_lower is not None
         self._to_higher, self._to_lower = to_higher, to_lower
-        self._behind: defaultdict[int, deque[_Later[Any]]] = defaultdict(deque)
-        self.progress = Progress(self.status, self.record_event)
 
     # What it takes
 
@@ -86,18 +88,6 @@ class OrderedTransport(Transport):
     @abstractmethod
     def record_event(self) -> Event:
         """An event at the end of the current stream."""
-
-    @abstractmethod
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """Send host tensors over the control plane, as ``send_described``."""
-
-    @abstractmethod
-    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """Receive them."""
-
-    @abstractmethod
-    def meaning(self, error: RuntimeError, peer: int) -> Exception:
-        """What an error of a process group means; raises it if it means nothing more."""
 
     # Messages
 
@@ -131,7 +121,7 @@ class OrderedTransport(Transport):
         group = self._to_higher if peer > self.rank else self._to_lower
         plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
         launched = self._launched(lambda: [group.send([tensor], peer, 0) for tensor in plain], peer)
-        return both(self.tell(hosts, peer, tag), launched) if hosts else launched
+        return both(self.control.send_described(hosts, peer, tag), launched) if hosts else launched
 
     def _apart(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The tensors of a message that are on the device, and those that are on the host."""
@@ -148,7 +138,7 @@ class OrderedTransport(Transport):
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.receive``."""
         there, hosts = self._apart(buffers)
-        told = self.hear(peer, tag) if hosts else None
+        told = self.control.receive_described(peer, tag) if hosts else None
         if self._behind[peer]:
             receiving = self._queued(peer, lambda: self.post_receive(there, peer), known=True)
         else:
@@ -180,12 +170,14 @@ class OrderedTransport(Transport):
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
         words = describe(payload)
         hosts = [tensors[place] for place in places]
-        told = self.tell([words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag)
+        told = self.control.send_described(
+            [words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag
+        )
         return both(told, self.send(payload, peer, tag))
 
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         """See ``Transport.receive_described``."""
-        told = self.hear(peer, tag)
+        told = self.control.receive_described(peer, tag)
 
         def begin() -> Transfer[list[Tensor]]:
             words, places, *hosts = told.wait()
@@ -224,7 +216,7 @@ class OrderedTransport(Transport):
         try:
             works = launch()
         except RuntimeError as error:
-            raise self.meaning(error, peer) from error
+            raise self.control.trouble(error, peer) from error
         return Transfer(lambda: self.let_stream_wait(works, peer), all_over(works))
 
     def let_stream_wait(self, works: Sequence[Work], peer: int) -> None:
@@ -235,7 +227,7 @@ class OrderedTransport(Transport):
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                raise self.meaning(error, peer) from error
+                raise self.control.trouble(error, peer) from error
 
     def computed(self) -> None:
         """See ``Transport.computed``."""
@@ -260,15 +252,14 @@ class OrderedTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""
-        if len(group.ranks) == 1:
-            return
-        plain = tensor.detach()
-        whole = plain.contiguous()
-        self._collective(lambda handle: handle.broadcast(whole, group.ranks.index(source)), group).wait()
-        if whole is not plain and self.rank != source:
-            plain.copy_(whole)
+        if len(group.ranks) > 1:
+            root = group.ranks.index(source)
+
+            def begin(whole: Tensor) -> None:
+                self._collective(lambda handle: handle.broadcast(whole, root), group).wait()
+
+            contiguously(tensor, begin, takes=self.rank != source)
 
     def _collective(self, call: Any, group: Group) -> Transfer[None]:
-        assert isinstance(group.handle, ProcessGroup), "only members of a group take part in its collectives"
-        handle = group.handle
+        handle = member(group)
         return self._launched(lambda: (call(handle),), -1)

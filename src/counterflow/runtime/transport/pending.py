@@ -97,3 +97,12 @@ def into(
                 buffer.copy_(arrived, non_blocking=True)
 
     return begin(targets).then(move)
+
+
+def contiguously(tensor: Tensor, call: Callable[[Tensor], object], *, takes: bool) -> None:
+    """Call something with a tensor's contiguous memory; one that ``takes`` has what is there then."""
+    plain = tensor.detach()
+    whole = plain.contiguous()
+    call(whole)
+    if takes and whole is not plain:
+        plain.copy_(whole)

@@ -53,8 +53,8 @@ def launch(
         *args: its arguments.
         **kwargs: its arguments by name.
         workers: how many, at least 1.
-        transport: the name of what carries messages: ``gloo`` or ``nccl`` for processes, ``local`` for threads
-            of this process, or an instrument of `counterflow.testing` (``strict-nccl`` for threads with NCCL's
+        transport: the name of what carries messages: ``gloo`` or ``nccl`` of processes, ``local`` of threads
+            of this process, or an instrument of `counterflow.testing` (``strict-nccl``, threads with NCCL's
             rules: what would hang on GPUs is reported).
         device: where the workers compute; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
         timeout_seconds: how long a worker waits for another.

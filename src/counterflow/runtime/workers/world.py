@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from counterflow.errors import ConfigError, WorkerError
 
 from ..transport.base import Lost, TimedOut, Transport
-from ..transport.control import DistributedTransport
+from ..transport.control import ProcessControl
 from ..transport.gpu_environment import before_cuda
 from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from . import interface
@@ -50,7 +50,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.defaults = Defaults()
-        self.transports: list[DistributedTransport] = []
+        self.transports: list[Transport] = []
         self.world: object = None  # the process group they are of
         self.began_world = False
         self.met: tuple[Store, Meeting] | None = None
@@ -110,7 +110,7 @@ def current_transport(
 
 def _make(
     wanted: TransportKind | None, device: torch.device | None, timeout_seconds: float, *, alone: bool
-) -> DistributedTransport:
+) -> Transport:
     before_cuda()
     here = place()
     if dist.is_initialized():
@@ -130,7 +130,7 @@ def _make(
             "with torchrun --nproc-per-node 4 script.py, or with srun --ntasks 4 python script.py"
         )
     try:
-        transport: DistributedTransport = wanted.load()(where, timeout_seconds)
+        transport: Transport = wanted.load()(where, timeout_seconds)
     except (Lost, TimedOut) as error:
         raise WorkerError(f"the workers did not all come together: {error}") from error
     if _process.world is None:
@@ -241,7 +241,7 @@ def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) ->
 
 
 def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> None:
-    """Initialise torch.distributed; not bound to a device (see ``DistributedTransport``). None: for one."""
+    """Initialise torch.distributed, not bound to a device (``ProcessControl.new_group``). None: for one."""
     if kind == NCCL and not dist.is_nccl_available():
         raise ConfigError("this torch has no nccl; choose gloo")
     limit = timedelta(seconds=timeout_seconds)
@@ -301,12 +301,18 @@ def _close() -> None:
     _process.transports.clear()
 
 
+def _control(transport: Transport) -> ProcessControl:
+    assert isinstance(transport.control, ProcessControl), "only processes have made transports here"
+    return transport.control
+
+
 def _at_exit() -> None:
     """Close what was opened; after a failure not the process group, which may wait for who is gone."""
-    failed = any(transport.failed for transport in _process.transports)
+    failed = any(_control(transport).failed for transport in _process.transports)
     hosts = dist.is_initialized() and dist.get_rank() == 0 and not _agent_hosts_store()
     for transport in _process.transports:
-        transport.leave(hosts_store=hosts)
+        _control(transport).leave(hosts_store=hosts)
+        transport.close()
     if _process.began_world and dist.is_initialized() and not failed:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

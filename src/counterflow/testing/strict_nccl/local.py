@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from counterflow.runtime.transport.base import Lost, Status, TimedOut
-from counterflow.runtime.transport.local import Hub, LocalTransport
+from counterflow.runtime.transport.base import Status, TimedOut
+from counterflow.runtime.transport.local import Hub, ThreadControl
 from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.pending import Transfer
 from counterflow.runtime.transport.progress import Event
@@ -43,7 +43,8 @@ class NcclHub(Hub):
 
     def transport(self, rank: int, device: torch.device | str = "cpu") -> StrictLocalTransport:
         """See ``Hub``."""
-        return StrictLocalTransport(self, rank, torch.device(device))
+        del device  # each has a pretended one
+        return StrictLocalTransport(self, rank)
 
     def ended(self) -> None:
         """See ``Hub``.
@@ -60,32 +61,67 @@ class NcclHub(Hub):
             super()._wait(event, status, rank)
 
 
-class StrictLocalTransport(OrderedTransport, LocalTransport):
-    """One thread's end of a ``NcclHub``."""
+class StrictControl(ThreadControl):
+    """One thread's end of a ``NcclHub``, which takes no memory of a device.
 
-    def __init__(self, hub: NcclHub, rank: int, device: torch.device) -> None:
-        LocalTransport.__init__(self, hub, rank, device)
-        self.matching = OrderedTransport.matching
+    Attributes:
+        pretended: the device on which the thread computes.
+        endpoint: the device's end of the fabric.
+    """
+
+    def __init__(self, hub: NcclHub, rank: int) -> None:
+        super().__init__(hub, rank, torch.device("cpu"))
         self.fabric = hub.fabric
         self.endpoint = _Endpoint(self)
         self.pretended = Device(rank, self.endpoint.wait, lambda: self.status.doing)
         self.endpoint.stream = self.pretended.stream
-        self.device = self.pretended.handle
+
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+        """See ``Control.send_described``."""
+        for tensor in tensors:
+            refuse_on_device(tensor)
+        return super().send_described(tensors, peer, tag)
+
+    def gather_objects(self, value: object) -> list[object]:
+        """See ``Control.gather_objects``; what travels is what is in memory now."""
+        written = BytesIO()
+        _Pickler(written).dump(value)
+        told = cast("list[bytes]", super().gather_objects(written.getvalue()))
+        return [pickle.loads(one) for one in told]  # noqa: S301 - from a thread of this process
+
+    def fail(self, error: BaseException) -> None:
+        """See ``Control.fail``; as the watch of each worker does, end what its device waits for."""
+        super().fail(error)
+        for rank in range(self.world_size):
+            self.fabric.abort(rank)
+
+
+class StrictLocalTransport(OrderedTransport):
+    """One thread's transport over the strict groups."""
+
+    shares_process = True
+    control: StrictControl
+
+    def __init__(self, hub: NcclHub, rank: int) -> None:
+        control = StrictControl(hub, rank)
+        super().__init__(control, control.pretended.handle)
+        self.kind = hub.kind
         self._groups_made = 0
         self.make_groups()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """See ``LocalTransport``."""
+        """See ``Transport.running``."""
+        pretended = self.control.pretended
         try:
             with (
-                computing(self.pretended.stream, self.pretended),
+                computing(pretended.stream, pretended),
                 settled_by(partial(streams.settle, "has its turn")),
             ):
                 yield
                 self.progress.synchronize()
         finally:
-            self.fabric.leave(self.rank)
+            self.control.fabric.leave(self.rank)
 
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> StrictGroup | None:
         """See ``OrderedTransport``."""
@@ -93,51 +129,16 @@ class StrictLocalTransport(OrderedTransport, LocalTransport):
         self._groups_made += 1
         if self.rank not in ranks:
             return None
-        return StrictGroup(self.endpoint, tuple(ranks), f"{name} (group {self._groups_made})")
+        return StrictGroup(self.control.endpoint, tuple(ranks), f"{name} (group {self._groups_made})")
 
     def record_event(self) -> Event:
         """See ``OrderedTransport``."""
-        return (streams.current_stream() or self.endpoint.stream).record_event()
-
-    def tell(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``OrderedTransport``."""
-        for tensor in tensors:
-            refuse_on_device(tensor)
-        return LocalTransport.send_described(self, tensors, peer, tag)
-
-    def hear(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``OrderedTransport``."""
-        return LocalTransport.receive_described(self, peer, tag)  # what is told is on the host
-
-    def gather_objects(self, value: object) -> list[object]:
-        """See ``Transport.gather_objects``; what travels is what is in memory now."""
-        written = BytesIO()
-        _Pickler(written).dump(value)
-        told = cast("list[bytes]", super().gather_objects(written.getvalue()))
-        return [pickle.loads(one) for one in told]  # noqa: S301 - from a thread of this process
-
-    def meaning(self, error: RuntimeError, peer: int) -> Exception:
-        """See ``OrderedTransport``."""
-        del peer
-        if self.hub.failed is None:
-            raise error
-        failed, why = self.hub.failed
-        return Lost(failed, f"worker of rank {failed} failed: {why}")
+        return (streams.current_stream() or self.control.endpoint.stream).record_event()
 
     def release(self, groups: Any) -> None:
         """See ``Transport.release``."""
         del groups
         self.progress.synchronize()
-
-    def statuses(self) -> list[Status | None]:
-        """See ``Transport.statuses``."""
-        return list(self.hub.statuses)
-
-    def fail(self, error: BaseException) -> None:
-        """See ``Transport.fail``; as the watch of each worker does, end what its device waits for."""
-        LocalTransport.fail(self, error)
-        for rank in range(self.world_size):
-            self.fabric.abort(rank)
 
 
 class _Pickler(pickle.Pickler):
@@ -153,9 +154,9 @@ class _Pickler(pickle.Pickler):
 class _Endpoint(ThreadEndpoint):
     """A thread's end, whose waits are seen and have a limit."""
 
-    def __init__(self, transport: StrictLocalTransport) -> None:
-        super().__init__(transport.fabric, transport.rank)
-        self.transport = transport
+    def __init__(self, control: StrictControl) -> None:
+        super().__init__(control.fabric, control.rank)
+        self.control = control
 
     def held(self, woken: threading.Event, peer: int) -> None:
         """See ``ThreadEndpoint``.
@@ -163,11 +164,11 @@ class _Endpoint(ThreadEndpoint):
         Raises:
             TimedOut: it took longer than the timeout.
         """
-        transport = self.transport
-        transport.status.waiting_for = peer
+        control = self.control
+        control.status.waiting_for = peer
         with elsewhere():
-            came = woken.wait(transport.timeout_seconds)
+            came = woken.wait(control.timeout_seconds)
         if not came:
             self.fabric.give_up(self.rank)
-            raise TimedOut(peer if peer >= 0 else None, transport.timeout_seconds)
-        transport.status.waiting_for = None
+            raise TimedOut(peer if peer >= 0 else None, control.timeout_seconds)
+        control.status.waiting_for = None
