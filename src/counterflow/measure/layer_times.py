@@ -87,7 +87,35 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
     return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(whole, each))
 
 
-class LayerTimer:
+class _Turns:
+    """Pipelines that are timed in turns, and updates of the first; all workers call all methods."""
+
+    def __init__(self, *timers: OpTimer) -> None:
+        self._timers = timers
+        self._updates: list[float] = []
+
+    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
+        """Steps that are not timed."""
+        for timer in self._timers:
+            timer.warm_up(steps)
+
+    def turn(self) -> None:
+        """A step of each pipeline, and an update."""
+        for timer in self._timers:
+            timer.turn()
+        self._updates.append(_update_seconds(self._timers[0].pipeline))
+
+    def update_seconds(self, quietest: float) -> float:
+        """An update of this worker, as the turns found it."""
+        return statistics.median(least(self._updates, quietest, key=float))
+
+    def close(self) -> None:
+        """Free what was timed."""
+        for timer in self._timers:
+            timer.pipeline.close()
+
+
+class LayerTimer(_Turns):
     """Times layers at a size of micro-batches; all workers call all methods."""
 
     def __init__(self, subject: Subject, size: int) -> None:
@@ -97,25 +125,13 @@ class LayerTimer:
         one = dapple(1, MICRO_BATCHES)
         # 1F1B as well, in which no op follows another of the same layer: both find as little in the caches.
         each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
-        self._one = OpTimer(_pipeline(subject, one), *self._batch)
-        self._each = OpTimer(_pipeline(subject, each), *self._batch)
-        self._updates: list[float] = []
-
-    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
-        """Steps that are not timed."""
-        self._one.warm_up(steps)
-        self._each.warm_up(steps)
-
-    def turn(self) -> None:
-        """A step of each pipeline, and an update."""
-        self._one.turn()
-        self._each.turn()
-        self._updates.append(_update_seconds(self._one.pipeline))
+        super().__init__(*(OpTimer(_pipeline(subject, made), *self._batch) for made in (one, each)))
 
     def result(self, quietest: float = 1.0) -> AtSize:
         """What the turns found (see ``OpTimer.times``), and bytes."""
-        together, apart = self._one.times(quietest), self._each.times(quietest)
-        costs = measure_stages(self._each.pipeline, *self._batch, repeats=3)
+        one, each = (timer.pipeline for timer in self._timers)
+        together, apart = (timer.times(quietest) for timer in self._timers)
+        costs = measure_stages(each, *self._batch, repeats=3)
         forward, in_forward = without_overhead(apart.forward, together.forward[0])
         backward, in_backward = without_overhead(apart.backward, together.backward[0])
         return AtSize(
@@ -124,18 +140,13 @@ class LayerTimer:
             backward,
             tuple(costs),
             (in_forward + in_backward) / 2,
-            _typical(self._updates, quietest) / max(1, trained_bytes(self._one.pipeline)),
-            measure_update(self._one.pipeline, self._each.pipeline),
+            self.update_seconds(quietest) / max(1, trained_bytes(one)),
+            measure_update(one, each),
             together.by_worker,
         )
 
-    def close(self) -> None:
-        """Free what was timed; all workers call it."""
-        self._one.pipeline.close()
-        self._each.pipeline.close()
 
-
-class StepTimer:
+class StepTimer(_Turns):
     """Times what lies between ops, and around them in a step, of a pipeline over all workers."""
 
     def __init__(self, subject: Subject, size: int) -> None:
@@ -143,29 +154,14 @@ class StepTimer:
         pipeline = _pipeline(
             subject, gpipe(workers if workers <= len(subject.layers) else 1, 2 * MICRO_BATCHES)
         )
-        batch = subject.batch(2 * MICRO_BATCHES * size)
-        self._timer = OpTimer(pipeline, *batch)
-        self._updates: list[float] = []
-
-    def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
-        """Steps that are not timed."""
-        self._timer.warm_up(steps)
-
-    def turn(self) -> None:
-        """A step, and an update."""
-        self._timer.turn()
-        self._updates.append(_update_seconds(self._timer.pipeline))
+        super().__init__(OpTimer(pipeline, *subject.batch(2 * MICRO_BATCHES * size)))
 
     def result(self, quietest: float = 1.0) -> tuple[float, float]:
         """Seconds between two ops; of a step beside its ops and the optimiser. See ``OpTimer.times``."""
-        times = self._timer.times(quietest)
-        mine = _typical(self._updates, quietest)
-        update = max(row[0] for row in self._timer.pipeline.transport.gather([mine]))
+        (timer,) = self._timers
+        times = timer.times(quietest)
+        update = max(row[0] for row in timer.pipeline.transport.gather([self.update_seconds(quietest)]))
         return times.gap_seconds, max(0.0, times.around_seconds - update)
-
-    def close(self) -> None:
-        """Free what was timed; all workers call it."""
-        self._timer.pipeline.close()
 
 
 def _update_seconds(pipeline: Pipeline) -> float:
@@ -185,10 +181,6 @@ def trained_bytes(pipeline: Pipeline) -> int:
     """Bytes of this worker's weights that are trained."""
     every = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
     return sum(p.nbytes for p in every.values() if p.requires_grad)
-
-
-def _typical(seconds: Sequence[float], quietest: float) -> float:
-    return statistics.median(least(seconds, quietest, key=float))
 
 
 def timed(

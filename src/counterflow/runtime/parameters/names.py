@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
 
 from ..stages.stage import StageCopy
+
+T = TypeVar("T")
 
 Names = Sequence[Sequence[tuple[str, str]]]
 """By stage: each parameter's name in the model, and the name of the first one that is the same object."""
@@ -35,3 +40,24 @@ def named_parameters(copy: StageCopy, names: Names) -> dict[str, nn.Parameter]:
         for layer in copy.with_weights
         for _, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
+
+
+def first_of(given: Mapping[str, T], names: Iterable[str]) -> T | None:
+    """What a mapping has under the first of some names that it knows; None: it knows none."""
+    return next((given[name] for name in names if name in given), None)
+
+
+def matching(state: Mapping[str, Any], names: Sequence[str], mine: Any) -> Any:
+    """What a model's state has for a value, under one of the value's names.
+
+    Raises:
+        ConfigError: no name is there, or a tensor's shape differs.
+    """
+    known = next((name for name in names if name in state), None)
+    if known is None:
+        raise ConfigError(f"the state has no {names[0]!r}")
+    given = state[known]
+    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
+        raise ConfigError(f"{names[0]} has shape {shape} in the state, {tuple(mine.shape)} in the model")
+    return given

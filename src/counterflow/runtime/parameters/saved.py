@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor, like, part_of, whole
 from ..mesh.layout import REPLICA
+from .names import first_of, matching
 from .optimizers import home_of
 from .streaming import Stream
 
@@ -102,18 +103,7 @@ class SavedState:
             for layer in copy.with_weights:
                 part = {}
                 for name, mine in layer.state().items():
-                    full = layer.names[name]
-                    known = next(
-                        (n for n in (full, *self._weights.aliases.get(full, ())) if n in state), None
-                    )
-                    if known is None:
-                        raise ConfigError(f"the state has no {full!r}")
-                    part[name] = given = state[known]
-                    shape = tuple(given.shape) if isinstance(given, Tensor) else None
-                    if isinstance(mine, Tensor) and shape != tuple(mine.shape):
-                        raise ConfigError(
-                            f"{full} has shape {shape} in the state, {tuple(mine.shape)} in the model"
-                        )
+                    part[name] = given = matching(state, self._names_of(layer.names[name]), mine)
                     if isinstance(mine, Tensor) and is_dtensor(mine):
                         part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
                 parts.append((layer, part))
@@ -175,8 +165,7 @@ class SavedState:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    every = (name, *self._weights.aliases.get(name, ()))
-                    kept = next((state["optimizer"][n] for n in every if n in state["optimizer"]), None)
+                    kept = first_of(state["optimizer"], self._names_of(name))
                     if kept is None:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
                     if options:
@@ -196,6 +185,10 @@ class SavedState:
             scheduler.load_state_dict(given)
         self._load_average(state)
 
+    def _names_of(self, first: str) -> tuple[str, ...]:
+        """All names of a weight, the first that is known before the others."""
+        return first, *self._weights.aliases.get(first, ())
+
     def _load_average(self, state: Mapping[str, Any]) -> None:
         given = state.get("ema")
         if self._weights.average is None:
@@ -209,9 +202,8 @@ class SavedState:
             _LOG.warning("the training state has no average of the weights: it begins with those loaded")
         if given is None:
             return
-        every = self._weights.aliases
         self._weights.average.load(
-            lambda name: next((given[n] for n in (name, *every.get(name, ())) if n in given), None),
+            lambda name: first_of(given, self._names_of(name)),
             max(state["averaged"].values(), default=0),
         )
 

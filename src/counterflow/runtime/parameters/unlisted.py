@@ -18,6 +18,7 @@ from ..messages.values import number_of
 from ..stages.layers import EXTRA_STATE, Model, aliases_of
 from ..transport.base import Transport
 from .digest import digest
+from .names import matching
 
 
 def unlisted_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list[str]:
@@ -82,18 +83,7 @@ class Unlisted:
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        found = {}
-        for names, mine in self.entries():
-            known = next((name for name in names if name in state), None)
-            if known is None:
-                raise ConfigError(f"the state has no {names[0]!r}")
-            given = found[names[0]] = state[known]
-            shape = tuple(given.shape) if isinstance(given, Tensor) else None
-            if isinstance(mine, Tensor) and shape != tuple(mine.shape):
-                raise ConfigError(
-                    f"{names[0]} has shape {shape} in the state, {tuple(mine.shape)} in the model"
-                )
-        return found
+        return {names[0]: matching(state, names, mine) for names, mine in self.entries()}
 
     def load(self, found: Mapping[str, Any]) -> None:
         """Take what ``found_in`` gave."""

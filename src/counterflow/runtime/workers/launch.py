@@ -124,7 +124,7 @@ def launch_watched(
 
     if kind.threads:
         hub = kind.load()(workers, timeout_seconds=timeout_seconds)
-        return ThreadLaunch(hub, call, device, threads, meanwhile).run()
+        return ThreadLaunch(hub, call, torch.device(device or "cpu"), threads, meanwhile).run()
     check_processes(workers, kind)
     task = pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)

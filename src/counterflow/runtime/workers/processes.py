@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -51,22 +52,15 @@ _SHUTDOWN_SECONDS = 30.0
 """How long workers may take to end when another one has failed, or when all have done their work."""
 
 
+@dataclass(frozen=True, slots=True)
 class ProcessLaunch:
     """A launch of processes. Each leaves its result, or how it failed, as a file."""
 
-    def __init__(
-        self,
-        workers: int,
-        task: bytes,
-        defaults: world.Defaults,
-        threads: int,
-        meanwhile: Meanwhile | None,
-    ) -> None:
-        self.workers = workers
-        self.task = task
-        self.defaults = defaults
-        self.threads = threads
-        self.meanwhile = meanwhile
+    workers: int
+    task: bytes
+    defaults: world.Defaults
+    threads: int
+    meanwhile: Meanwhile | None
 
     def run(self) -> list[Any]:
         """The results by rank; raises what the first worker that failed raised."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,26 +25,21 @@ _GRACE_SECONDS = 5.0
 """How long the threads of a failed launch may take to notice, at most."""
 
 
+@dataclass
 class ThreadLaunch:
     """A launch of threads."""
 
-    def __init__(
-        self,
-        hub: Hub,
-        call: Callable[[], Any],
-        device: torch.device | str | None,
-        threads: int,
-        meanwhile: Meanwhile | None,
-    ) -> None:
-        self.hub = hub
-        self.meanwhile = meanwhile
-        self.call = call
-        self.device = torch.device(device or "cpu")
-        self.threads = threads
-        self.results: dict[int, Any] = {}
-        self.failures: list[Failed] = []
-        self.causes: dict[int, BaseException] = {}
-        self.turns = Turns(hub.timeout_seconds)
+    hub: Hub
+    call: Callable[[], Any]
+    device: torch.device
+    threads: int
+    meanwhile: Meanwhile | None
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failed] = field(default_factory=list)
+    causes: dict[int, BaseException] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.hub.timeout_seconds)
 
     def run(self) -> list[Any]:
         """The results by rank; raises what the first worker that failed raised."""
