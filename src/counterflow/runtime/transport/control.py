@@ -187,7 +187,7 @@ class ProcessControl(Control):
     def sent(self, peer: int, works: Sequence[Work]) -> Transfer[None]:
         """Look after a message that was posted over Gloo."""
         send = PendingSend(peer, works)
-        self._reaper.take(send)
+        self._reaper.give(send)
         return self._sending(send)
 
     def _sending(self, send: PendingSend) -> Transfer[None]:

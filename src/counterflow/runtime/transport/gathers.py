@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed import Work
 
 from .base import TimedOut
 from .pending import Transfer
+from .side_thread import SideThread
 from .tags import GATHER_TAG
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Gathers:
         self._way = way_of(transport.rank, transport.world_size)
         self._expected: deque[Rows] = deque()
         """The gathers to come whose receives are posted; their messages come in this order."""
-        self._passing: SimpleQueue[Rows | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._passing: SideThread[Rows] | None = None
+        """Of many workers: they may wait for something else meanwhile."""
 
     def start(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
         """Begin one.
@@ -129,7 +129,9 @@ class Gathers:
                 works += transport.post((mine,), peer, GATHER_TAG)
             transport.sent(-1, works)
             if part.far:
-                self._pass_on(part)
+                if self._passing is None:
+                    self._passing = SideThread("counterflow gathers", self._pass_on)
+                self._passing.give(part)
             parts.append(part)
         return Transfer(lambda: self._finish(parts, width))
 
@@ -162,11 +164,7 @@ class Gathers:
 
     def close(self, within_seconds: float) -> bool:
         """Let the thread end after what it was given; whether it did so in time."""
-        if self._thread is None:
-            return True
-        self._passing.put(None)
-        self._thread.join(within_seconds)
-        return not self._thread.is_alive()
+        return self._passing is None or self._passing.close(within_seconds)
 
     def _expect(self) -> Rows:
         """Post the receives of a gather's rows."""
@@ -181,26 +179,18 @@ class Gathers:
         }
         return Rows(rows, near, {peer: from_(peer, ranks) for peer, ranks in self._way.sources.items()})
 
-    # -- of many: in a thread, because the worker may wait for something else meanwhile
-
     def _pass_on(self, part: Rows) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="counterflow gathers", daemon=True)
-            self._thread.start()
-        self._passing.put(part)
-
-    def _run(self) -> None:
+        """Send the rows of this worker's group to the others', when they are there."""
         transport, way = self._transport, self._way
-        while (part := self._passing.get()) is not None:
-            try:
-                _await(part.near)
-                ours = part.rows[way.group.start : way.group.stop]
-                works = [work for peer in way.targets for work in transport.post((ours,), peer, GATHER_TAG)]
-                transport.sent(-1, works)
-                _await(part.far)
-            except Exception as error:  # raised where the worker waits
-                part.error = error
-            part.over.set()
+        try:
+            _await(part.near)
+            ours = part.rows[way.group.start : way.group.stop]
+            works = [work for peer in way.targets for work in transport.post((ours,), peer, GATHER_TAG)]
+            transport.sent(-1, works)
+            _await(part.far)
+        except Exception as error:  # raised where the worker waits
+            part.error = error
+        part.over.set()
 
 
 def _await(arriving: Mapping[int, Sequence[Work]]) -> None:

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
+
+from .side_thread import SideThread
 
 Post: TypeAlias = Callable[[Tensor, int, int], Work]
 """Begin to send a host tensor to a peer under a tag."""
@@ -88,38 +89,22 @@ class StagedSend(PendingSend):
         self.tensors = ()
 
 
-class SendReaper:
+class SendReaper(SideThread[PendingSend]):
     """A thread that notes which messages are sent."""
 
     def __init__(self) -> None:
-        self._sends: SimpleQueue[PendingSend | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counterflow reaper", daemon=True)
-        self._thread.start()
+        self._naps = True
+        super().__init__("counterflow reaper", self._note)
 
-    def take(self, send: PendingSend) -> None:
-        """Look after a message that was posted."""
-        self._sends.put(send)
-
-    def close(self, within_seconds: float) -> bool:
-        """Let the thread end after what it was given; whether it did so in time."""
-        self._sends.put(None)
-        self._thread.join(within_seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (send := self._sends.get()) is not None:
+    def _note(self, send: PendingSend) -> None:
+        if self._naps:
             time.sleep(_NAP_SECONDS)
-            while send is not None:
-                with send.lock:
-                    send.finish(_LONG)
-                if self._sends.empty():
-                    break
-                send = self._sends.get()
-            else:
-                return
+        with send.lock:
+            send.finish(_LONG)
+        self._naps = self.waits
 
 
-class Stager:
+class Stager(SideThread[StagedSend]):
     """A thread that posts sends as soon as their copies to the host are made.
 
     Args:
@@ -132,9 +117,7 @@ class Stager:
         self._post = post
         self._copy_out = copy_out
         self._reaper = reaper
-        self._sends: SimpleQueue[StagedSend | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counterflow stager", daemon=True)
-        self._thread.start()
+        super().__init__("counterflow stager", self._post_copies)
 
     def send(
         self, tensors: Sequence[Tensor], peer: int, tag: int, preface: Sequence[tuple[Tensor, int]] = ()
@@ -146,29 +129,22 @@ class Stager:
         copies, send.copied = self._copy_out(tensors)
         send.tensors = [*(tensor for tensor, _ in preface), *copies]
         send.tags = [*(own for _, own in preface), *([tag] * len(copies))]
-        self._sends.put(send)
+        self.give(send)
         return send
 
-    def close(self, within_seconds: float) -> bool:
-        """Let the thread end after what it was given; whether it did so in time."""
-        self._sends.put(None)
-        self._thread.join(within_seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (send := self._sends.get()) is not None:
-            works: list[Work] = []
-            try:
-                assert send.copied is not None
-                send.copied()
-                for tensor, tag in zip(send.tensors, send.tags, strict=True):
-                    works.append(self._post(tensor, send.peer, tag))
-            except RuntimeError as error:
-                send.error = error
-            send.sources = ()
-            send.works = works
-            send.lock.release()
-            self._reaper.take(send)
+    def _post_copies(self, send: StagedSend) -> None:
+        works: list[Work] = []
+        try:
+            assert send.copied is not None
+            send.copied()
+            for tensor, tag in zip(send.tensors, send.tags, strict=True):
+                works.append(self._post(tensor, send.peer, tag))
+        except RuntimeError as error:
+            send.error = error
+        send.sources = ()
+        send.works = works
+        send.lock.release()
+        self._reaper.give(send)
 
 
 def cuda_copy_out(device: torch.device) -> CopyOut:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
-from queue import SimpleQueue
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -27,6 +26,7 @@ from counterflow.errors import CounterflowError, WorkerError
 
 from .base import Lost, Status, TimedOut, Transport
 from .neighbour import Neighbour, nobody_else_looks
+from .side_thread import SideThread
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -89,7 +89,10 @@ def culprit(transport: Transport) -> str:
     return f"worker {found.rank} has been in {found.doing} for {time.monotonic() - found.since:.1f} s"
 
 
-class _Line:
+_Asked = tuple[Callable[[], Any], Future[Any]]
+
+
+class _Line(SideThread[_Asked]):
     """A connection to the store, used by a thread of its own: a store that is cut off answers no call.
 
     Args:
@@ -98,28 +101,21 @@ class _Line:
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counterflow store", daemon=True)
-        self._thread.start()
+        super().__init__("counterflow store", _answer)
 
     def ask(self, call: Callable[[], _T]) -> _T:
         """What a call gives; raises its error, or ``TimeoutError``."""
         answer: Future[_T] = Future()
-        self._calls.put((call, answer))
+        self.give((call, answer))
         return answer.result(self._patience_seconds)
 
-    def close(self) -> None:
-        """End the thread, after a call that is in flight."""
-        self._calls.put(None)
 
-    def _run(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            call, answer = asked
-            try:
-                answer.set_result(call())
-            except BaseException as error:  # told to who asked
-                answer.set_exception(error)
-            del asked, call, answer  # what they refer to may go
+def _answer(asked: _Asked) -> None:
+    call, answer = asked
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # told to who asked
+        answer.set_exception(error)
 
 
 class Watch:
