@@ -110,6 +110,9 @@ class Alone(Transport):
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         return
 
+    def get_ready(self) -> None:
+        return
+
     def spread(self, tensor: Tensor, source: int) -> None:
         return
 

@@ -245,7 +245,7 @@ def test_groups_of_the_device_refuse_the_host_and_those_of_the_host_the_device()
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             transport.all_reduce(host, everybody)
         with pytest.raises(RuntimeError, match="No backend type associated with device type pretended"):
-            transport.tell([there], 1 - transport.rank, 0)
+            transport.control.send_described([there], 1 - transport.rank, 0)
         with pytest.raises(RuntimeError, match="No backend type associated with device type pretended"):
             transport.gather_objects({"weights": [there]})
         transport.all_reduce(there, everybody).wait()
@@ -355,7 +355,7 @@ def test_a_device_that_fails_ends_the_run_with_its_error(place: str) -> None:
         pipeline.step(inputs, targets)
         device: Any = pipeline.transport
         if pipeline.worker == 1:
-            device.pretended.fails = lambda doing: place in str(doing).lower() or place in str(doing)
+            device.control.pretended.fails = lambda doing: place in str(doing).lower() or place in str(doing)
         for _ in range(3):
             pipeline.step(inputs, targets)
 

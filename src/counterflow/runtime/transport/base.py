@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from counterflow.program.actions import Matching
 
 from .kinds import TransportKind
-from .pending import Transfer
 
 MOST_TAGS = 2**29 - 2
 """Tags are smaller than this."""
@@ -123,7 +122,7 @@ class Control(ABC):
     status: Status
 
     @abstractmethod
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
         """Begin to send tensors together with their shapes, dtypes and whether they require a gradient.
 
         Args:
@@ -133,11 +132,11 @@ class Control(ABC):
         """
 
     @abstractmethod
-    def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
+    def receive_described(self, peer: int, tag: int) -> Described:
         """Begin to receive tensors of unknown shapes; does not wait."""
 
     @abstractmethod
-    def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
+    def start_gather(self, values: Sequence[float]) -> Gathering:
         """Begin to tell everybody ``values`` (as many on each rank) as float64; messages may go meanwhile."""
 
     @abstractmethod

@@ -111,7 +111,7 @@ class ProcessControl(Control):
             copy_out = cuda_copy_out(device)
         self._gathers = Gathers(self)
         self._reaper = SendReaper()
-        self.stager = Stager(self._post_host, copy_out, self._reaper) if copy_out else None
+        self.stager = Stager(self._post_host, self._wait_sent, copy_out, self._reaper) if copy_out else None
 
     def stop_watch(self) -> None:
         """End the watch alone: of a transport that could not be made."""
@@ -119,7 +119,7 @@ class ProcessControl(Control):
 
     # Messages over the host
 
-    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+    def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
         """See ``Control.send_described``; it has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
@@ -178,20 +178,17 @@ class ProcessControl(Control):
         peer: int,
         tag: int,
         preface: Sequence[tuple[Tensor, int]] = (),
-    ) -> Transfer[None]:
+    ) -> PendingSend:
         """Begin to send device tensors through the host, after a preface of host tensors."""
         assert self.stager is not None
         filled = [tensor for tensor in tensors if tensor.numel()]
-        return self._sending(self.stager.send(filled, peer, tag, preface))
+        return self.stager.send(filled, peer, tag, preface)
 
-    def sent(self, peer: int, works: Sequence[Work]) -> Transfer[None]:
+    def sent(self, peer: int, works: Sequence[Work]) -> PendingSend:
         """Look after a message that was posted over Gloo."""
-        send = PendingSend(peer, works)
+        send = PendingSend(peer, self._wait_sent, works)
         self._reaper.give(send)
-        return self._sending(send)
-
-    def _sending(self, send: PendingSend) -> Transfer[None]:
-        return Transfer(lambda: self._wait_sent(send), send.sent)
+        return send
 
     def in_flight(self, works: Sequence[Work], peer: int) -> Transfer[None]:
         """Works of torch.distributed with a peer, -1 for a collective's."""
@@ -284,8 +281,6 @@ class ProcessControl(Control):
 
     def _wait_sent(self, send: PendingSend) -> None:
         """Wait until a message is sent; raises as ``wait`` does."""
-        if send.sent():
-            return
         began = time.monotonic()
         self.status.waiting_for = send.peer
         if send.lock.acquire(timeout=self.timeout_seconds):

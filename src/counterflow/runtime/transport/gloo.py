@@ -17,8 +17,8 @@ from counterflow.program.actions import Matching
 from .base import Group, Transport, member
 from .control import ProcessControl
 from .kinds import GLOO
-from .pending import DONE, Transfer, contiguously, into
-from .staging import CopyOut
+from .pending import DONE, Transfer, by_way_of, contiguously
+from .staging import CopyOut, PendingSend
 from .tags import PAYLOAD, lane_tag
 
 
@@ -41,7 +41,7 @@ class GlooTransport(Transport):
         super().__init__(ProcessControl(device, timeout_seconds, copy_out=copy_out), device)
         self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
         """See ``Transport.send``."""
         tag, control = lane_tag(tag, PAYLOAD), self.control
         if control.stager is not None:
@@ -55,9 +55,12 @@ class GlooTransport(Transport):
         def begin(targets: Sequence[Tensor]) -> Transfer[None]:
             return control.in_flight(control.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
 
-        staged = control.stager is not None
-        host = torch.device("cpu") if staged else None
-        return into(buffers, begin, host, pinned=staged and control.pinned)
+        if control.stager is not None:
+            return by_way_of(buffers, begin, torch.device("cpu"), pinned=control.pinned)
+        for buffer in buffers:
+            if not buffer.is_contiguous():
+                return by_way_of(buffers, begin, self.device)
+        return begin(buffers)
 
     def group(self, ranks: Sequence[int]) -> Group:
         """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross.

@@ -25,7 +25,7 @@ from counterflow.program.actions import Matching
 
 from .base import Control, Group, Transport, member
 from .headers import announced, as_bytes, describe
-from .pending import DONE, Transfer, all_over, both, contiguously, into
+from .pending import DONE, Transfer, all_over, both, by_way_of, contiguously
 from .progress import Event, Progress
 
 T = TypeVar("T")
@@ -162,7 +162,9 @@ class OrderedTransport(Transport):
             plain = [as_bytes(target) for target in targets if target.numel()]
             return self._launched(lambda: [group.recv([tensor], peer, 0) for tensor in plain], peer)
 
-        return into(buffers, begin, None)
+        if all(buffer.is_contiguous() for buffer in buffers):
+            return begin(buffers)
+        return by_way_of(buffers, begin, self.device)
 
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send_described``."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from .base import Pending
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -55,7 +57,7 @@ DONE = Transfer(lambda: None, _always)
 """What was over before it began."""
 
 
-def both(first: Transfer[None], second: Transfer[None]) -> Transfer[None]:
+def both(first: Pending, second: Pending) -> Transfer[None]:
     """A message in two parts."""
 
     def finish() -> None:
@@ -70,26 +72,22 @@ def all_over(works: Sequence[Work]) -> Callable[[], bool]:
     return lambda: all(work.is_completed() for work in works)
 
 
-def into(
+def by_way_of(
     buffers: Sequence[Tensor],
     begin: Callable[[Sequence[Tensor]], Transfer[None]],
-    elsewhere: torch.device | None,
+    device: torch.device,
     *,
     pinned: bool = False,
 ) -> Transfer[None]:
-    """A receive into buffers, by way of others where they cannot be received into directly.
+    """A receive into buffers that cannot be received into directly.
 
     Args:
         buffers: of any layout.
-        begin: begins to receive into contiguous ones.
-        elsewhere: the device of the others, if all go that way; None: only those that are not contiguous.
-        pinned: whether the others' memory is pinned.
+        begin: begins to receive into others, which are contiguous.
+        device: that of the others.
+        pinned: whether their memory is pinned.
     """
-    if elsewhere is None and all(buffer.is_contiguous() for buffer in buffers):
-        return begin(buffers)
-    targets = [
-        torch.empty(b.shape, dtype=b.dtype, device=elsewhere or b.device, pin_memory=pinned) for b in buffers
-    ]
+    targets = [torch.empty(b.shape, dtype=b.dtype, device=device, pin_memory=pinned) for b in buffers]
 
     def move(_: None) -> None:
         with torch.no_grad():

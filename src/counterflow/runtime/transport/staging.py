@@ -38,20 +38,32 @@ _LONG = timedelta(days=30)
 
 
 class PendingSend:
-    """A message on its way. Who holds the lock posts it, or waits for its works."""
+    """A message on its way. Who holds the lock posts it, or waits for its works.
 
-    __slots__ = ("error", "lock", "over", "peer", "works")
+    Args:
+        peer: to whom it goes.
+        wait: waits until all of it has left.
+        works: what was posted of it.
+    """
 
-    def __init__(self, peer: int, works: Sequence[Work] = ()) -> None:
+    __slots__ = ("_wait", "error", "lock", "over", "peer", "works")
+
+    def __init__(self, peer: int, wait: Callable[[PendingSend], None], works: Sequence[Work] = ()) -> None:
         self.peer = peer
+        self._wait = wait
         self.works = works
         self.lock = threading.Lock()
         self.over = False
         self.error: RuntimeError | None = None
 
-    def sent(self) -> bool:
-        """Whether all has left, as far as was seen."""
+    def done(self) -> bool:
+        """See ``Pending.done``: whether all has left, as far as was seen."""
         return self.over and self.error is None
+
+    def wait(self) -> None:
+        """See ``Pending.wait``."""
+        if not self.done():
+            self._wait(self)
 
     def finish(self, timeout: timedelta) -> None:
         """Wait for the works; the caller holds the lock. An error is kept, for who waits."""
@@ -76,8 +88,8 @@ class StagedSend(PendingSend):
 
     __slots__ = ("copied", "sources", "tags", "tensors")
 
-    def __init__(self, peer: int) -> None:
-        super().__init__(peer)
+    def __init__(self, peer: int, wait: Callable[[PendingSend], None]) -> None:
+        super().__init__(peer, wait)
         self.sources: Sequence[Tensor] = ()
         self.tensors: Sequence[Tensor] = ()
         self.tags: Sequence[int] = ()
@@ -109,12 +121,15 @@ class Stager(SideThread[StagedSend]):
 
     Args:
         post: begins to send one host tensor.
+        wait: waits until a message has left.
         copy_out: begins to copy tensors to the host.
         reaper: looks after what was posted.
     """
 
-    def __init__(self, post: Post, copy_out: CopyOut, reaper: SendReaper) -> None:
-        self._post = post
+    def __init__(
+        self, post: Post, wait: Callable[[PendingSend], None], copy_out: CopyOut, reaper: SendReaper
+    ) -> None:
+        self._post, self._wait = post, wait
         self._copy_out = copy_out
         self._reaper = reaper
         super().__init__("counterflow stager", self._post_copies)
@@ -123,7 +138,7 @@ class Stager(SideThread[StagedSend]):
         self, tensors: Sequence[Tensor], peer: int, tag: int, preface: Sequence[tuple[Tensor, int]] = ()
     ) -> PendingSend:
         """Take device tensors to be sent, after a preface of host tensors with tags of their own."""
-        send = StagedSend(peer)
+        send = StagedSend(peer, self._wait)
         send.lock.acquire()  # the stager releases it
         send.sources = tensors
         copies, send.copied = self._copy_out(tensors)
