@@ -440,7 +440,7 @@ def in_pipeline(job: Job, tick: Callable[[], None]) -> Curve:
             state = pipeline.model_state_dict()
             if first:
                 curve.evaluations[step + 1] = evaluated(task, state)
-        told |= {s.about: s.loss for s in found if s.about is not None}
+        told |= {s.reports_step: s.loss for s in found if s.reports_step is not None}
     assert sorted(told) == list(range(job.steps)), "a step's loss was not told"
     curve.losses = [told[step] for step in range(job.steps)]
     return curve

@@ -14,8 +14,8 @@ import time
 from itertools import product
 from types import ModuleType
 
+from counterflow.schedule.orders import mixpipe_plan
 from counterflow.schedule.orders.mixpipe_plan import mixpipe_orders
-from counterflow.schedule.schemes import mixpipe_plan
 
 Op = tuple[str, int]
 

@@ -341,6 +341,7 @@ BESIDE = {
     ),
     "mesh": "the plan's nodes and pipeline.replicas say it",
     "device": "the launch says it",
+    "example": "a config's model is a list of layers",
     "costs": "pipeline.cuts says what follows from them",
     "parallelize": "a function of the user's",
     "execution": "the section is one",

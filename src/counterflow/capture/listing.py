@@ -52,6 +52,7 @@ def layers(
         ConfigError: the model's forward decides by numbers in tensors, or does what cannot be followed; the
             error names the line.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     >>> [layer.title for layer in layers(model, torch.ones(4, 2))]
     ['0 to 1', '2']

@@ -16,6 +16,7 @@ from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime import later
 from counterflow.runtime.execution.step import Step
+from counterflow.runtime.parameters.saved import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -74,6 +75,8 @@ def same(one: Any, other: Any) -> bool:
     """Whether two states are the same, bit for bit."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
+    if isinstance(one, ParameterState):
+        return same(one.state, other.state) and one.options == other.options
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return bool(one == other)
