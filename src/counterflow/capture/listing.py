@@ -55,7 +55,7 @@ def layers(
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     >>> [layer.title for layer in layers(model, torch.ones(4, 2))]
-    ['0 to 1', '2']
+    ['0', '1', '2']
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
