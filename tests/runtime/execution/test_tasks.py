@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Program, Receive
@@ -14,7 +17,9 @@ from counterflow.program.check import checked_program
 from counterflow.program.lowering import AHEAD, lower
 from counterflow.program.segments import segments
 from counterflow.runtime.execution.addresses import Addresses
+from counterflow.runtime.execution.interpreter import Interpreter
 from counterflow.runtime.execution.routes import MessageRoute
+from counterflow.runtime.execution.tasks import Tasks
 
 S = cf.schemes
 
@@ -122,3 +127,30 @@ def test_eager_opt_goes_by_the_users_costs_where_these_are_given(schedule: cf.Sc
     asked = checked_program(schedule, replicas=2, times=times, matching=Matching.TAG)
     assert asked == by_costs
     assert asked != checked_program(schedule, replicas=2, matching=Matching.TAG)
+
+
+@pytest.mark.parametrize("schedule", [S.dapple(2, 2), S.chimera(2, 2), S.zb_v(2, 4), S.pipedream(2)])
+def test_the_list_is_run_as_it_stands(schedule: cf.Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One task an action, in the order of the worker's list, with a barrier and without."""
+    prepare, seen = Interpreter.prepare, list[bool]()
+
+    def prepared(its: Interpreter, program: Program, *rest: Any) -> Tasks:
+        tasks = prepare(its, program, *rest)
+        seen.append(tuple(task.action for task in tasks) == program.actions[its.worker])
+        return tasks
+
+    def work(barrier: bool) -> None:
+        layers = [nn.Linear(2, 2) for _ in range(schedule.stages)]
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        with cf.Pipeline(
+            layers, nn.functional.mse_loss, schedule, optimizer=sgd, barrier=barrier
+        ) as pipeline:
+            for _ in range(3):
+                pipeline.step(torch.ones(8, 2), torch.ones(8, 2))
+            pipeline.flush()
+
+    monkeypatch.setattr(Interpreter, "prepare", prepared)
+    for barrier in (True, False):
+        cf.launch(work, barrier, workers=2, transport="local")
+    assert len(seen) >= 4
+    assert all(seen)
