@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from counterflow.errors import ConfigError
+
 from .. import later
 from ..mini_batch.losses import Losses, added
 from ..mini_batch.told import PART_WIDTH, Part, Weighed, pieces
@@ -191,3 +193,18 @@ class StepGathers:
             for name, at in named.items()
             if any(columns[at] for columns in gathered.metrics)
         }
+
+
+def refuse_other_steps(rows: list[Sequence[float]]) -> None:
+    """Refuse what workers told that made different calls.
+
+    Raises:
+        ConfigError: they did.
+    """
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise ConfigError(
+                f"rank {rank} told of step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
+                f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
+                "in the same order"
+            )

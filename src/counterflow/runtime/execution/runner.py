@@ -50,18 +50,16 @@ from counterflow.program.segments import Segments, without_update
 
 from .. import later
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import added, consistent, divisor_of, refuse_no_graph
-from ..mini_batch.told import Counts, Told, Weighed
+from ..mini_batch.losses import added, divisor_of
+from ..mini_batch.told import Told
 from ..parameters.gradients import StageNorm, clip_factor
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
-from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers
+from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers, refuse_other_steps
 from .interpreter import Interpreter
 from .step import Workers
 from .tasks import Tasks
-
-_ROUNDING = 1e-14
-"""What weighs as much, added up in another order, differs by less."""
+from .weighing import Weighing
 
 
 class Runner:
@@ -132,9 +130,7 @@ class Runner:
         self._dead: set[int] = set()
         """Stages with a gradient that was not finite, as far as this worker has read it."""
         self._skipped = False  # something since the last update was not finite
-        self._weight = 0.0  # of the losses since the last update
-        self._counted = Counts(0)  # what they count
-        self._divisor: float | None = None  # what those of the first step since then were divided by
+        self._weighing = Weighing(workers)
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
 
@@ -144,8 +140,13 @@ class Runner:
         return self._begun > 0
 
     @property
+    def peers(self) -> set[int]:
+        """The ranks to which messages go or from which they come."""
+        return {peer for tasks in self.lists for peer in tasks.peers}
+
+    @property
     def lists(self) -> Sequence[Tasks]:
-        """All that may be run, for who needs the peers in it."""
+        """All that may be run."""
         last = self._cut.last
         found = [self._tasks(segment, 0) for segment in range(last)]
         found += [self._tasks(last, period_offset) for period_offset in range(self._slots)]
@@ -186,7 +187,7 @@ class Runner:
         if self._cut.drains:  # else nothing is left when it ends
             self._begun += 1
         self._batch = batch
-        batch.divisor = self._divisor
+        batch.divisor = self._weighing.divisor
         its = self._mini_batches[number] = MiniBatch(batch.step, batch.losses, batch.compared, updates=update)
         self._run(number, batch, update=update)
         self.weights.commit_statistics()
@@ -322,12 +323,12 @@ class Runner:
     def _steps_begun(self, asked: Asked) -> Head:
         """The mini-batches begun, and the first one that is told of."""
         assert asked.loss is not None
-        return (self._begun, asked.loss.step), _refuse_other_steps
+        return (self._begun, asked.loss.step), refuse_other_steps
 
     def _know_loss(self, its: MiniBatch, gathered: Gathered) -> None:
         parts = gathered.parts
         weighed = [part.weighed for part in parts]
-        scale, this_step = self._weigh(weighed, its)
+        scale, this_step = self._weighing.add(weighed, its.step, self._batch.total, updates=its.updates)
         if not its.norms:  # else its gradients are divided by now
             its.scale = scale
         if self.execution.skip_non_finite and not all(math.isfinite(part.loss) for part in parts):
@@ -350,31 +351,6 @@ class Runner:
 
     def _read_not_finite(self) -> tuple[int, str] | None:
         return (min(self._dead), "one of its weights") if self._dead else None
-
-    def _weigh(self, parts: Sequence[Weighed], its: MiniBatch) -> tuple[float, float]:
-        """Add up what the losses weigh; ``parts`` as for ``Workers.weight``.
-
-        Returns:
-            What the gradients' sums are multiplied by, and what the step's own sums are.
-
-        Raises:
-            ConfigError: losses of this step, or of one since the last update, count something else.
-        """
-        refuse_no_graph(parts)
-        weight, counted = self.workers.weight(parts, its.step)
-        self._counted |= counted
-        if not consistent(self._counted):
-            raise ConfigError(
-                "the losses of the steps of an update are divided by several things: by samples, elements, "
-                "tokens or a LossSum's weight; return the same kind of loss in all of them"
-            )
-        self._weight += weight
-        scale = 1 / self._weight
-        if its.updates:
-            self._weight, self._counted, self._divisor = 0.0, Counts(0), None
-        elif self._divisor is None:
-            self._divisor = float(self._batch.total)
-        return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight
 
     # -- gradients
 
@@ -444,18 +420,3 @@ class Runner:
 
     def _of(self, period: int) -> MiniBatch:
         return self._mini_batches[period + self._offset]
-
-
-def _refuse_other_steps(rows: list[Sequence[float]]) -> None:
-    """Refuse what workers told that made different calls.
-
-    Raises:
-        ConfigError: they did.
-    """
-    for rank, row in enumerate(rows):
-        if row != rows[0]:
-            raise ConfigError(
-                f"rank {rank} told of step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
-                f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
-                "in the same order"
-            )

@@ -6,6 +6,7 @@ Invariant: weights are made alike on all workers that hold a stage, before anyth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +15,12 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.layout import Layout
+from ..mesh.layout import WORKER, Layout
 from ..mesh.parallel import Parallelize, StageModule, parallelized
 from ..mesh.sharding import Sharding
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
+from ..parameters.alike import start_alike
 from ..parameters.names import shared_names
 from ..stages.deferred import defer
 from ..stages.embeddings import Setting
@@ -28,6 +30,7 @@ from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
 from ..stages.stage import StageCopy
+from ..torch_private import keeps_buffers
 from ..transport.base import Transport
 from .model import Model, StagedModel
 
@@ -41,12 +44,18 @@ class Held:
         owned: the modules that it trains.
         loss_function: as given, or the module that is trained in its place.
         split: the stages whose backward the schedule splits.
+        sharding: of its weights over further dimensions of the mesh.
     """
 
     stages: dict[int, StageCopy]
     owned: Owned
     loss_function: LossFunction | None
     split: tuple[int, ...]
+    sharding: Sharding
+
+    def kept_buffers(self) -> AbstractContextManager[object]:
+        """Around a step: split backwards go twice through functions that the user compiled."""
+        return keeps_buffers() if self.split else nullcontext()
 
     def leave_others(self, model: StagedModel, ranks: Sequence[int]) -> None:
         """Let the user's model have no numbers of what lives elsewhere; ``ranks`` by worker of the group."""
@@ -73,11 +82,12 @@ def held_stages(
     execution: Execution,
     streams: RandomStreams,
     *,
-    worker: int,
+    layout: Layout,
     transport: Transport,
-    shards: bool,
+    parallelize: Parallelize | None,
+    further: DeviceMesh | None,
 ) -> Held:
-    """Make a worker's stages; all workers call it.
+    """Make a worker's stages, and let the user shard their weights; all workers call it.
 
     Args:
         model: in stages.
@@ -85,15 +95,16 @@ def held_stages(
         loss_function: likewise.
         execution: how it is executed.
         streams: of random draws.
-        worker: its number in its group.
+        layout: of the mesh.
         transport: how to reach the others.
-        shards: whether the stages are sharded later.
+        parallelize: the user's function that shards; None: nothing is sharded.
+        further: the further dimensions of the mesh.
 
     Raises:
         ConfigError: a layer cannot be trained here, or options do not go together.
     """
     schedule = model.schedule
-    held = sorted({stage for _, stage in schedule.placement.held(worker)})
+    held = sorted({stage for _, stage in schedule.placement.held(layout.place(transport.rank)[WORKER])})
     last = schedule.stages - 1
     layers = [layer for stage in held for layer in model.layers[stage]]
     if model.loss is not None and last in held:
@@ -103,7 +114,7 @@ def held_stages(
             f"deferred_batch_norm: {schedule.scheme} begins a mini-batch before the one before has "
             "ended, so that both would be in one sum; leave it away, or take a synchronous scheme"
         )
-    precision = precision_of(execution, transport.device, shards=shards)
+    precision = precision_of(execution, transport.device, shards=parallelize is not None)
     for layer in layers:
         refuse_remote(layer.index, layer.module)
     owned = Owned([(place_of(layer), layer.module) for layer in layers], model.modules(given), transport)
@@ -130,7 +141,21 @@ def held_stages(
         )
         for stage in held
     }
-    return Held(stages, owned, loss_function, _split(schedule, stages))
+    split = _split(schedule, stages)
+    start_alike(stages, model.names, model.holders, layout, transport)
+    sharding = Sharding(layout)
+    if parallelize is not None and further is not None:
+        sharding = _sharded(
+            stages,
+            split,
+            model,
+            execution,
+            parallelize=parallelize,
+            further=further,
+            layout=layout,
+            transport=transport,
+        )
+    return Held(stages, owned, loss_function, split, sharding)
 
 
 def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
@@ -149,53 +174,43 @@ def _means(model: StagedModel, loss_function: LossFunction | None) -> Means:
     return Means(LOSS if loss_function is not None else model.layers[-1][-1].index)
 
 
-def sharded(
-    held: Held,
+def _sharded(
+    stages: dict[int, StageCopy],
+    split: tuple[int, ...],
     model: StagedModel,
     execution: Execution,
     *,
+    parallelize: Parallelize,
+    further: DeviceMesh,
     layout: Layout,
     transport: Transport,
-    parallelize: Parallelize | None,
-    further: DeviceMesh | None,
 ) -> Sharding:
     """Let the user shard the weights of a worker's stages; who gets what samples follows from it.
-
-    Args:
-        held: the stages.
-        model: whose they are.
-        execution: how it is executed.
-        layout: of the mesh.
-        transport: how to reach the others.
-        parallelize: the user's function; None: nothing is sharded.
-        further: the further dimensions of the mesh.
 
     Raises:
         ConfigError: sharding does not go with the rest.
     """
-    if parallelize is None or further is None:
-        return Sharding(layout)
     schedule = model.schedule
     if execution.max_norm is not None and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} clips each stage by its own norm, of which each position of the "
             "mesh knows its part; leave clip_norm away, or take a synchronous scheme"
         )
-    modules = [StageModule(stage, copy.layers) for stage, copy in held.stages.items()]
+    modules = [StageModule(stage, copy.layers) for stage, copy in stages.items()]
     found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)
     if found.layout.split and any(skips is not None for skips in model.skips):
         raise ConfigError(
             "fully_shard sums a module's gradients when those of its inputs are there, and what "
             "comes by a Skip is none; hand it on through the layers between, or shard by tensors"
         )
-    if found.layout.split and held.split:
+    if found.layout.split and split:
         raise ConfigError(
             f"fully_shard sums a module's gradients when those of its inputs are there, and "
             f"{schedule.scheme} makes those of weights later; take a scheme whose backwards are "
             "whole, or shard by tensors"
         )
     for module in modules:
-        held.stages[module.number].hang_in(module)
+        stages[module.number].hang_in(module)
     return found
 
 

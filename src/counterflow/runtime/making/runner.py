@@ -1,61 +1,76 @@
-"""What runs a schedule on this worker: its proved lists, and who executes them."""
+"""What runs a schedule on this worker: its proved lists, who executes them, and the maker of mini-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from counterflow.errors import ConfigError
-from counterflow.execution import Execution
+from counterflow.execution import Batching, Execution
 from counterflow.program.check import checked_program
-from counterflow.program.lowering import Ends, Shared
-from counterflow.program.segments import segments, steps
-from counterflow.schedule.ir import Schedule
+from counterflow.program.lowering import Ends, Shared, lower_evaluation
+from counterflow.program.segments import Segments, segments, steps
 from counterflow.schedule.modes import Sync
 
+from ..execution.evaluation import EvaluationRunner
 from ..execution.interpreter import Interpreter
+from ..execution.meters import SavedBytes
 from ..execution.runner import Runner
 from ..execution.step import Workers
+from ..mesh.layout import Layout
+from ..messages.compression import Compression
+from ..mini_batch.agreement import Peers
+from ..mini_batch.batches import Batches, Role
+from ..mini_batch.feed import CopyStream, order_of_use
 from ..parameters.weights import Weights
 from ..transport.base import Transport
+from .held import Held
+from .model import StagedModel
 
 
-def runner_of(
-    schedule: Schedule,
+def runners_of(
+    model: StagedModel,
+    held: Held,
     execution: Execution,
-    make: Callable[..., Interpreter],
     *,
     workers: Workers,
     weights: Weights,
-    statistics: tuple[int, ...],
-) -> Runner:
-    """The runner of a schedule, with its lists as they are proved.
+    compression: Compression | None,
+) -> tuple[Runner, EvaluationRunner]:
+    """What trains on mini-batches, with its lists as they are proved, and what evaluates.
 
     Args:
-        schedule: what is run.
-        execution: how.
-        make: makes the interpreter of a schedule.
+        model: in stages.
+        held: what this worker holds of it.
+        execution: how it is executed.
         workers: where this worker is.
         weights: this worker's.
-        statistics: the stages with running statistics.
+        compression: makes messages smaller; None: they go as they are.
 
     Raises:
         ConfigError: the schedule does not go with the options or the weights.
         ScheduleError: the checker does not accept it.
     """
-    transport, shared = workers.transport, Shared(weights.ties, statistics)
-    if not schedule.synchronous:
-        if execution.skip_non_finite:
-            raise ConfigError(
-                f"{schedule.scheme} updates each stage before all gradients are known, so that "
-                "skip_non_finite cannot skip an update everywhere; take a synchronous scheme"
-            )
-        cut = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
-        if weights.shared:
-            raise ConfigError(
-                f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
-                "of several stages; do not tie them, or take a synchronous scheme"
-            )
-    else:
+    transport = workers.transport
+    make = partial(
+        Interpreter,
+        worker=workers.worker,
+        ranks=workers.ranks[workers.replica],
+        transport=transport,
+        stages=held.stages,
+        loss_function=held.loss_function,
+        compression=compression,
+        saved=SavedBytes(tensor for stage in held.stages.values() for tensor in stage.constant()),
+    )
+    runner = Runner(_segments(model, execution, workers, weights), make, workers, weights, execution)
+    forwards = lower_evaluation(model.schedule, matching=transport.matching)
+    return runner, EvaluationRunner(forwards, make, held.stages)
+
+
+def _segments(model: StagedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:
+    """The proved lists of all workers, and how they repeat."""
+    schedule, transport = model.schedule, workers.transport
+    shared = Shared(weights.ties, model.statistics)
+    if schedule.synchronous:
         ends = Ends(execution.barrier, execution.waits_for_norm, weights.hooked)
         program = checked_program(
             schedule,
@@ -66,10 +81,55 @@ def runner_of(
             shared=shared,
             ends=ends,
         )
-        cut = steps(program, ends)
-    return Runner(cut, make, workers, weights, execution)
+        return steps(program, ends)
+    if execution.skip_non_finite:
+        raise ConfigError(
+            f"{schedule.scheme} updates each stage before all gradients are known, so that "
+            "skip_non_finite cannot skip an update everywhere; take a synchronous scheme"
+        )
+    found = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
+    if weights.shared:
+        raise ConfigError(
+            f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
+            "of several stages; do not tie them, or take a synchronous scheme"
+        )
+    return found
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:
     """When gradients are summed: last, if a worker that a sum holds does not make what others need for it."""
     return Sync.END if transport.launches_hold else asked
+
+
+def batches_of(
+    model: StagedModel,
+    held: Held,
+    execution: Execution,
+    batching: Batching,
+    *,
+    layout: Layout,
+    workers: Workers,
+) -> Batches:
+    """What makes a worker's mini-batches.
+
+    Args:
+        model: in stages.
+        held: what this worker holds of it.
+        execution: how it is executed.
+        batching: how mini-batches are cut.
+        layout: of the mesh.
+        workers: where this worker is.
+    """
+    transport, schedule = workers.transport, model.schedule
+    role = Role(
+        worker=workers.worker,
+        takes_inputs=0 in held.stages,
+        takes_targets=schedule.stages - 1 in held.stages,
+        loss_apart=held.loss_function is not None,
+        tells_loss=layout.is_first(transport.rank, set(layout.further) - layout.split),
+        split=bool(layout.split),
+        further=bool(layout.further),
+    )
+    peers = Peers(layout.alike, workers.replica, transport)
+    copies = CopyStream(transport.device, order_of_use(schedule, workers.worker))
+    return Batches(schedule, execution, batching, role=role, peers=peers, copies=copies)

@@ -91,7 +91,7 @@ class StageCopy:
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         direct, first = streams.device.type == "cpu", self.layers[0].index
-        self.splitting = Splitting(stage, self._constant, direct=direct, first=first)
+        self.splitting = Splitting(stage, self.constant, direct=direct, first=first)
         """For backwards that are split."""
         self._splits = self._compiled = False
         self.joins: bool | None = None if skips is None else False
@@ -140,7 +140,7 @@ class StageCopy:
         found = [p for layer in self.with_weights for p in layer.module.parameters()]
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def _constant(self) -> list[Tensor]:
+    def constant(self) -> list[Tensor]:
         """What is there whether the stage runs or not."""
         buffers = [buffer for layer in self.with_weights for buffer in layer.module.buffers()]
         return [*self.parameters(), *buffers]

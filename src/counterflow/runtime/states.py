@@ -1,0 +1,376 @@
+"""What of a pipeline is looked at, saved and loaded: the part of ``Pipeline`` that runs no mini-batch.
+
+Invariant: what asks the other workers is called by all of them, and reaches them as an error if it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from counterflow.errors import ConfigError
+from counterflow.execution import Execution
+from counterflow.schedule.ir import Op
+
+from .calls import Calls
+from .execution.interpreter import timelines
+from .execution.runner import Runner
+from .execution.step import Step
+from .making.held import Held
+from .making.model import StagedModel
+from .mini_batch.batches import Batches
+from .parameters.saved import BY_STAGE, ParameterState
+from .parameters.weights import Weights
+from .stages.randomness import RandomStreams
+from .stages.stage import StageCopy
+from .transport.base import Transport
+
+_LOG = logging.getLogger("counterflow.runtime.pipeline")
+
+
+class States(ABC):
+    """What a pipeline shows of itself, and the states of its model and its training."""
+
+    execution: Execution
+    transport: Transport
+    ranks: tuple[tuple[int, ...], ...]
+    stages: dict[int, StageCopy]
+    weights: Weights
+    streams: RandomStreams
+    steps: int
+    """Steps that were made."""
+    _model: StagedModel
+    _held: Held
+    _perhaps_unsplit: set[int]
+    """Stages with split backwards of which it is not known yet whether they can be split."""
+    _run: Runner
+    _batches: Batches
+    _calls: Calls
+    _untold: list[Step]
+
+    @abstractmethod
+    def flush(self) -> list[Step]:
+        """End what is in flight, so that all weights are as after the last step; all workers call it."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a ``flush`` would have something to do."""
+        return self._run.in_flight
+
+    # -- looking at it
+
+    @property
+    def whole_timeline(self) -> bool:
+        """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
+        return self._run.interpreter.whole_timeline
+
+    @whole_timeline.setter
+    def whole_timeline(self, whole: bool) -> None:
+        self._run.interpreter.whole_timeline = whole
+
+    def timeline(self, replica: int = 0) -> list[list[tuple[Op, float, float]]]:
+        """The ops of the last step as they ran, by worker of a replica; all workers call it.
+
+        Args:
+            replica: whose; each worker may ask for another one.
+
+        Returns:
+            By worker the ops in their order, with start and end in seconds. Those of asynchronous schemes
+            count micro-batches and versions from the last flush.
+        """
+        return timelines(self.transport, self._run.interpreter, self.ranks[replica])
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps from an empty pipeline until all steps are alike; 0 in synchronous schemes."""
+        return self._run.warm_up_steps
+
+    @property
+    def counted_steps(self) -> int:
+        """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
+        return self.execution.count_memory_steps + self._run.warm_up_steps
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
+        saved = self._run.interpreter.saved
+        assert saved is not None
+        return saved.peak
+
+    @property
+    def peak_versions(self) -> dict[int, int]:
+        """The most versions of its weights that were held at once, for each stage of this worker."""
+        return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
+
+    @property
+    def unsplit(self) -> tuple[int, ...]:
+        """The stages of this worker whose backward the schedule splits and that cannot be split.
+
+        Known after their first backward. Their weights' gradients are made with the input gradient: they run
+        in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
+        """
+        return tuple(stage for stage in self._held.split if self.stages[stage].splitting.waits is False)
+
+    def _tell_unsplit(self) -> None:
+        known = {s for s in self._perhaps_unsplit if self.stages[s].splitting.waits is not None}
+        self._perhaps_unsplit -= known
+        for stage in sorted(known & set(self.unsplit)):
+            _LOG.warning(
+                "the backward of stage %d cannot be split: its weights' gradients are made with the input "
+                "gradient, because a custom function (a compiled layer, a checkpoint) makes both at once, or "
+                "they are used several times, or are vectors; a scheme with whole backwards costs no more",
+                stage,
+            )
+
+    @property
+    def optimizers(self) -> Mapping[int, Optimizer]:
+        """By stage of this worker that has weights to train: its optimiser."""
+        return self.weights.optimizers
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether ``gradients`` are kept."""
+        return self.weights.keeps_gradients
+
+    @keeps_gradients.setter
+    def keeps_gradients(self, keeps: bool) -> None:
+        self.weights.keeps_gradients = keeps
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """With ``keeps_gradients``: this worker's gradients of the last update, summed, divided and clipped.
+
+        By name, in the parameters' dtypes; a snapshot, which later steps leave as it is.
+        """
+        return dict(self.weights.kept_gradients)
+
+    def ema(self, decay: float) -> None:
+        """Keep an exponential moving average of the trained weights from here on; all workers call it.
+
+        After each update of a stage its average becomes ``decay`` times itself and ``1 - decay`` times the
+        new weights, and at the first one the weights, as ``torch.optim.swa_utils.AveragedModel`` with
+        ``get_ema_multi_avg_fn(decay)`` does. A skipped update, or a step without one, leaves it as it is.
+        It takes the memory of the weights once more, in float32 where they are of lower precision; with
+        ``zero_stage`` 1 it is with the optimiser's state. Frozen weights and buffers are the model's own.
+
+        ``averaged``, ``model_state_dict(ema=True)`` and ``stream_weights(ema=True)`` return it. States,
+        checkpoints and copies in memory contain it: call ``ema`` before they are loaded.
+        ``load_model_state_dict`` restarts it.
+
+        Args:
+            decay: from 0 to less than 1, the same on all workers.
+
+        Raises:
+            ConfigError: there is no such decay, workers give others, or gradients wait for an update.
+        """
+        self.settle("ema")
+        with self._reported():
+            self.weights.follow(decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
+
+        Flushes first what is in flight. This worker's weights are kept once more meanwhile.
+
+        Raises:
+            ConfigError: there is no average, or the context is entered twice.
+        """
+        self._calls.only_own("averaged()")
+        self._untold = self.flush()
+        with ExitStack() as shown:
+            with self._reported():
+                shown.enter_context(self.weights.averaged())
+            self._calls.shows_average = True
+            try:
+                yield
+            finally:
+                self._calls.shows_average = False
+
+    def model_state_dict(
+        self, *, rank: int | None = None, local: bool = False, ema: bool = False
+    ) -> dict[str, Any]:
+        """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
+
+        Flushes first what is in flight. Tensors go one by one from who holds them to who gets them. Where the
+        whole model is too large for any worker, each keeps what it holds (``local=True``), or one takes it
+        tensor by tensor (``stream_weights``).
+
+        Args:
+            rank: the only one that gets the model; the others get an empty dict. None: all get it.
+            local: only what this worker holds, without asking the others.
+            ema: whether trained weights are their averages, in the weights' precision.
+
+        Raises:
+            ConfigError: there is no such rank, or no average.
+            WorkerError: the copies of a stage differ.
+        """
+        if local:
+            self._calls.only_when_empty("model_state_dict(local=True)")
+            with self.weights.averaged() if ema else nullcontext():
+                return self.weights.saved.state_dict()
+        with self._reported():
+            state = dict(self._streamed(rank, ema=ema))
+        order = {name: number for number, name in enumerate(self._model.order)}
+        return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
+        """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
+
+        All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
+        call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it
+        sends what they hold, gives nothing, and returns when ``rank`` has taken all; they wait for the next
+        tensor to be taken as long as for anything else (``timeout_seconds``).
+
+        Args:
+            rank: who gets it.
+            ema: whether trained weights are their averages, in the weights' precision.
+
+        Raises:
+            ConfigError: there is no such rank, or no average.
+            WorkerError: the copies of a stage differ, or ``rank`` takes nothing for too long.
+        """
+        with self._reported():
+            found = self._streamed(rank, ema=ema)
+            if self.transport.rank != rank:
+                return iter(list(found))
+            self._calls.streams = True
+        return self._taking(found)
+
+    def _streamed(self, rank: int | None, *, ema: bool) -> Iterator[tuple[str, Any]]:
+        if rank is not None and not 0 <= rank < self.transport.world_size:
+            raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
+        self._calls.only_own("the state")
+        self._untold = self.flush()
+        self.weights.check_copies(f"after {self.steps} steps")
+        return self._averages(rank) if ema else self.weights.saved.stream(rank)
+
+    def _averages(self, rank: int | None) -> Iterator[tuple[str, Any]]:
+        with self.weights.averaged():
+            yield from self.weights.saved.stream(rank)
+
+    def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same to its end, also for who stops in the midst."""
+        try:
+            while (pair := self._next(found)) is not None:
+                yield pair
+        finally:
+            while self._next(found) is not None:
+                pass
+            self._calls.streams = False
+
+    def _next(self, found: Iterator[tuple[str, Any]]) -> tuple[str, Any] | None:
+        with self._calls.reported(self.steps, taking=True):
+            return next(found, None)
+
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's weights from a whole model's state, or from any part that has all it holds.
+
+        Raises:
+            ConfigError: a name is missing, or a shape differs.
+        """
+        self._calls.only_when_empty("load_model_state_dict")
+        self.weights.saved.load_state_dict(state)
+
+    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
+        """Everything that a training resumes from, on the CPU; all workers call it.
+
+        The pipeline is flushed first. Another pipeline of the same model and optimiser loads the state under
+        any schedule; a learning-rate scheduler needs the same number of stages. With ``load_state_dict``
+        this is the ``Stateful`` of ``torch.distributed.checkpoint``:
+        ``dcp.save({"pipeline": pipeline})`` writes it, ``dcp.load`` reads it into a new pipeline.
+
+        Args:
+            rank: the only one that gets it; the others get an empty dict. None: all get it.
+            local: only what this worker holds, without asking the others; with ``zero_stage`` 1, of the
+                optimisers what it updates.
+
+        Returns:
+            ``model`` as ``model_state_dict`` returns it; in ``optimizer``, by parameter's name, a
+            ``ParameterState``: what the optimiser keeps of it and the options of its group; in ``scheduler``,
+            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come.
+
+        Raises:
+            ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is
+                no such rank.
+            WorkerError: the copies of a stage differ.
+        """
+        self._calls.only_updated("state_dict")
+        model = self.model_state_dict(rank=rank, local=local)
+        with self._reported():
+            rest = (
+                self.weights.saved.training_state()
+                if local
+                else self.weights.saved.whole_training_state(rank)
+            )
+        if not local and rank not in (None, self.transport.rank):
+            return {}
+        kept = {name: ParameterState(**kept) for name, kept in rest.pop("optimizer").items()}
+        stages = {kind: _with_keys(str, rest.pop(kind)) for kind in BY_STAGE if kind in rest}
+        return {
+            "model": model,
+            "optimizer": kept,
+            **stages,
+            **rest,
+            "step": self.steps,
+            "seed": self.streams.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state that ``state_dict`` returned, or from any part that has all this worker holds.
+
+        Raises:
+            ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
+        """
+        self._calls.only_updated("load_state_dict")
+        if missing := [
+            name for name in ("model", "optimizer", "scheduler", "step", "seed") if name not in state
+        ]:
+            raise ConfigError(
+                f"the state has no {missing[0]!r}: load_state_dict resumes from what state_dict() returned; "
+                "a model's weights alone are loaded by load_model_state_dict"
+            )
+        self.load_model_state_dict(state["model"])
+        stages = {kind: _with_keys(int, state[kind]) for kind in BY_STAGE if kind in state}
+        self.weights.saved.load_training_state({**state, **stages})
+        self.steps, self.streams.seed = state["step"], state["seed"]
+
+    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze parameters from the next step on; all workers call it alike.
+
+        Flushes first what is in flight.
+
+        Args:
+            chosen: a parameter's name in the model to whether it is trained.
+
+        Raises:
+            ConfigError: gradients wait for an update.
+        """
+        self._calls.only_updated("set_trainable")
+        self._untold = self.flush()
+        self.weights.set_trainable(chosen)
+        self._batches.forget()
+
+    def settle(self, call: str) -> None:
+        """Flush what is in flight, for ``call``; ``flush`` tells of it later. All workers call it.
+
+        Raises:
+            ConfigError: gradients wait for an update.
+        """
+        self._calls.only_updated(call)
+        self._untold = self.flush()
+
+    def _reported(self) -> AbstractContextManager[None]:
+        """Within it the other workers are told of an error."""
+        return self._calls.reported(self.steps)
+
+
+def _with_keys(kind: Callable[[Any], Any], by_stage: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same with keys of a kind: ``torch.distributed.checkpoint`` knows texts alone."""
+    return {kind(stage): value for stage, value in by_stage.items()}
