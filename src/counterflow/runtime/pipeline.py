@@ -259,9 +259,8 @@ class Pipeline(States):
                 )
             given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
             batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
-            interpreter = self._run.interpreter
-            interpreter.in_flight.counting = self.steps < self.counted_steps
-            feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
+            self._run.interpreter.saved.counting = self.steps < self.counted_steps
+            feeds = batch.feeds
             told = self._run.step(batch, update=update)
             for feed in feeds:
                 feed.wait()

@@ -99,9 +99,7 @@ class States(ABC):
     @property
     def peak_saved_bytes(self) -> int:
         """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
-        saved = self._run.interpreter.saved
-        assert saved is not None
-        return saved.peak
+        return self._run.interpreter.saved.peak
 
     @property
     def peak_versions(self) -> dict[int, int]:

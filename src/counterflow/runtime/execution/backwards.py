@@ -34,12 +34,12 @@ class _Differentiates(RunOp):
 
     def _around(self) -> AbstractContextManager[Any]:
         """What autograd runs in."""
-        copy, in_flight = self.copy, self._in_flight
-        replays, saved = copy.replays, in_flight.saved if in_flight.counting else None
-        if copy.precision.plain and (replays is None or saved is None):
+        copy, saved = self.copy, self._in_flight.saved
+        replays = copy.replays if saved.counting else None
+        if copy.precision.plain and replays is None:
             return copy.streams.backward()
         context = ExitStack()
-        if replays is not None and saved is not None:
+        if replays is not None:
             _recount(context, replays, saved)
         context.enter_context(copy.streams.backward())
         context.enter_context(copy.precision.backward())
@@ -95,7 +95,7 @@ class RunBackward(_Differentiates):
         if split is None:
             accumulate(edges, gradients, into=None, direct=self._direct)
             return
-        split.input_gradient(edges, gradients, look=self._in_flight.counting)
+        split.input_gradient(edges, gradients, look=self._in_flight.saved.counting)
         if not self._leaves_weights:  # the backward of another share is split
             split.weight_gradients()
 
@@ -104,10 +104,9 @@ class RunBackward(_Differentiates):
         in_flight, waiting = self._in_flight, None
         if split is not None and self._leaves_weights:
             waiting = in_flight.waiting[self._key] = Waiting(split, [])
-        if in_flight.saved is not None and (stash.held or in_flight.counting):
-            in_flight.saved.release(stash.held)
-            if waiting is not None and in_flight.counting:
-                in_flight.hold(waiting.split.kept(), waiting.held)
+        in_flight.saved.release(stash.held)
+        if waiting is not None and in_flight.saved.counting:
+            in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _input_gradients(self, stash: Stash) -> list[Tensor | None]:
         """Of what the stage before gave, None where there is none; those of skips are on their way."""
@@ -163,8 +162,7 @@ class RunWeightGradients(_Differentiates):
         with self._around():
             waiting.split.weight_gradients()
         self._end(begin)
-        if self._in_flight.saved is not None:
-            self._in_flight.saved.release(waiting.held)
+        self._in_flight.saved.release(waiting.held)
 
 
 def _recount(context: ExitStack, replays: LayerReplays, saved: SavedBytes) -> None:

@@ -122,12 +122,12 @@ class RunForward(RunOp):
         held: list[Kept] = []
         inputs = given.tensors
         if copy.replays is not None:
-            copy.replays.hold = self._in_flight.holds(held)
+            copy.replays.hold = self._in_flight.saved.holds(held)
         spare = None if copy.checked else mapped(copied, given.value)
         with copy.joining() if self.splits else NOTHING as joints:
             output = copy.forward(given.value, batch.step, rows)
         found, tensors = self._read(batch, output, given.unit)
-        if self._in_flight.counting or joints is not None:
+        if self._in_flight.saved.counting or joints is not None:
             self._in_flight.graph_made(inputs, tensors, held, joints=joints)
         if not copy.checked:
             self._outputs.check(copy, batch, spare, given.unit, (inputs, tensors, joints))

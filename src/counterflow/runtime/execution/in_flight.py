@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from ..graphs import graph_of, pointers
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
 from ..mini_batch.batch import Batch, Key
-from ..stages.recomputation import Hold
 from ..stages.split_backward import Joints
 from ..transport.base import Transport
 from .meters import Clock, Kept, SavedBytes
@@ -41,13 +39,11 @@ class InFlight:
         slots: int,
         clock: Clock,
         compression: Compression | None,
-        saved: SavedBytes | None,
+        saved: SavedBytes,
     ) -> None:
         self.transport = transport
         self.clock = clock
         self.saved = saved
-        self.counting = False
-        """Whether what is saved for backward is counted, if it can be."""
         self.period_offset = 0
         """Periods that the list at hand is run later than it says."""
         self.batches: list[Batch] = []
@@ -70,15 +66,15 @@ class InFlight:
         else:
             self._newest = (self._newest + 1) % self._slots
             batches[self._newest] = batch
-        if self.saved is not None and self.counting:
-            feeds = [feed for one in batches for feed in (one.inputs, one.targets) if feed is not None]
+        if self.saved.counting:
+            feeds = [feed for one in batches for feed in one.feeds]
             self.saved.leave_out(tensor for feed in feeds for tensor in feed.tensors())
             for feed in feeds:
                 feed.made = self.saved.leave_out_also
 
     def release(self, batch: Batch) -> None:
         """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
-        feeds = [feed for feed in (batch.inputs, batch.targets) if feed is not None]
+        feeds = batch.feeds
         batch.inputs = batch.targets = None
         if feeds:
             self.messages.release(pointers(tensor for feed in feeds for tensor in feed.tensors()))
@@ -93,26 +89,17 @@ class InFlight:
         self.over.clear()
 
     def graph_made(
-        self,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        held: list[Kept],
-        *,
-        joints: Joints | None,
+        self, inputs: list[Tensor], outputs: list[Tensor], held: list[Kept], *, joints: Joints | None
     ) -> None:
         """Count what a graph keeps for its backward, if that is counted; see where it may be joined."""
-        if self.saved is not None and self.counting:
+        if self.saved.counting:
             self.saved.note(graph_of(outputs, more=joints.ends if joints is not None else ()), held)
         if joints is not None:
             joints.learn(outputs, inputs)
 
-    def holds(self, held: list[Kept]) -> Hold | None:
-        """Counts what is kept for a backward, if that is counted, and notes it in ``held``."""
-        return partial(self.saved.hold, collected=held) if self.saved is not None and self.counting else None
-
     def hold(self, tensors: Sequence[Tensor], held: list[Kept]) -> None:
         """Count what is kept for a backward, if that is counted."""
-        if self.saved is not None and self.counting:
+        if self.saved.counting:
             for tensor in tensors:
                 self.saved.hold(tensor, held)
 

@@ -68,7 +68,7 @@ class Interpreter:
         stages: Mapping[int, StageCopy],
         loss_function: LossFunction | None,
         compression: Compression | None = None,
-        saved: SavedBytes | None = None,
+        saved: SavedBytes,
     ) -> None:
         self.schedule = schedule
         self.slots = slots

@@ -175,6 +175,8 @@ class SavedBytes:
         self._constant = pointers(constant)
         self._given: set[int] = set()
         self._kept: dict[int, Kept] = {}
+        self.counting = True
+        """Whether anything is counted now."""
         self.current = 0
         self.peak = 0
 
@@ -195,6 +197,10 @@ class SavedBytes:
         if type(tensor) is Tensor:
             return pointer(tensor) in self._constant
         return any(pointer(part) in self._constant for part in parts(tensor))
+
+    def holds(self, collected: list[Kept]) -> Callable[[Tensor], None] | None:
+        """What counts a tensor that is kept for backward; None: nothing does now."""
+        return partial(self.hold, collected=collected) if self.counting else None
 
     def note(self, nodes: Iterable[Node], collected: list[Kept]) -> None:
         """Count what some nodes save, and note it in ``collected``.

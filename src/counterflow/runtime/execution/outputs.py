@@ -37,9 +37,7 @@ class Outputs:
         saved: counts what is saved for backward.
     """
 
-    def __init__(
-        self, schedule: Schedule, loss_function: LossFunction | None, saved: SavedBytes | None
-    ) -> None:
+    def __init__(self, schedule: Schedule, loss_function: LossFunction | None, saved: SavedBytes) -> None:
         self._loss_function = loss_function
         self._scheme, self._synchronous = schedule.scheme, schedule.synchronous
         self._saved = saved
@@ -54,7 +52,7 @@ class Outputs:
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
         saved = self._saved
-        if saved is None or not any(map(saved.is_constant, tensors)):
+        if not any(map(saved.is_constant, tensors)):
             return tensors
         return [
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors

@@ -106,10 +106,8 @@ class Runner:
         most = execution.max_norm
         self._limit = None if most is None else most / math.sqrt(schedule.stages)
         if not self._flushes:
-            saved = self.interpreter.saved
-            made = saved.never if saved is not None else lambda _: None
             for stage, copy in weights.stages.items():
-                copy.versions = Versions(stage, copy.parameters, made)
+                copy.versions = Versions(stage, copy.parameters, self.interpreter.saved.never)
         self._gathers = StepGathers(
             workers,
             digests=weights.copies.columns,
@@ -233,8 +231,6 @@ class Runner:
         self._offset = number - segment
         tasks = self._tasks(segment, self._offset % self._slots, drains=batch is None, update=update)
         if batch is not None and self._flushes:
-            assert batch.told is not None
-            assert batch.compare is not None
             self._told, self._compare = batch.told, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()

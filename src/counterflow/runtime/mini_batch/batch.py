@@ -59,10 +59,10 @@ class Batch:
         input_dims: which dimensions of the inputs the samples are.
         target_dims: likewise of the targets.
         known: the shapes of what travels, by stage and unit, if they were seen before.
-        learnt: where they are noted.
-        kept: whether what is learnt is known of later ones.
         told: what this worker tells of the call with the loss, where nothing was agreed upon before.
         compare: looks at what all told of it.
+        learnt: where the shapes of what travels are noted.
+        kept: whether what is learnt is known of later ones.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
         divisor: what losses are divided by as they enter the mini-batch's; None: by its samples.
         check: sees whether its loss is a mean over samples; None: nobody asks.
@@ -82,10 +82,10 @@ class Batch:
     input_dims: Dims
     target_dims: Dims
     known: Shapes | None
-    learnt: Shapes
+    told: Told
+    compare: Callable[[Sequence[Told]], object]
+    learnt: Shapes = field(default_factory=dict)
     kept: bool = False
-    told: Told | None = None
-    compare: Callable[[Sequence[Told]], object] | None = None
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
     check: LossCheck | None = None
@@ -93,3 +93,8 @@ class Batch:
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True
     compared: bool = False
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """The inputs and the targets, where there are any."""
+        return [feed for feed in (self.inputs, self.targets) if feed is not None]

@@ -172,7 +172,6 @@ class Batches:
             input_dims=given.input_dims,
             target_dims=given.target_dims,
             known=self._shapes.get(agreed.kind) if agreed.kind else None,
-            learnt={},
             kept=bool(agreed.kind) and not self._batching.dynamic_shapes,
             told=told,
             compare=partial(self._agreement.compare, told),
