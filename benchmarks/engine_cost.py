@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Receive, Send
-from counterflow.runtime.execution import runner
+from counterflow.runtime.execution import weighing
 from counterflow.runtime.execution.tasks import ReceiveTask, SendTask
 from counterflow.runtime.mini_batch.losses import Counts
 from counterflow.runtime.transport.base import Group, Status, Transport
@@ -66,8 +66,8 @@ class Anything(dict[int, tuple[int, float]]):
         return 0, 0.0
 
 
-runner.refuse_no_graph = lambda _: None  # the workers with the loss are not there
-runner.Workers.weight = lambda *_: (1.0, Counts.SAMPLES)  # nor is what their losses weigh
+weighing.refuse_no_graph = lambda _: None  # the workers with the loss are not there
+weighing.Workers.weight = lambda *_: (1.0, Counts.SAMPLES)  # nor is what their losses weigh
 
 
 class Alone(Transport):
