@@ -21,7 +21,6 @@ from counterflow.schedule.formats import dumps
 from counterflow.simulation import ByteCosts, Costs, Span, simulate
 from counterflow.training.supervision import events
 from counterflow.training.timeline import Timeline
-from counterflow.training.window import Window
 
 from .conftest import ASKS, asked, refused
 
@@ -155,13 +154,14 @@ def test_where_the_difference_is(server: TestClient, place: Path) -> None:
     assert [chart["makespan"] for chart in found["picture"]["charts"]] == [15, 9]
 
 
-def window(slower: float = 1.0) -> Window:
+def window(slower: float = 1.0) -> Timeline:
     """PipeDream of three workers, two steps as they are predicted with the second worker ``slower``."""
     schedule = schemes.pipedream(stages=3)
     costs = Costs(memory=ByteCosts(activations=100.0))
     ran = Costs(forward=(1, slower, 1), backward=(2, 2 * slower, 2), memory=costs.memory)
-    rows = Window(schedule, ran, 9, (), ()).predicted_times().rows
-    return Window(schedule, costs, 9, tuple(span for row in rows for span in row), (300, 200, 100))
+    whole = Timeline(schedule, ran, 9, (), (), ongoing=True)
+    spans = tuple(span for row in whole.predicted_rows() for span in row)
+    return Timeline(schedule, costs, 9, spans, (300, 200, 100), ongoing=True)
 
 
 def test_without_a_flush_two_steps_that_follow_each_other(server: TestClient, place: Path) -> None:

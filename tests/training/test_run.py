@@ -28,7 +28,6 @@ from counterflow.training.folder import FILES, RunFolder, read_metrics, read_tim
 from counterflow.training.job import Job, prepare
 from counterflow.training.run import run
 from counterflow.training.timeline import Timeline
-from counterflow.training.window import Window
 
 from .conftest import Configure, Train, Watcher, losses
 
@@ -186,7 +185,7 @@ def test_a_timeline_while_the_run_goes_on(
     shown = seen_live(monkeypatch)
     train(train__steps=5, train__evaluate_every=3)
     assert [timeline.step for timeline in shown] == [1, 2, 4]
-    assert all(isinstance(one, Timeline) and one.measured().makespan > 0 for one in shown)
+    assert all(not one.ongoing and one.measured().makespan > 0 for one in shown)
     assert not (tmp_path / "run" / "live.json").exists()
     shown.clear()
     monkeypatch.setattr(live, "EVERY_SECONDS", 1e9)
@@ -194,12 +193,12 @@ def test_a_timeline_while_the_run_goes_on(
     assert [timeline.step for timeline in shown] == [1]
 
 
-def seen_live(monkeypatch: pytest.MonkeyPatch) -> list[Timeline | Window]:
+def seen_live(monkeypatch: pytest.MonkeyPatch) -> list[Timeline]:
     """What is written for those who look, as often as it can be, and is read as they do."""
-    shown: list[Timeline | Window] = []
+    shown: list[Timeline] = []
     put = RunFolder.put_live
 
-    def kept(self: RunFolder, timeline: Timeline | Window) -> None:
+    def kept(self: RunFolder, timeline: Timeline) -> None:
         put(self, timeline)
         shown.append(read_timeline(self.path))
 
@@ -228,10 +227,10 @@ def test_two_steps_while_a_run_without_a_flush_goes_on(
     assert shown
     assert all(one.step <= 13 for one in shown)  # 16 is too near to where the pipeline was empty
     for one in shown:
-        assert isinstance(one, Window)
-        for times in one.times():
-            assert 0 < times.computing < times.step
-            assert all(row[i].end <= row[i + 1].start for row in times.rows for i in range(len(row) - 1))
+        assert one.ongoing
+        assert all(0 < side.parts["computing"] < side.seconds for side in one.sides())
+        for rows in one.rows():
+            assert all(row[i].end <= row[i + 1].start for row in rows for i in range(len(row) - 1))
         assert [chart.workers for chart in one.charts()] == [2, 2]
 
 

@@ -21,18 +21,14 @@ from counterflow.checkpoints.index import complete
 from counterflow.drawing.page import page_data
 from counterflow.drawing.units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import CounterflowError
-from counterflow.simulation import Cause, Simulation
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import CHECKPOINT, CONFIG, EVENTS, METRICS, SUMMARY
 from counterflow.training.load import load_config
 from counterflow.training.supervision import events
 from counterflow.training.supervision.lock import LOCK
 from counterflow.training.timeline import Timeline
-from counterflow.training.window import Window
 
 _LATELY_SECONDS = 120.0
-
-_WAITING = "waiting for others' ops and messages"
 
 SLOW = 1.15
 """A worker whose ops take so many times what is predicted, measured by the middle worker, is told as slow."""
@@ -110,7 +106,7 @@ def _in_words(event: events.Event) -> str:
     return events.in_words(event)
 
 
-def pictured(timelines: Mapping[str, Timeline | Window], problems: Sequence[str]) -> dict[str, Any]:
+def pictured(timelines: Mapping[str, Timeline], problems: Sequence[str]) -> dict[str, Any]:
     """One run's step measured and predicted, and where the two differ; several runs' steps as measured.
 
     Args:
@@ -131,50 +127,31 @@ def pictured(timelines: Mapping[str, Timeline | Window], problems: Sequence[str]
     return {"picture": page_data(charts), "problems": problems}
 
 
-def difference(timeline: Timeline | Window) -> dict[str, Any]:
+def difference(timeline: Timeline) -> dict[str, Any]:
     """What a step took beyond its prediction, by cause, and by worker.
 
     Every worker's step is what it computes and its bubbles, so the means over workers add up to it.
     """
-    if isinstance(timeline, Window):
-        was, should = timeline.times()
-        whole, busy = (was.step, should.step), (was.busy, should.busy)
-        parts = [
-            {"computing": each.computing, _WAITING: each.step - each.computing} for each in (was, should)
-        ]
-        peaks = timeline.predicted().memory or ()
-    else:
-        measured, predicted = timeline.measured(), timeline.predicted()
-        whole, busy = (measured.makespan, predicted.makespan), (measured.busy, predicted.busy)
-        parts, peaks = [_parts(measured), _parts(predicted)], predicted.memory or ()
-    unit = time_unit(whole[0])
+    was, should = timeline.sides()
+    peaks = timeline.predicted().memory or ()
+    unit = time_unit(was.seconds)
     return {
         "step": timeline.step,
-        "title": f"Step {timeline.step}: measured and predicted"
-        if isinstance(timeline, Timeline)
-        else f"Steps {timeline.step - 1} and {timeline.step}, asynchronous: measured and predicted",
+        "title": f"Steps {timeline.step - 1} and {timeline.step}, asynchronous: measured and predicted"
+        if timeline.ongoing
+        else f"Step {timeline.step}: measured and predicted",
         "figures": [
-            ["measured", unit.text(whole[0])],
-            ["predicted", unit.text(whole[1])],
-            ["difference", unit.text(whole[0] - whole[1])],
+            ["measured", unit.text(was.seconds)],
+            ["predicted", unit.text(should.seconds)],
+            ["difference", unit.text(was.seconds - should.seconds)],
         ],
         "parts": [
-            [name, unit.text(took), unit.text(parts[1][name]), unit.text(took - parts[1][name])]
-            for name, took in parts[0].items()
+            [name, unit.text(took), unit.text(should.parts[name]), unit.text(took - should.parts[name])]
+            for name, took in was.parts.items()
         ],
-        "rows": list(_workers(unit, busy, timeline.saved_bytes, [use.peak for use in peaks])),
-    }
-
-
-def _parts(result: Simulation) -> dict[str, float]:
-    """The mean worker's seconds: computing, and idle by cause. How long messages took was not measured."""
-    workers = result.schedule.workers
-    idle = {cause: sum(g.end - g.start for g in result.gaps if g.cause is cause) / workers for cause in Cause}
-    return {
-        "computing": sum(result.busy) / workers,
-        "warm-up": idle[Cause.WARM_UP],
-        _WAITING: idle[Cause.DEPENDENCY] + idle[Cause.MESSAGE],
-        "drain": idle[Cause.DRAIN],
+        "rows": list(
+            _workers(unit, (was.busy, should.busy), timeline.saved_bytes, [use.peak for use in peaks])
+        ),
     }
 
 

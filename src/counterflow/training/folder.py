@@ -32,7 +32,6 @@ from .supervision.appending import Appending
 from .supervision.fence import Fence
 from .supervision.lock import Lock
 from .timeline import Timeline
-from .window import Window
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -245,7 +244,7 @@ class RunFolder:
             self._metrics = Appending(self.path / METRICS, over=self.fence.over)
         return self._metrics
 
-    def put_live(self, timeline: Timeline | Window) -> None:
+    def put_live(self, timeline: Timeline) -> None:
         """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
         with contextlib.suppress(CounterflowError):
             self.fence.check()
@@ -380,7 +379,7 @@ def read_schedule(path: Path) -> Schedule:
     return loads(_text_of(path, SCHEDULE), str(path / SCHEDULE))
 
 
-def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Window:
+def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline:
     """The timeline of a run; of one that is in flight, of a step now and then, or of two asynchronous ones.
 
     Args:
@@ -392,8 +391,8 @@ def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline | Wi
     """
     schedule = schedule or read_schedule(path)
     name = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
-    kind = Window if name == LIVE and not schedule.synchronous else Timeline
-    return kind.loads(_text_of(path, name), schedule, str(path / name))
+    ongoing = name == LIVE and not schedule.synchronous
+    return Timeline.loads(_text_of(path, name), schedule, str(path / name), ongoing=ongoing)
 
 
 def _text_of(path: Path, name: str) -> str:

@@ -18,8 +18,7 @@ from counterflow.simulation import Costs, Span
 from counterflow.simulation.periods import period_ops
 
 from .folder import RunFolder
-from .timeline import Timeline
-from .window import STEPS, Window
+from .timeline import STEPS, Timeline
 
 Rows = Sequence[Sequence[tuple[Op, float, float]]]
 """By worker its ops in their order, with start and end in seconds."""
@@ -105,7 +104,7 @@ class Live:
         if self._folder is not None:
             saved = tuple(int(found[rank][0]) for rank in pipeline.ranks[0])
             about = self._schedule, self._costs, pipeline.steps, spans_of(chosen(rows)), saved
-            self._folder.put_live(Timeline(*about) if self._schedule.synchronous else Window(*about))
+            self._folder.put_live(Timeline(*about, ongoing=not self._schedule.synchronous))
         now = time.perf_counter()
         self._due = now + max(EVERY_SECONDS, (now - began) / _SHARE)
 
