@@ -124,10 +124,11 @@ def restored(root: str) -> list[dict[str, Any]]:
     before = Memory(one.transport, "run", one.cuts, root=Path(root))
     before.keep(one, [{"loss": 1.0}])
     before.settle()
-    found = Memory(one.transport, "run", one.cuts, root=Path(root)).find()
+    again = Memory(one.transport, "run", one.cuts, root=Path(root))
+    found = again.find()
     assert found is not None
     assert found.records == [{"loss": 1.0}]
-    found.restore(other, other.cuts)
+    again.restore(found, other)
     return [one.state_dict(), other.state_dict()]
 
 

@@ -32,7 +32,7 @@ from counterflow.runtime.transport.base import Transport
 
 from .files import dtype_name
 from .index import Chunk, Index, Stored
-from .state import dtype_of, file_and_name
+from .state import dtype_of, file_of
 
 Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
 """By key: a piece of a tensor, and where it begins in the whole."""
@@ -70,7 +70,7 @@ class SavePlan:
                 key, data = item.index.fqn, item.tensor_data
                 if data is not None:
                     chunk = Chunk(
-                        file=f"{file_and_name(key)[0]}-{rank}.safetensors",
+                        file=file_of(key, rank, tensor=True),
                         offsets=tuple(data.chunk.offsets),
                         sizes=tuple(data.chunk.sizes),
                     )
@@ -84,7 +84,8 @@ class SavePlan:
     def objects(self) -> dict[str, str]:
         """The files in which everything will be that is no tensor."""
         items = ((rank, item) for rank, plan in enumerate(self._plans) for item in plan.items)
-        return {item.index.fqn: f"objects-{rank}.pt" for rank, item in items if item.tensor_data is None}
+        others = ((rank, item.index.fqn) for rank, item in items if item.tensor_data is None)
+        return {key: file_of(key, rank, tensor=False) for rank, key in others}
 
 
 def fill(

@@ -26,7 +26,6 @@ import shutil
 import stat
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -56,6 +55,7 @@ class Holding(NamedTuple):
     """What a file has.
 
     Attributes:
+        layout: the layers with which its stages begin, after the first.
         step: updates made.
         name: of the file.
         digests: of its parts.
@@ -63,11 +63,28 @@ class Holding(NamedTuple):
         needed: the parts that there are of its stages.
     """
 
+    layout: tuple[int, ...]
     step: int
     name: str
     digests: dict[Part, str]
     records: Records
     needed: frozenset[Part]
+
+
+class Found(NamedTuple):
+    """What a run can go on from.
+
+    Attributes:
+        layout: the layers with which these stages begin, after the first.
+        step: updates made.
+        records: the metrics of that step.
+        sources: by part, the rank that looked at a file with it, and the file's name.
+    """
+
+    layout: tuple[int, ...]
+    step: int
+    records: Records
+    sources: dict[Part, list[tuple[int, str]]]
 
 
 class Memory:
@@ -87,8 +104,10 @@ class Memory:
         self, transport: Transport, run: str, layout: Sequence[int], *, root: Path | None = None
     ) -> None:
         self.folder = folder_of(run, root)
-        self.layout = list(layout)
+        self.layout = tuple(layout)
         self._transport = transport
+        self._machines: list[str] = []
+        """By rank; known once all have looked for what there is."""
         self._slots = [Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
         self._turn = 0
         self._full = False
@@ -170,22 +189,45 @@ class Memory:
 
         Copies of another layout count too: they were made when there were more workers, or fewer.
         """
-        machine = _machine(self.folder)
-        machines = cast("list[str]", self._transport.gather_objects(machine))
-        here = [rank for rank, other in enumerate(machines) if other == machine]
-        files = sorted(self.folder.glob("rank-*"))[here.index(self._transport.rank) :: len(here)]
-        mine = [held for path in files if (held := _holding(path)) is not None]
-        rows = cast("list[list[tuple[list[int], Holding]]]", self._transport.gather_objects(mine))
-        layouts = sorted({tuple(layout) for row in rows for layout, _ in row})
-        every = [
-            choose([[h for its, h in row if tuple(its) == cuts] for row in rows], cuts) for cuts in layouts
-        ]
-        found = max(filter(None, every), key=lambda one: (one.step, one.layout == self.layout), default=None)
+        self._machines = cast("list[str]", self._transport.gather_objects(_machine(self.folder)))
+        rank = self._transport.rank
+        here = [other for other, machine in enumerate(self._machines) if machine == self._machines[rank]]
+        files = sorted(self.folder.glob("rank-*"))[here.index(rank) :: len(here)]
+        mine = [held for path in files if (held := holding_of(path)) is not None]
+        found = choose(cast("list[list[Holding]]", self._transport.gather_objects(mine)), self.layout)
         if found is not None:
-            found.machines, found.folder = machines, self.folder
-            used = {name for rank, name in chain(*found.sources.values()) if rank in here}
+            used = {name for holder, name in chain(*found.sources.values()) if holder in here}
             self._turn = int(self._slots[0].path.name in used)  # the other one is the one to write to
         return found
+
+    def restore(self, found: Found, pipeline: Pipeline) -> None:
+        """Put a pipeline of this layout where the training was; all workers call it.
+
+        Args:
+            found: by all of them.
+            pipeline: of any scheme.
+        """
+        transport = pipeline.transport
+        mine = overlapping(pipeline.stages, self.layout, found.layout)
+        needs = cast("list[list[int]]", transport.gather_objects(mine))
+        state: dict[str, Any] = {}
+        for tag, (part, holders) in enumerate(sorted(found.sources.items())):
+            first, name = holders[0]
+            for rank in (rank for rank, stages in enumerate(needs) if part[0] in stages):
+                near = [n for holder, n in holders if self._machines[holder] == self._machines[rank]]
+                if near:
+                    if rank == transport.rank:
+                        state |= _read_part(self.folder / near[0], part)
+                elif rank == transport.rank:
+                    (blob,) = transport.receive_described(first, tag).wait()
+                    state |= unpacked(bytes(blob.cpu().numpy().data))
+                elif first == transport.rank:
+                    sent = bytearray(packed(_read_part(self.folder / name, part)))
+                    blob = torch.frombuffer(sent, dtype=torch.uint8).to(transport.device)
+                    transport.send_described([blob], rank, tag).wait()
+        load(pipeline, state, "the workers' memory", options=False)
+        pipeline.steps = found.step
+        transport.gather([])  # nobody writes before all have read
 
     def clear(self) -> None:
         """Give this worker's memory back."""
@@ -202,90 +244,36 @@ class Memory:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@dataclass(slots=True)
-class Found:
-    """What a run can go on from.
-
-    Attributes:
-        step: updates made.
-        records: the metrics of that step.
-        sources: by part, the rank that looked at a file with it, and the file's name.
-        layout: the layers with which these stages begin, after the first.
-        machines: by rank.
-        folder: of the files.
-    """
-
-    step: int
-    records: Records
-    sources: dict[Part, list[tuple[int, str]]]
-    layout: list[int]
-    machines: list[str] = field(default_factory=list)
-    folder: Path = Path()
-
-    def restore(self, pipeline: Pipeline, layout: Sequence[int]) -> None:
-        """Put a pipeline where the training was; all workers call it.
-
-        Args:
-            pipeline: of any scheme.
-            layout: the layers with which its stages begin, after the first.
-        """
-        transport = pipeline.transport
-        mine = overlapping(pipeline.stages, layout, self.layout)
-        needs = cast("list[list[int]]", transport.gather_objects(mine))
-        state: dict[str, Any] = {}
-        for tag, (part, holders) in enumerate(sorted(self.sources.items())):
-            for rank, its in enumerate(needs):
-                if part[0] not in its:
-                    continue
-                near = [name for holder, name in holders if self.machines[holder] == self.machines[rank]]
-                if near and rank == transport.rank:
-                    found = _read_part(self.folder / near[0], part)
-                elif near or transport.rank not in (rank, holders[0][0]):
-                    continue
-                elif rank == transport.rank:
-                    (blob,) = transport.receive_described(holders[0][0], tag).wait()
-                    found = unpacked(bytes(blob.cpu().numpy().data))
-                else:
-                    sent = packed(_read_part(self.folder / holders[0][1], part))
-                    blob = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(transport.device)
-                    transport.send_described([blob], rank, tag).wait()
-                    continue
-                state |= found
-        load(pipeline, state, "the workers' memory", options=False)
-        pipeline.steps = self.step
-        transport.gather([])  # nobody writes before all have read
-
-
-def choose(rows: Sequence[Sequence[Holding]], layout: Sequence[int]) -> Found | None:
+def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | None:
     """The newest step of which every part of every stage is there, the same on all ranks.
 
     Args:
-        rows: what each rank found, all of one layout.
-        layout: the layers with which its stages begin, after the first.
+        rows: what each rank found.
+        own: the layout that is taken where there are several of that step.
     """
-    steps = sorted({holding.step for row in rows for holding in row}, reverse=True)
-    for step in steps:
-        held: dict[Part, list[tuple[int, str]]] = {}
+    every = {(holding.step, holding.layout == tuple(own), holding.layout) for row in rows for holding in row}
+    for step, _, layout in sorted(every, reverse=True):
+        sources: dict[Part, list[tuple[int, str]]] = {}
         digests: dict[Part, set[str]] = {}
         needed: set[Part] = {(stage,) for stage in range(len(layout) + 1)}
         records: Records = []
         for rank, row in enumerate(rows):
             for holding in row:
-                if holding.step != step:
+                if (holding.step, holding.layout) != (step, layout):
                     continue
                 records = records or holding.records
                 needed |= holding.needed
                 for part, digest in holding.digests.items():
-                    held.setdefault(part, []).append((rank, holding.name))
+                    sources.setdefault(part, []).append((rank, holding.name))
                     digests.setdefault(part, set()).add(digest)
         differing = [part for part, found in digests.items() if len(found) > 1]
-        missing = sorted(needed - held.keys())
+        missing = sorted(needed - sources.keys())
         if differing:
             _LOG.warning(
                 "the copies of stage %d in memory differ after step %d: not used", differing[0][0], step
             )
         elif not missing:
-            return Found(step, records, held, list(layout))
+            return Found(layout, step, records, sources)
         elif all(len(part) > 1 for part in missing):
             _LOG.warning(
                 "the weights after step %d are in memory, but optimiser state of stage %d, which rank %d "
@@ -328,8 +316,8 @@ def forget(run: str, root: Path | None = None) -> None:
     shutil.rmtree(folder_of(run, root), ignore_errors=True)
 
 
-def _holding(path: Path) -> tuple[list[int], Holding] | None:
-    """The layout of a file and what it has, if it is whole."""
+def holding_of(path: Path) -> Holding | None:
+    """What a file has, if it is whole."""
     found = opened(path)
     if found is None:
         return None
@@ -345,8 +333,8 @@ def _holding(path: Path) -> tuple[list[int], Holding] | None:
                 digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[part] = digest.hexdigest()
-    needed = frozenset(about["needed"])
-    return about["layout"], Holding(about["step"], path.name, digests, about["records"], needed)
+    layout, needed = tuple(about["layout"]), frozenset(about["needed"])
+    return Holding(layout, about["step"], path.name, digests, about["records"], needed)
 
 
 def _read_part(path: Path, part: Part) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import INDEX, Index, complete
-from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, file_and_name, kept_of, load, wanted
+from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, kept_of, load, name_in_file, wanted
 
 CHECKPOINTS = "checkpoint"
 """In the folder of a run: the folder of its checkpoints."""
@@ -253,7 +253,7 @@ class Checkpoint:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.path / file, framework="pt")
-            opened, name = self._open[file], file_and_name(key)[1]
+            opened, name = self._open[file], name_in_file(key)
             return cast("Tensor", opened.get_slice(name)[slices] if slices else opened.get_tensor(name))
         except (SafetensorError, OSError) as error:
             self._refuse(f"{file} cannot be read: {str(error)[:200]}")

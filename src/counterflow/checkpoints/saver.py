@@ -28,7 +28,7 @@ from . import files
 from .host_copies import HostCopies
 from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
 from .renames import put
-from .state import at_hand, changing_in_forward, file_and_name, first_names
+from .state import at_hand, changing_in_forward, file_of, first_names, name_in_file
 
 if TYPE_CHECKING:
     from .dcp import Pieces
@@ -131,7 +131,10 @@ class Saver:
         tensors, objects = at_hand(pipeline)
         plan = SavePlan(tensors | objects, self._transport)
         part, others = plan.part()
-        packed = _packed({key: objects[key] for key in others})
+        further = dict(extras or {}) if self._writes_index else {}
+        if others:
+            packed = _packed({key: objects[key] for key in others})
+            further[file_of(others[0], self._transport.rank, tensor=False)] = packed
         step, draft = pipeline.steps, self.root / draft_of(pipeline.steps, self._mark)
         if self._writes_index:
             aliases: dict[str, list[str]] = {}
@@ -148,7 +151,6 @@ class Saver:
                 "about": dict(about),
             }
         self.in_flight, self._completing = step, False
-        further = dict(extras or {}) if self._writes_index else {}
         live = {key: tensor for key, (tensor, _) in part.items()}
         copy = self._copies.begin(live, changing_in_forward(pipeline, live))
         if beside:
@@ -160,9 +162,8 @@ class Saver:
         def write() -> dict[str, Written]:
             try:
                 copy.wait()
-                return self._write(draft, copied, packed, further)
+                return self._write(draft, copied, further)
             finally:
-                copied.clear()
                 self._copies.forget()
 
         self._begin(write)
@@ -242,17 +243,14 @@ class Saver:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(
-        self, draft: Path, part: Pieces, packed: bytes, extras: Mapping[str, Extra]
-    ) -> dict[str, Written]:
+    def _write(self, draft: Path, part: Pieces, further: Mapping[str, Extra]) -> dict[str, Written]:
         """Write one worker's files."""
         draft.mkdir(parents=True, exist_ok=True)
         self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
         rank = self._transport.rank
         parts: dict[str, Pieces] = {}
         for key, piece in part.items():
-            kind, name = file_and_name(key)
-            parts.setdefault(f"{kind}-{rank}.safetensors", {})[name] = piece
+            parts.setdefault(file_of(key, rank, tensor=True), {})[name_in_file(key)] = piece
         found: dict[str, Written] = {}
         for file, pieces in parts.items():
             tensors = {name: tensor for name, (tensor, _) in pieces.items()}
@@ -260,9 +258,7 @@ class Saver:
             found[file] = files.write_tensors(
                 draft / file, files.sizes_of(tensors), tensors.__getitem__, offsets
             )
-        if packed:
-            found[f"objects-{rank}.pt"] = files.write(draft / f"objects-{rank}.pt", [packed])
-        for name, data in extras.items():
+        for name, data in further.items():
             found[name] = files.write(draft / name, data() if callable(data) else [data])
         files.settle(draft)
         self._check(draft)  # who began meanwhile may have taken a part of it away
@@ -325,8 +321,6 @@ def _packed(objects: Mapping[str, Any]) -> bytes:
     Raises:
         ConfigError: it would have to.
     """
-    if not objects:
-        return b""
     data = files.packed(dict(objects))
     try:
         files.unpacked(data)

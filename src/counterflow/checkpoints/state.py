@@ -106,17 +106,26 @@ def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
     return {key for key, kind, name in kinds if kind == MODEL and name not in steady}
 
 
-def file_and_name(key: str) -> tuple[str, str]:
-    """The kind of file that has a tensor, and its name in it: the model's own, or that with what it is of it.
+def name_in_file(key: str) -> str:
+    """The name of a tensor in its file: the model's own, or that with what it is of it.
 
     No two tensors have the same, so that torch.distributed.checkpoint reads all files as one.
 
-    >>> file_and_name("optimizer/0.weight/exp_avg"), file_and_name("ema/0.weight")
-    (('optimizer', '0.weight.exp_avg'), ('ema', '0.weight.ema'))
+    >>> name_in_file("optimizer/0.weight/exp_avg"), name_in_file("ema/0.weight")
+    ('0.weight.exp_avg', '0.weight.ema')
     """
     kind, of, slot = kept_of(key)
     slot = kind if kind == AVERAGE else slot
-    return kind, str(of) if slot is None else f"{of}.{slot}"
+    return str(of) if slot is None else f"{of}.{slot}"
+
+
+def file_of(key: str, rank: int, *, tensor: bool) -> str:
+    """The file that has what is written by a worker.
+
+    >>> file_of("ema/0.weight", 1, tensor=True), file_of("scheduler/0", 1, tensor=False)
+    ('ema-1.safetensors', 'objects-1.pt')
+    """
+    return f"{kept_of(key).kind}-{rank}.safetensors" if tensor else f"objects-{rank}.pt"
 
 
 _WHAT = {OPTIMIZER: "options of the optimiser for ", AVERAGE: "average of "}

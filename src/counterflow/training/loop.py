@@ -222,8 +222,8 @@ class Trainer:
         job, train = self.job, self.config.train
         if train.ema_decay is not None:
             self.pipeline.ema(train.ema_decay)
-        if kept is not None:
-            kept.restore(self.pipeline, job.cuts)
+        if kept is not None and self.memory is not None:
+            self.memory.restore(kept, self.pipeline)
         elif job.start is not None:
             read(job.start, self.pipeline, auto=train.resume == AUTO)
 

@@ -217,9 +217,10 @@ def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], d
         memory = Memory(pipeline.transport, "run", pipeline.cuts, root=folder)
         memory.keep(pipeline, [])
         memory.settle()
-        found = Memory(pipeline.transport, "run", pipeline.cuts, root=folder).find()
+        again = Memory(pipeline.transport, "run", pipeline.cuts, root=folder)
+        found = again.find()
         assert found is not None
-        found.restore(other, other.cuts)
+        again.restore(found, other)
     for number in range(2, STEPS):
         pipeline.step(*batch(number))
         other.step(*batch(number))

@@ -160,9 +160,10 @@ def test_copies_in_memory_have_it(tmp_path: Path, zero_stage: int) -> None:
         memory.settle()
         model = made(9)
         other = piped(model, schemes.chimera(2, 4), zero_stage=zero_stage)
-        found = Memory(pipeline.transport, "run", pipeline.cuts, root=tmp_path).find()
+        again = Memory(pipeline.transport, "run", pipeline.cuts, root=tmp_path)
+        found = again.find()
         assert found is not None
-        found.restore(other, other.cuts)
+        again.restore(found, other)
         return pipeline.state_dict(), other.state_dict(), model.number
 
     for state, found, number in launch(work, workers=2, transport="local", timeout_seconds=30):

@@ -217,21 +217,45 @@ def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
     assert [event["event"] for event in read(tmp_path)] == [STARTED]
 
 
-def holding(step: int, name: str, digests: dict[Part, str], needed: Iterable[Part] = ()) -> memory.Holding:
-    return memory.Holding(step, name, digests, [], frozenset(needed))
+def holding(
+    step: int,
+    name: str,
+    digests: dict[Part, str],
+    needed: Iterable[Part] = (),
+    layout: tuple[int, ...] = (1,),
+) -> memory.Holding:
+    return memory.Holding(layout, step, name, digests, [], frozenset(needed))
 
 
-def test_the_newest_step_that_every_stage_has() -> None:
+@pytest.mark.parametrize("layout", [(1, 2), (1, 2, 3)])
+def test_the_newest_step_that_every_stage_has(layout: tuple[int, ...]) -> None:
+    seven: dict[Part, str] = {(0,): "a", (1,): "b"}
+    six: dict[Part, str] = {(0,): "c", (1,): "d"}
     rows = [
-        [holding(7, "rank-0.0", {(0,): "a", (1,): "b"}), holding(6, "rank-0.1", {(0,): "c", (1,): "d"})],
-        [holding(6, "rank-1.0", {(1,): "d", (2,): "e"})],
+        [holding(7, "rank-0.0", seven, layout=layout), holding(6, "rank-0.1", six, layout=layout)],
+        [holding(6, "rank-1.0", {(1,): "d", (2,): "e"}, layout=layout)],
     ]
     rows[0][1].records.append({"step": 6.0})
     found = choose(rows, [1, 2])
+    if len(layout) > 2:  # nobody has the last stage
+        assert found is None
+        return
     assert found is not None
     assert (found.step, found.records) == (6, [{"step": 6.0}])
     assert found.sources[1,] == [(0, "rank-0.1"), (1, "rank-1.0")]
-    assert choose(rows, [1, 2, 3]) is None
+
+
+def test_of_several_layouts_the_newest_step_counts_and_then_the_own() -> None:
+    """They were made when there were more workers, or fewer."""
+    whole: dict[Part, str] = {(0,): "a", (1,): "b"}
+    one, other = (holding(6, f"rank-0.{turn}", whole, layout=(2 + turn,)) for turn in (0, 1))
+    for own in (2, 3):
+        found = choose([[one, other]], [own])
+        assert found is not None
+        assert found.layout == (own,)
+    newer = choose([[one, other._replace(step=7)]], [2])
+    assert newer is not None
+    assert newer.layout == (3,)
 
 
 def test_copies_that_differ_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -270,11 +294,11 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
         keep(self, pipeline, records)
         self.settle()
         for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
-            held = memory._holding(path)
+            held = memory.holding_of(path)
             assert held is not None
-            assert held[0] == self.layout
-            for part, digest in held[1].digests.items():
-                digests.setdefault((held[1].step, part), set()).add(digest)
+            assert held.layout == self.layout
+            for part, digest in held.digests.items():
+                digests.setdefault((held.step, part), set()).add(digest)
 
     monkeypatch.setattr(Memory, "keep", kept_)
     train("run", train__memory_every=1, train__steps=4)
