@@ -40,9 +40,7 @@ def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
         own = gpus == 1 and world.started_by() == "slurm"  # each task sees its own
         fits = dist.is_nccl_available() and (own or gpus >= here)
         transport = (NCCL if fits else GLOO).name
-        config = config.model_copy(
-            update={"pipeline": config.pipeline.model_copy(update={"transport": transport})}
-        )
+        config = config.but(pipeline={"transport": transport})
     if kind_of(transport).gpu_each:
         name = f" ({torch.cuda.get_device_name(0)})" if gpus else ""
         return config, f"on a GPU each{name}, messages by {transport}"

@@ -7,9 +7,10 @@ Reading files and wording errors is ``load.py``'s business; torch is not importe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -77,6 +78,11 @@ class RunConfig(Section):
             if problem:
                 raise ConfigError(problem)
         return self
+
+    def but(self, **changed: Mapping[str, Any]) -> RunConfig:
+        """The same with other values of some keys, by section, which are not checked."""
+        sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in changed.items()}
+        return self.model_copy(update=sections)
 
     def build_schedule(self) -> Schedule:
         """The schedule of one pipeline group; of an asynchronous scheme as many periods as it says."""

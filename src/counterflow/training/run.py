@@ -10,7 +10,6 @@ import itertools
 import logging
 import signal
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
 
@@ -45,7 +44,6 @@ from .supervision.events import (
     read,
     run_of,
 )
-from .supervision.fence import Fence
 from .supervision.fewer import Absence, leave_out, wait_for_others, with_fewer
 from .supervision.restarts import Restarts, note_failure, telling, with_memory
 from .supervision.stopping import STOP, Phase, listening
@@ -72,46 +70,50 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
         KeyboardInterrupt: it was stopped at once, or before a step was made after its start or restart.
     """
     STOP.forget()
-    placed = world.started_by()
-    attempt = 0
+    placed, attempt = world.started_by(), 0
     if placed is None:
         _check_gpus(config)
     else:
         _fit(config, placed, max_restarts)
         attempt, max_restarts = world.attempt(config.pipeline.timeout_seconds), world.most_restarts()
-    _check_storage(folder_of(config), max_restarts)
-    if attempt or config.train.resume == AUTO:
-        folder = RunFolder(folder_of(config))
-        if folder.finished(config.train.steps):
-            if not world.rank():
-                Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps are made")
-            return None
+    folder = RunFolder(folder_of(config))
+    _check_storage(folder.path, max_restarts)
+    if (attempt or config.train.resume == AUTO) and folder.finished(config.train.steps):
+        if not world.rank():
+            Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps are made")
+        return None
     if attempt:
-        _refuse_again(config, max_restarts)
-        config = _again(config, folder_of(config))
+        refusal = Restarts(folder.path, max_restarts).refusal()
+        if refusal is not None:
+            raise WorkerError(refusal)
+        config = _again(config, folder)
     asked = config  # what is written: the same command may go on later, with all workers
     if placed is not None:
-        config = _of_those_here(config)
+        config = _of_those_here(config, folder.path)
     config = with_memory(config, max_restarts)
     job = prepare(config, again=bool(attempt))
-    if placed is not None and world.rank():
-        fence = Fence(folder_of(config))
-        with listening(), STOP.during(Phase.NOTE):
-            trainer, _ = _trained(lambda: Trainer(job, None, attempt=attempt, fence=fence), attempt, fence)
-        if not trainer.stopped:
-            STOP.forget()
-        return None
-    reporter = Callbacks([*callbacks, *loggers(config)])
     with listening(), STOP.during(Phase.NOTE):
-        return _in_folder(asked, job, reporter, attempt, max_restarts)
+        if placed is None or not world.rank():
+            reporter = Callbacks([*callbacks, *loggers(config)])
+            return _in_folder(asked, job, reporter, attempt, max_restarts)
+        trainer, _ = _trained(job, folder, attempt)
+    if not trainer.stopped:
+        STOP.forget()
+    return None
 
 
-def _trained(make: Callable[[], Trainer], attempt: int, fence: Fence) -> tuple[Trainer, Summary | None]:
-    """As a worker of torchrun or Slurm. A signal ends it at once until it has made a step."""
+def _trained(
+    job: Job, folder: RunFolder, attempt: int, reporter: Reporter | None = None
+) -> tuple[Trainer, Summary | None]:
+    """As a worker of torchrun or Slurm, on rank 0 with who is told. A signal ends it until it made a step."""
     with STOP.during(Phase.UNWIND, then=Phase.NOTE):
         try:
-            with telling(attempt, fence):
-                trainer = make()
+            with telling(attempt, folder.fence):
+                watch = (lambda line: reporter.recorded([line])) if reporter is not None else None
+                path = folder.path if reporter is not None else None
+                trainer = Trainer(job, path, watch, attempt=attempt, fence=folder.fence)
+                if reporter is not None and trainer.recorder.event is not None:
+                    reporter.happened(in_words(trainer.recorder.event))
                 return trainer, trainer.run()
         except WorkerError as error:
             if STOP and STOP.phase is Phase.UNWIND:  # another one ended at the same signal
@@ -119,23 +121,12 @@ def _trained(make: Callable[[], Trainer], attempt: int, fence: Fence) -> tuple[T
             raise
 
 
-def _refuse_again(config: RunConfig, max_restarts: int) -> None:
-    """As a worker that torchrun started again.
-
-    Raises:
-        WorkerError: trying again makes no sense.
-    """
-    refusal = Restarts(folder_of(config), max_restarts).refusal()
-    if refusal is not None:
-        raise WorkerError(refusal)
-
-
-def _of_those_here(config: RunConfig) -> RunConfig:
+def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
     """A config for as many workers as were started, if that may be fewer."""
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:
         return config
-    wait_for_others(folder_of(config), after)
+    wait_for_others(folder, after)
 
     def plan() -> str:
         return with_fewer(config, processes).to_toml()
@@ -145,8 +136,8 @@ def _of_those_here(config: RunConfig) -> RunConfig:
     if not world.rank():
         left = _left(planned, processes)
         _LOG.warning("%s", in_words(left))
-        if folder_of(config).is_dir():
-            note(folder_of(config), **left)
+        if folder.is_dir():
+            note(folder, **left)
     return planned
 
 
@@ -162,7 +153,10 @@ def _in_folder(
     try:
         reporter.begun(job.about, folder.path)
         if placed is not None:
-            summary = _placed(job, folder, reporter, attempt)
+            folder.fence.begin()
+            _, found = _trained(job, folder, attempt, reporter)
+            assert found is not None
+            summary = found
         else:
             with STOP.during(Phase.UNWIND):
                 summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
@@ -176,7 +170,8 @@ def _in_folder(
             if not (STOP.early and steps):  # else they are newer than the last checkpoint
                 forget(run_of(folder.path))
         folder.remove_empty()
-        kept = _kept(folder, steps) if steps else ""
+        kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}" if steps else ""
+        kept += ", and train.resume can go on from there" if steps and folder.has_checkpoint else ""
         if isinstance(error, KeyboardInterrupt) or (STOP and not steps):
             if steps:
                 note(folder.path, STOPPED, signal=STOP.name, step=steps)
@@ -211,7 +206,7 @@ def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Resta
         config = job.config
         if job.about.processes > 1 and absence.over(failed):
             config = _without(failed["worker"], job, folder, reporter)
-        job = prepare(_again(config, folder.path), again=True)
+        job = prepare(_again(config, folder), again=True)
     raise AssertionError  # a count has no end
 
 
@@ -234,12 +229,11 @@ def _left(config: RunConfig, workers: int) -> Event:
     return {"event": FEWER, "workers": workers, "runs": f"{config.build_schedule()}{replicas}"}
 
 
-def _again(config: RunConfig, folder: Path) -> RunConfig:
+def _again(config: RunConfig, folder: RunFolder) -> RunConfig:
     """The config of a run that is begun again: from its own last checkpoint, if it has written one."""
-    if not RunFolder(folder).has_checkpoint and config.train.resume is not None:
+    if not folder.has_checkpoint and config.train.resume is not None:
         return config
-    train = config.train.model_copy(update={"resume": AUTO, "out": folder})
-    return config.model_copy(update={"train": train})
+    return config.but(train={"resume": AUTO, "out": folder.path})
 
 
 def _check_gpus(config: RunConfig) -> None:
@@ -247,7 +241,7 @@ def _check_gpus(config: RunConfig) -> None:
     kind = named_carrier(config)
     if kind is None or not kind.gpu_each:
         return
-    workers = config.build_schedule().workers * config.pipeline.replicas
+    workers = config.processes
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < workers:
         raise ConfigError(
@@ -296,27 +290,6 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
         torch.set_num_threads(config.train.threads)
 
 
-def _placed(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
-    """As rank 0 of several."""
-    folder.fence.begin()
-
-    def make() -> Trainer:
-        trainer = Trainer(
-            job,
-            folder.path,
-            lambda line: reporter.recorded([line]),
-            attempt=attempt,
-            fence=folder.fence,
-        )
-        if trainer.recorder.event is not None:
-            reporter.happened(in_words(trainer.recorder.event))
-        return trainer
-
-    _, summary = _trained(make, attempt, folder.fence)
-    assert summary is not None
-    return summary
-
-
 def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
     """With workers of its own. A signal ends them at once until they train, and then after a step."""
     pipeline, first = job.config.pipeline, None if attempt else job.first_step
@@ -358,12 +331,6 @@ def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> 
         reporter.recorded(folder.new_records())
     assert summaries[0] is not None
     return summaries[0]
-
-
-def _kept(folder: RunFolder, steps: int) -> str:
-    """What is left of a run that did not end well."""
-    kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}"
-    return f"{kept}, and train.resume can go on from there" if folder.has_checkpoint else kept
 
 
 def _with_place(error: WorkerError, place: str) -> WorkerError:

@@ -133,9 +133,7 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
         raise ConfigError(f"{processes} workers are left, and nothing runs on them: {error}") from error
     planned = planned_config(model, profile, cluster, found.best[0].play.prediction())
     same = {"transport": pipeline.transport, "sync": pipeline.sync}
-    return planned.model_copy(
-        update={"pipeline": planned.pipeline.model_copy(update=same), "plan": PlanSection()}
-    )
+    return planned.but(pipeline=same).model_copy(update={"plan": PlanSection()})
 
 
 def without_device(visible: str | None, count: int, gone: int | None, left: int) -> str:

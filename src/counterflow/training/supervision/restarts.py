@@ -130,5 +130,4 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
     wanted = max_restarts and whole and there and config.pipeline.transport != "local"
     if every is None and not wanted:
         every = 0
-    train = config.train.model_copy(update={"memory_every": every})
-    return config.model_copy(update={"train": train})
+    return config.but(train={"memory_every": every})
