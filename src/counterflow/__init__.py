@@ -4,12 +4,12 @@ One schedule object, made by a pure function, is what the checker proves, the si
 pictures draw and the runtime executes. Importing this package does not import torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import testing as _testing  # noqa: F401 - it registers its transports
 from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
+from .lazy import attributes
 from .program.check import check
 from .schedule import schemes
 from .schedule.ir import Op, OpKind, Schedule
@@ -95,6 +95,7 @@ _LATE = {
     "layers": "capture",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
+    "models": "",
     "plan": "verbs",
     "predict": "verbs",
     "same_model": "verification.same_model",
@@ -103,7 +104,7 @@ _LATE = {
     "train": "verbs",
     "verify": "verbs",
 }
-"""By name the module that has it, of those that need torch or take a while."""
+"""By name the module that has it, of those that need torch or take a while; empty: it is a package."""
 
 
 def __dir__() -> list[str]:
@@ -111,10 +112,4 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    """The names of ``_LATE``, imported when they are first used."""
-    if name in _LATE:
-        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
-    if name == "models":
-        return importlib.import_module(f"{__name__}.models")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, _LATE)

@@ -6,6 +6,9 @@ Invariant: an error says the rule, the place, what was expected and what was fou
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 class CounterflowError(Exception):
     """Base class of all errors Counterflow raises on purpose."""
@@ -43,3 +46,19 @@ class WorkerError(CounterflowError):
     told: bool = False
     worker: int | None = None
     action: str = ""
+
+
+def hint(name: str, known: Collection[str], shown: Collection[str] | None = None) -> str:
+    """How an error goes on that refuses a name: with the known one that was perhaps meant, and all of them.
+
+    >>> hint("dappel", ["dapple", "gpipe"]), hint("?", ["dapple"])
+    ("; did you mean 'dapple'? Known: dapple, gpipe", '. Known: dapple')
+
+    Args:
+        name: what was given.
+        known: what may be.
+        shown: those of them that are listed; None: all.
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{meant} Known: {', '.join(known if shown is None else shown)}"

@@ -37,9 +37,13 @@ _LARGEST = 2**63 - 1
 def shown(value: object) -> str:
     """A value in a message: as TOML if it can be, and no longer than a line; the time it takes is bounded.
 
+    >>> shown(None)
+    'not given'
     >>> shown([1] * 1_000_000)
     '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,…'
     """
+    if value is None:
+        return "not given"
     try:
         text = dumps(_begin(value))
     except ConfigError:

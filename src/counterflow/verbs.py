@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .execution import Batching, Execution
     from .runtime.mini_batch.losses import LossFunction
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
-    from .training import RunConfig
-    from .training.report import Reporter, RunResult
+    from .training import Callback, RunConfig
+    from .training.report import RunResult
     from .verification.agreement import Agreement, MiniBatches
 
 
@@ -193,7 +193,7 @@ def verify(
 
 def train(
     config: RunConfig | Path | str | None = None,
-    *callbacks: Reporter,
+    *callbacks: Callback,
     scheme: str | None = None,
     workers: int | None = None,
     steps: int | None = None,

@@ -12,7 +12,7 @@ import transformers as tf
 
 import counterflow as cf
 from counterflow.checkpoints.convert import convert
-from counterflow.training import load_config, load_weights
+from counterflow.training import load_config
 from counterflow.training.folder import read_metrics
 from counterflow.training.job import prepare, rate_factor
 
@@ -48,7 +48,7 @@ def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     assert found[-1] < 0.9 * found[0]
 
     read = tf.LlamaForCausalLM.from_pretrained("tuned/model").state_dict()
-    weights = load_weights("tuned")
+    weights = cf.load_weights("tuned")
     assert set(read) == set(weights)
     assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
     tf.AutoTokenizer.from_pretrained("tuned/model")

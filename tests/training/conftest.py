@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from counterflow.training import RunConfig, load_config
+from counterflow.training import Callback, RunConfig, load_config
 from counterflow.training.folder import read_metrics
 from counterflow.training.report import About, Numbers, Summary
 from counterflow.training.run import run
@@ -26,8 +26,8 @@ SMALL = {
 }
 
 
-class Watcher:
-    """A ``Reporter`` that remembers; ``then`` is called with each new line."""
+class Watcher(Callback):
+    """Remembers what it is told; ``then`` is called with each new line."""
 
     def __init__(self, then: Callable[[Numbers], None] | None = None) -> None:
         self.about: About | None = None

@@ -20,7 +20,8 @@ from counterflow.checkpoints.index import complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.training import load_config, loop
-from counterflow.training.folder import RunFolder, folder_of, lines_of, read_metrics
+from counterflow.training.folder import RunFolder, folder_of, read_metrics
+from counterflow.training.metrics import lines_of
 from counterflow.training.run import run
 from counterflow.training.supervision.appending import Appending
 from counterflow.training.supervision.lock import Lock

@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from counterflow import ConfigError
+from counterflow import ConfigError, load_weights
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.saver import Saver
 from counterflow.errors import WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads
-from counterflow.training import live, load_config, load_weights, loop
+from counterflow.training import live, load_config, loop
 from counterflow.training.folder import FILES, RunFolder, read_metrics, read_timeline
 from counterflow.training.job import Job, prepare
 from counterflow.training.run import run

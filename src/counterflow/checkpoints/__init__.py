@@ -5,7 +5,9 @@ tensors have the model's own names. Who writes which part is planned by torch.di
 who reads which, so that scheme, depth, width and sharding may be others then.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from counterflow.lazy import attributes
 
 if TYPE_CHECKING:
     from .pipelines import load_checkpoint, save_checkpoint
@@ -14,19 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Saver", "load_checkpoint", "load_weights", "save_checkpoint"]
 
-_HOMES = {
-    "Checkpoint": "reader",
-    "Saver": "saver",
-    "load_checkpoint": "pipelines",
-    "load_weights": "reader",
-    "save_checkpoint": "pipelines",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """The names that need torch, imported when they are first used."""
-    if name in _HOMES:
-        import importlib  # noqa: PLC0415
-
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(
+    __name__,
+    {
+        "Checkpoint": "reader",
+        "Saver": "saver",
+        "load_checkpoint": "pipelines",
+        "load_weights": "reader",
+        "save_checkpoint": "pipelines",
+    },
+)

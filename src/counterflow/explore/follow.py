@@ -27,10 +27,10 @@ from counterflow.training.folder import (
     SCHEDULE,
     SUMMARY,
     TIMELINE,
-    lines_of,
     read_schedule,
     read_timeline,
 )
+from counterflow.training.metrics import Tail
 from counterflow.training.supervision.lock import LOCK
 
 from .asked import RunsAsked
@@ -64,35 +64,29 @@ AT_ONCE = Pace(0.0, float("inf"))
 
 @dataclass(slots=True)
 class _Metrics:
-    """The curves of a file, what stands in a row of the last ones, and how far it was read."""
+    """The curves of a file, and what stands in a row of the last ones."""
 
+    tail: Tail
     name: str = ""
     """Another one whenever the file is begun again."""
     seen: tuple[int, int, int] = (-1, 0, 0)
     """The file's number, its size and when it was written."""
-    read: int = 0
-    rest: bytes = b""
     curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
     step: float = 0
     loss: float | None = None
 
-    def update(self, path: Path) -> None:
+    def update(self) -> None:
         """Read what was added; all of it where the file is another one."""
-        about = path.stat()
+        about = self.tail.path.stat()
         seen = about.st_ino, about.st_size, about.st_mtime_ns
         if seen == self.seen:
             return
-        if seen[0] != self.seen[0] or about.st_size < self.read:
-            self.name, self.read, self.rest = secrets.token_hex(6), 0, b""
+        again, lines = self.tail.read()
+        if again:
+            self.name, self.step, self.loss = secrets.token_hex(6), 0, None
             self.curves = {name: ([], []) for name in CURVES}
-            self.step, self.loss = 0, None
-        with path.open("rb") as file:
-            file.seek(self.read)
-            text = self.rest + file.read()
-            self.read = file.tell()
         self.seen = seen
-        whole, _, self.rest = text.rpartition(b"\n")
-        for line in lines_of(whole):
+        for line in lines:
             if all(-_LARGEST < value < _LARGEST for value in line.values()):
                 for name in line.keys() & self.curves.keys():
                     steps, values = self.curves[name]
@@ -136,7 +130,7 @@ def _thinned(column: list[float]) -> list[float]:
 class _KnownRun:
     """A run as it was seen last; each of its files with the stamp that it had when it was read."""
 
-    metrics: _Metrics = field(default_factory=_Metrics)
+    metrics: _Metrics
     begun: float = 0.0
     state: str = ""
     stamps: tuple[str, str] = ("never", "")
@@ -230,9 +224,9 @@ class Runs:
                     continue
 
     def _seen(self, path: Path) -> _KnownRun | None:
-        run = self._runs.get(path) or _KnownRun()
+        run = self._runs.get(path) or _KnownRun(_Metrics(Tail(path / METRICS)))
         try:
-            run.metrics.update(path / METRICS)
+            run.metrics.update()
         except OSError:  # it is no run, or has been removed
             return None
         stamps = _stamp(path / LOCK), _stamp(path / SUMMARY)

@@ -91,19 +91,11 @@ def events_of(path: Path) -> Iterator[dict[str, str]]:
         yield {"time": "", "text": f"{EVENTS}: {error}", "kind": "wrong"}
     for event in known:
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # a line of another program
-            if text := _in_words(event):
+            if text := events.in_words(event):
                 kind = "wrong" if event["event"] in (events.FAILED, events.GAVE_UP) else ""
                 yield {"time": str(event.get("time", "")), "text": text, "kind": kind}
     for checkpoint in complete(path / CHECKPOINT):
         yield {"time": "", "text": f"checkpoint {checkpoint.name}", "kind": "kept"}
-
-
-def _in_words(event: events.Event) -> str:
-    if event["event"] == events.GAVE_UP:
-        return f"gave up: {event['message']}"
-    if event["event"] == events.STOPPED:
-        return f"stopped after step {event['step']} by {event['signal']}"
-    return events.in_words(event)
 
 
 def pictured(timelines: Mapping[str, Timeline], problems: Sequence[str]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ All names import torch when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from counterflow.lazy import attributes
 
 if TYPE_CHECKING:
     from . import hf
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "": ("hf",),
     "bert": ("BERTConfig",),
     "gpt": ("GPTConfig",),
     "loss": ("classification_loss", "masked_token_loss", "next_token_loss"),
@@ -39,12 +41,4 @@ _HOMES = {
     "resnext": ("Norm", "ResNeXtConfig"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    """The names that need torch, imported when they are first used."""
-    if name == "hf":
-        return importlib.import_module(f"{__name__}.hf")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, {name: home for home, names in _HOMES.items() for name in names})

@@ -13,10 +13,9 @@ What a paper leaves open is chosen here and said so:
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, hint
 
 from .bert import BERTConfig
 from .gpt import GPTConfig
@@ -87,7 +86,5 @@ def preset(name: str) -> Preset:
     """
     known = PRESETS.get(name)
     if known is None:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown model {name!r}{hint} Known: {', '.join(PRESETS)}")
+        raise ConfigError(f"unknown model {name!r}{hint(name, PRESETS)}")
     return known

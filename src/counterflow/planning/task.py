@@ -5,7 +5,6 @@ The examples are papers' runs, as files of data in ``examples``. Not here: how t
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files as resources
 from typing import Any
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, hint
 
 from .inputs import files
 from .inputs.cluster import Cluster
@@ -90,9 +89,7 @@ def load_example(name: str) -> Task:
     32
     """
     if name not in EXAMPLES:
-        near = difflib.get_close_matches(name, EXAMPLES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown example {name!r}{hint} Known: {', '.join(EXAMPLES)}")
+        raise ConfigError(f"unknown example {name!r}{hint(name, EXAMPLES)}")
     text = resources(__package__).joinpath("examples", f"{name}.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     readers = {"model": files.read_model, "profile": files.read_profile, "cluster": files.read_cluster}

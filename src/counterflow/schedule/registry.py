@@ -6,14 +6,13 @@ given to ``register``. Commands, config files, planner and pictures know schemes
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, hint
 
 from . import schemes
 from .ir import OptionValue, Schedule
@@ -75,9 +74,7 @@ def scheme(name: str) -> Scheme:
     known = find(name)
     if known is None:
         names = [*SCHEMES, *(alias for scheme in SCHEMES.values() for alias in scheme.aliases)]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown scheme {name!r}{hint} Known: {', '.join(SCHEMES)}")
+        raise ConfigError(f"unknown scheme {name!r}{hint(name, names, SCHEMES)}")
     return known
 
 

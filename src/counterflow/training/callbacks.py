@@ -14,7 +14,7 @@ from counterflow.extras import imported
 
 from .config import RunConfig
 from .folder import TENSORBOARD
-from .report import About, Numbers, Reporter
+from .report import About, Numbers
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ LOGGERS = {"tensorboard": TensorBoard}
 """What ``train.loggers`` may name."""
 
 
-def loggers(config: RunConfig) -> list[Reporter]:
+def loggers(config: RunConfig) -> list[Callback]:
     """The loggers that a config names.
 
     Raises:
@@ -114,10 +114,10 @@ def loggers(config: RunConfig) -> list[Reporter]:
     return [LOGGERS[name]() for name in config.train.loggers or ()]
 
 
-class Callbacks:
-    """Tells several what one is told; a ``Reporter``."""
+class Callbacks(Callback):
+    """Tells several what one is told."""
 
-    def __init__(self, callbacks: Iterable[Reporter]) -> None:
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._left = list(callbacks)
 
     def begun(self, about: About, folder: Path) -> None:

@@ -7,7 +7,7 @@ Reading files and wording errors is ``load.py``'s business; torch is not importe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ from .sections.schedule import ScheduleSection
 from .sections.training import MOST_TOKENS, OptimizerSection, PlanSection, TrainSection
 
 _MOST_WARMUP = 2000
+
+
+def by_key(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of a config's sections by ``section.key``."""
+    return {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
 
 
 class RunConfig(Section):
@@ -66,17 +71,20 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         schedule = self.build_schedule()
-        for problem in (
-            self._nowhere_to_resume(),
-            self._keys_of_other_models() or self.model.source.refusal(self, schedule),
-            self._layers_missing(schedule),
-            self._samples_missing(schedule),
-            self._too_many_tokens(),
-            self._cuts(schedule),
-            self._not_sharded(schedule),
-        ):
-            if problem:
-                raise ConfigError(problem)
+        if self.train.resume == AUTO and self.train.out is None:
+            raise ConfigError('train.resume = "auto": goes on in the folder train.out; give it, or --out')
+        self._refuse_keys_of_other_models()
+        if problem := self.model.source.refusal(self, schedule):
+            raise ConfigError(problem)
+        self._refuse_fewer_layers_than_stages(schedule)
+        self._refuse_empty_or_huge_micro_batches(schedule)
+        self._refuse_other_cuts(schedule)
+        if self.pipeline.zero_stage and not (schedule.synchronous and self.pipeline.barrier):
+            why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
+            raise ConfigError(  # ``Pipeline`` refuses the same
+                "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with "
+                f"{why} it does not; leave one of them out"
+            )
         return self
 
     def but(self, **changed: Mapping[str, Any]) -> RunConfig:
@@ -133,96 +141,67 @@ class RunConfig(Section):
         Raises:
             ConfigError: a path is not Unicode.
         """
-        return "\n".join(self._lines()).lstrip("\n") + "\n"
-
-    def _lines(self) -> Iterator[str]:
+        lines = []
         for name in type(self).model_fields:
             section: Section = getattr(self, name)
-            given = section.given()
-            if not given:
-                continue
-            yield f"\n[{name}]"
-            for key, value in given.items():
-                yield f"{key} = {toml.dumps(value)}  # {section.about(key)}"
+            if given := section.given():
+                lines += ["", f"[{name}]"]
+                lines += [
+                    f"{key} = {toml.dumps(value)}  # {section.about(key)}" for key, value in given.items()
+                ]
+        return "\n".join(lines[1:]) + "\n"
 
-    def _not_sharded(self, schedule: Schedule) -> str | None:
-        """What is wrong if optimiser state cannot be sharded; ``Pipeline`` refuses the same."""
-        if not self.pipeline.zero_stage or (schedule.synchronous and self.pipeline.barrier):
-            return None
-        why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
-        return (
-            f"pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with "
-            f"{why} it does not; leave one of them out"
-        )
-
-    def _nowhere_to_resume(self) -> str | None:
-        """What is wrong if a run is to go on in a folder that nobody names."""
-        if self.train.resume == AUTO and self.train.out is None:
-            return 'train.resume = "auto": goes on in the folder train.out; give it, or --out'
-        return None
-
-    def _keys_of_other_models(self) -> str | None:
-        """What is wrong if a key is for models that come from elsewhere."""
+    def _refuse_keys_of_other_models(self) -> None:
         for name, table in (("data", self.data), ("lora", self.lora)):
             others = registry.keys_of_others(self.model.source, name)
             for key in table.given():
                 if key in others:
                     only = f'is for model.kind = "{others[key]}"'
-                    return f"{name}.{key}: {only}; leave it out, or set model.kind so"
-        return None
+                    raise ConfigError(f"{name}.{key}: {only}; leave it out, or set model.kind so")
 
-    def _layers_missing(self, schedule: Schedule) -> str | None:
-        """What is wrong if there are fewer layers than stages."""
+    def _refuse_fewer_layers_than_stages(self, schedule: Schedule) -> None:
         have = self.model.all_layers
-        if have >= schedule.stages:
-            return None
-        least = max(1, schedule.stages - 2)
-        return (
-            f"model.layers = {self.model.layers}: with embedding and head these are {have} layers, fewer "
-            f"than the {schedule.stages} stages of {schedule.scheme}; give model.layers = {least} or more, "
-            f"or {have} stages or fewer"
-        )
+        if have < schedule.stages:
+            least = max(1, schedule.stages - 2)
+            raise ConfigError(
+                f"model.layers = {self.model.layers}: with embedding and head these are {have} layers, fewer "
+                f"than the {schedule.stages} stages of {schedule.scheme}; give model.layers = {least} or "
+                f"more, or {have} stages or fewer"
+            )
 
-    def _samples_missing(self, schedule: Schedule) -> str | None:
-        """What is wrong if a micro-batch, or a half of one, would have no sample."""
+    def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:
+        """A micro-batch, or a half of one, has a sample; and a mini-batch fits into some memory."""
+        samples, positions = self.train.samples, self.model.positions
         parts = max((op.parts for op in schedule.ops()), default=1)
         least = parts * schedule.micro_batches
-        if self.train.samples >= least:
-            return None
-        halves = f", each in {parts} parts" if parts > 1 else ""
-        fewer = 0 if self.schedule.file else self.train.samples // parts
-        legal = f", or schedule.micro_batches = {fewer} or fewer" if fewer else ""
-        return (
-            f"train.samples = {self.train.samples}: cannot be cut into the {schedule.micro_batches} "
-            f"micro-batches of {schedule.scheme}{halves}; give train.samples = {least} or more{legal}"
-        )
+        if samples < least:
+            halves = f", each in {parts} parts" if parts > 1 else ""
+            fewer = 0 if self.schedule.file else samples // parts
+            legal = f", or schedule.micro_batches = {fewer} or fewer" if fewer else ""
+            raise ConfigError(
+                f"train.samples = {samples}: cannot be cut into the {schedule.micro_batches} "
+                f"micro-batches of {schedule.scheme}{halves}; give train.samples = {least} or more{legal}"
+            )
+        if samples * positions > MOST_TOKENS:
+            raise ConfigError(
+                f"train.samples = {samples}: with model.positions = {positions} a mini-batch would have "
+                f"{samples * positions:,} tokens, and at most {MOST_TOKENS:,} fit; "
+                "reduce train.samples or model.positions"
+            )
 
-    def _too_many_tokens(self) -> str | None:
-        """What is wrong if a mini-batch would not fit into any memory."""
-        samples, positions = self.train.samples, self.model.positions
-        if samples * positions <= MOST_TOKENS:
-            return None
-        return (
-            f"train.samples = {samples}: with model.positions = {positions} a mini-batch would have "
-            f"{samples * positions:,} tokens, and at most {MOST_TOKENS:,} fit; "
-            "reduce train.samples or model.positions"
-        )
-
-    def _cuts(self, schedule: Schedule) -> str | None:
-        """What is wrong if the cuts do not make the stages."""
-        cuts = self.pipeline.cuts
+    def _refuse_other_cuts(self, schedule: Schedule) -> None:
+        """Cuts make as many stages as there are, each of a layer or more."""
+        cuts, layers = self.pipeline.cuts, self.model.all_layers
         if cuts is None:
-            return None
+            return
         place = f"pipeline.cuts = {toml.shown(cuts)}"
         if len(cuts) != schedule.stages - 1:
-            return (
+            raise ConfigError(
                 f"{place}: {len(cuts)} cuts make {len(cuts) + 1} stages, but {schedule.scheme} has "
                 f"{schedule.stages}; give {schedule.stages - 1} cuts"
             )
-        bounds = (0, *cuts, self.model.all_layers)
-        if any(begin >= end for begin, end in pairwise(bounds)):
-            return (
-                f"{place}: must rise from 1 or more to {self.model.all_layers - 1} or less, so that each "
-                f"stage has one of the {self.model.all_layers} layers (embedding, blocks, head)"
+        if any(begin >= end for begin, end in pairwise((0, *cuts, layers))):
+            raise ConfigError(
+                f"{place}: must rise from 1 or more to {layers - 1} or less, so that each "
+                f"stage has one of the {layers} layers (embedding, blocks, head)"
             )
-        return None

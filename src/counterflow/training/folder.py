@@ -12,11 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 from counterflow import toml
 from counterflow.checkpoints.index import complete
@@ -26,6 +24,7 @@ from counterflow.schedule.ir import Schedule
 
 from . import registry
 from .config import RunConfig
+from .metrics import Tail, last_step, lines_of
 from .report import Numbers, Summary
 from .sections.keys import AUTO
 from .supervision.appending import Appending
@@ -74,11 +73,9 @@ class RunFolder:
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         self.path = path
         self.fence = fence or Fence(path)
-        self._read = 0
-        self._rest = b""
-        self._file: int | None = None
+        self._tail = Tail(path / METRICS)
         self._last = 0
-        """The file that was read last, and the last step in it."""
+        """The last step that was read."""
         self.latest = -1
         """The last step in what ``new_records`` read last, also if it was made before."""
         self._lock: Lock | None = None
@@ -174,8 +171,7 @@ class RunFolder:
         taken = self._taken(goes_on=goes_on)
         for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # of the end before
             (self.path / name).unlink(missing_ok=True)
-        with whole(self.path / CONFIG) as file:
-            file.write(config.to_toml().encode())
+        whole(self.path / CONFIG, config.to_toml().encode())
         self.put_schedule(schedule)
         if not goes_on or not taken:  # who goes on knows only with the others from where
             self.rewind(history)
@@ -183,14 +179,12 @@ class RunFolder:
 
     def put_schedule(self, schedule: Schedule) -> None:
         """Write what is run."""
-        with whole(self.path / SCHEDULE) as file:
-            file.write(dumps(schedule).encode())
+        whole(self.path / SCHEDULE, dumps(schedule).encode())
 
     def rewind(self, history: bytes) -> None:
         """Let the metrics be those until where the run goes on, so that they will have each step once."""
         self.fence.check()
-        with whole(self.path / METRICS) as file:
-            file.write(history)
+        whole(self.path / METRICS, history)
         self._metrics = None
 
     def close(self) -> None:
@@ -248,15 +242,13 @@ class RunFolder:
         """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
         with contextlib.suppress(CounterflowError):
             self.fence.check()
-            with whole(self.path / LIVE, lasts=False) as file:
-                file.write(timeline.dumps().encode())
+            whole(self.path / LIVE, timeline.dumps().encode(), lasts=False)
 
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
         self.fence.check()
         (self.path / LIVE).unlink(missing_ok=True)
-        with whole(self.path / TIMELINE) as file:
-            file.write(timeline.dumps().encode())
+        whole(self.path / TIMELINE, timeline.dumps().encode())
         from counterflow.drawing import draw_charts  # noqa: PLC0415  (matplotlib takes a while)
 
         draw_charts(timeline.charts(), self.path / PICTURE)
@@ -264,24 +256,16 @@ class RunFolder:
     def put_summary(self, summary: Summary) -> None:
         """Write the summary."""
         self.fence.check()
-        with whole(self.path / SUMMARY) as file:
-            file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+        whole(self.path / SUMMARY, (json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
 
     # -- reading
 
     def new_records(self) -> list[Numbers]:
         """The lines of the metrics that were added since the last call; of steps made again, none."""
-        with (self.path / METRICS).open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            known = self._last if number != self._file else -1
-            if number != self._file:  # it was put back to where the run goes on
-                self._file, self._read, self._rest, self.latest = number, 0, b"", -1
-            file.seek(self._read)
-            text = self._rest + file.read()
-            self._read = file.tell()
-        lines, _, self._rest = text.rpartition(b"\n")
-        every = list(lines_of(lines))
-        found = [line for line in every if known < 0 or line["step"] > known]
+        again, every = self._tail.read()
+        if again:  # it was put back to where the run goes on
+            self.latest = -1
+        found = [line for line in every if not again or line["step"] > self._last]
         self.latest = int(every[-1]["step"]) if every else self.latest
         self._last = max([self._last, *(int(line["step"]) for line in found)])
         return found
@@ -310,40 +294,6 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether a run can go on from here."""
         return bool(complete(self.path / CHECKPOINT))
-
-
-def last_step(metrics: bytes) -> int:
-    """The last step of which there is a line."""
-    return max((int(line["step"]) for line in lines_of(metrics)), default=0)
-
-
-def lines_of(metrics: bytes) -> list[Numbers]:
-    """The lines of metrics; without those that are damaged, or were not written to their end."""
-    found = []
-    for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            read = json.loads(line)
-            if _is_line(read):
-                found.append(read)
-    return found
-
-
-_LARGEST = 1e300
-"""Of a step's number and time; larger ones were not written by a run."""
-
-
-def _is_line(read: Any) -> bool:
-    if not isinstance(read, dict) or any(type(value) not in (int, float) for value in read.values()):
-        return False
-    return all(0 <= read.get(name, -1) < _LARGEST for name in ("step", "seconds"))
-
-
-def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
-    """The metrics until a step, with lines of it that were made and perhaps not written."""
-    lines = [line for line in lines_of(metrics) if line["step"] <= step]
-    known = {(line["step"], "loss" in line) for line in lines}
-    lines += [line for line in records if (line["step"], "loss" in line) not in known]
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def folder_of(config: RunConfig) -> Path:
@@ -408,21 +358,21 @@ def _text_of(path: Path, name: str) -> str:
 
 def read_metrics(path: Path) -> list[Numbers]:
     """All lines of a run's metrics."""
-    return RunFolder(path).new_records()
+    return lines_of((path / METRICS).read_bytes())
 
 
-@contextmanager
-def whole(path: Path, *, lasts: bool = True) -> Iterator[IO[bytes]]:
+def whole(path: Path, data: bytes, *, lasts: bool = True) -> None:
     """Write a file that appears, or replaces what was there, when it is complete.
 
     Args:
         path: where.
+        data: what is in it.
         lasts: wait until it would outlast the machine's end.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
-            yield file
+            file.write(data)
             if lasts:
                 file.flush()
                 os.fsync(file.fileno())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,16 @@ class _Layers:
         if isinstance(table, dict):
             table.pop(key, None)
 
-    def put_file(self, path: object, place: str) -> None:
-        """A schedule file, in place of any scheme below."""
-        self.values["schedule"] = {}
-        self.put("schedule", "file", path, place)
+    def change(self, section: str, key: str, value: Any, place: str) -> None:
+        """One key, with what follows for others; None puts it back to its default."""
+        if value is None:
+            self.drop(section, key)
+        elif (section, key) == ("schedule", "scheme"):
+            self.put_scheme(value, place)
+        else:
+            if (section, key) == ("schedule", "file"):  # in place of any scheme below
+                self.values["schedule"] = {}
+            self.put(section, key, value, place)
 
     def put_scheme(self, name: object, place: str) -> None:
         """Another scheme, with those options of the one below that it has; workers stand in for stages."""
@@ -135,16 +141,19 @@ def load_config(
     >>> load_config(sets=["train.steps=10"], scheme="hanayo").schedule.options()
     {'workers': 4, 'micro_batches': 8}
     """
-    layers = _Layers("" if path is None else str(path))
-    given = [_parse(text) for text in sets]
-    resumed = _resumed(given, out) if path is None else None
+    given = [(*_parse(text), "--set ") for text in sets]
+    layers = _Layers("")
     if path is not None:
-        layers.values = _read(Path(path))
-    elif resumed is not None:  # the run's own config is what is changed
-        layers = _Layers(str(resumed), _read(resumed))
+        layers = _Layers(str(path), _read(Path(path)))
+    elif resumed := _resumed({key: value for section, key, value, _ in given if section == "train"}, out):
+        layers = _Layers(str(resumed), _read(resumed))  # the run's own config is what is changed
         for key in ("resume", "out"):
             layers.drop("train", key)
-    _put_all(layers, given, scheme)
+    if scheme is not None:
+        given.append(("schedule", "scheme", scheme, "--scheme: "))
+    # After the scheme, so that an option which it does not have is refused.
+    for change in sorted(given, key=lambda change: change[:2] not in _CHOICES):
+        layers.change(*change)
     if workers is not None:
         layers.put_workers(workers)
     for key, value in (("steps", steps), ("out", out)):
@@ -156,9 +165,8 @@ def load_config(
         raise ConfigError(_told(error, layers)) from None
 
 
-def _resumed(sets: Sequence[tuple[str, str, Any]], out: Path | str | None) -> Path | None:
-    """The config of the run that is to be resumed, if the overrides name one."""
-    train = {key: value for section, key, value in sets if section == "train"}
+def _resumed(train: Mapping[str, Any], out: Path | str | None) -> Path | None:
+    """The config of the run that is to be resumed, if the overrides of ``[train]`` name one."""
     resume, out = train.get("resume"), out if out is not None else train.get("out")
     if not isinstance(resume, str) or "\0" in resume:
         return None
@@ -167,30 +175,6 @@ def _resumed(sets: Sequence[tuple[str, str, Any]], out: Path | str | None) -> Pa
     else:
         run = Path(out) if isinstance(out, (str, Path)) and "\0" not in str(out) else None
     return run / CONFIG if run is not None and (run / CONFIG).is_file() else None
-
-
-def _put_all(layers: _Layers, sets: Sequence[tuple[str, str, Any]], scheme: str | None) -> None:
-    """Every ``--set``; after the scheme, so that an option which it does not have is refused."""
-    for section, key, value in sets:
-        if (section, key) in _CHOICES:
-            _put(layers, section, key, value)
-    if scheme is not None:
-        layers.put_scheme(scheme, "--scheme: ")
-    for section, key, value in sets:
-        if (section, key) not in _CHOICES:
-            _put(layers, section, key, value)
-
-
-def _put(layers: _Layers, section: str, key: str, value: Any) -> None:
-    """One ``--set``."""
-    if value is None:
-        layers.drop(section, key)
-    elif (section, key) == ("schedule", "scheme"):
-        layers.put_scheme(value, "--set ")
-    elif (section, key) == ("schedule", "file"):
-        layers.put_file(value, "--set ")
-    else:
-        layers.put(section, key, value, "--set ")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
-from counterflow.simulation import Costs
 
 from .config import RunConfig
 from .folder import CHECKPOINT, RunFolder
@@ -105,14 +104,16 @@ class Trainer:
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
         check_same_run(config, job.made.digest, transport)
-        self.writes = transport.rank == 0
-        assert folder is not None or not self.writes
+        assert folder is not None or transport.rank
         self.fence = fence or Fence(folder or Path())
-        self.folder = RunFolder(folder, self.fence) if folder is not None and self.writes else None
-        shared = self._shared(transport)
-        self.checkpoints = shared / CHECKPOINT
-        self.memory = self._memory(job, transport)
+        self.folder = RunFolder(folder, self.fence) if folder is not None and not transport.rank else None
+        """Where rank 0 writes."""
+        self.checkpoints = self._shared(transport) / CHECKPOINT
+        self.memory: Memory | None = None
         """Where weights are kept for a restart; None: nowhere."""
+        if config.train.memory_every != 0:
+            name = run_of(self.folder.path) if self.folder is not None else ""
+            self.memory = Memory(transport, str(transport.gather_objects(name)[0]), job.cuts)
         goes_on = attempt or config.train.resume == AUTO
         kept = self.memory.find() if self.memory is not None and goes_on else None
         if kept is not None and not job.first_step <= kept.step < config.train.steps:
@@ -158,18 +159,6 @@ class Trainer:
         if kept is not None and self.memory is not None:  # also where a machine is new
             self.memory.keep(self.pipeline, kept.records)
 
-    def _memory(self, job: Job, transport: Transport) -> Memory | None:
-        if job.config.train.memory_every == 0:
-            return None
-        name = transport.gather_objects(run_of(self.folder.path) if self.folder is not None else "")[0]
-        return Memory(transport, str(name), job.cuts)
-
-    def _forget(self) -> None:
-        """Give the memory back, once all is on the disk."""
-        if self.memory is not None:
-            self.fence.check()
-            self.memory.forget()
-
     def run(self) -> Summary | None:
         """Train; rank 0 gives what came of it."""
         try:
@@ -179,7 +168,9 @@ class Trainer:
                 self.memory.wait(_COPY_SECONDS)
 
     def _trained(self) -> Summary | None:
-        costs = self.costs = self._measure()
+        batch = self._batch(self.job.first_step)
+        stages = measure_stages(self.pipeline, *batch, repeats=_REPEATS)
+        costs = costs_of(stages, self.config.pipeline.recompute, self.pipeline.replicas)
         self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
         forget_peak_bytes(self.pipeline.device)
         self.recorder.start()
@@ -206,7 +197,9 @@ class Trainer:
         seconds = self.recorder.seconds
         self.save_now()
         self._export()
-        self._forget()
+        if self.memory is not None:  # all is on the disk
+            self.fence.check()
+            self.memory.forget()
         if not self.job.schedule.synchronous:
             self._time_together()
         return self.recorder.finish(
@@ -266,17 +259,13 @@ class Trainer:
         transport.record_folder = theirs.parent
         return theirs.parent
 
-    def _fair(self) -> int:
-        """The first step to be timed: those before count memory, and the very first learns shapes."""
-        return max(self.job.first_step, self.pipeline.counted_steps)
-
     def _sampled(self) -> frozenset[int]:
-        """In synchronous schemes: the steps whose ops are timed."""
+        """In synchronous schemes: the steps whose ops are timed; none that learns shapes or counts memory."""
         if not self.job.schedule.synchronous:
             return frozenset()
         first, steps = self.job.first_step, self.config.train.steps
         every = max(1, (steps - first) // _SAMPLED_PART)
-        fair = range(min(self._fair(), steps - 1), steps)
+        fair = range(min(max(first, self.pipeline.counted_steps), steps - 1), steps)
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
     def _time_together(self) -> None:
@@ -305,12 +294,6 @@ class Trainer:
             self.recorder.recent = []
         self.live.show_if_timed(done)
         return done < train.steps and self._stops(done)
-
-    # -- before
-
-    def _measure(self) -> Costs:
-        stages = measure_stages(self.pipeline, *self._batch(self.job.first_step), repeats=_REPEATS)
-        return costs_of(stages, self.config.pipeline.recompute, self.pipeline.replicas)
 
     def _batch(self, number: int) -> tuple[Any, Any]:
         return self.job.made.batches.batch(
@@ -369,7 +352,7 @@ class Trainer:
         self.saver.poll()
         mean = self.recorder.training_seconds / (done - self.job.first_step)
         rows = self.pipeline.transport.gather(
-            [float(STOP.signal or 0), mean, float(self.writes and self.live.due()), *self.turns.row()]
+            [float(STOP.signal or 0), mean, float(self.live.due()), *self.turns.row()]
         )
         self.turns.agree([row[3:] for row in rows])
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
@@ -390,7 +373,7 @@ class Trainer:
             return
         self.saver.wait(PATIENCE_SECONDS)
         if self.saver.in_flight is not None:
-            if self.writes:
+            if self.folder is not None:
                 _LOG.warning(
                     "there is no checkpoint of step %d: that of step %d is still being written",
                     self.pipeline.steps,

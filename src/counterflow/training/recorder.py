@@ -18,9 +18,10 @@ from counterflow.runtime.execution.step import Step
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.simulation import Costs, Simulation, Span
 
-from .folder import RunFolder, read_metrics, with_records
+from .folder import RunFolder, read_metrics
 from .job import Job
 from .live import spans_of
+from .metrics import with_records
 from .report import Numbers, Pair, Summary
 from .resuming import history
 from .supervision.events import RESTARTED, Event, note
@@ -78,7 +79,7 @@ class Recorder:
         return time.perf_counter() - self._began
 
     def begin(self, kept: Found | None, attempt: int) -> None:
-        """Put the metrics back to where the run goes on, and say from where that is."""
+        """Put the metrics back to where the run goes on, say from where that is, and go on with them."""
         if self.folder is None:
             return
         if kept is None:
@@ -90,16 +91,10 @@ class Recorder:
             self.event = note(
                 self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
             )
-        self._before = self._remember()
-
-    def _remember(self) -> float:
-        """Take the last losses from the metrics until here; and the seconds that they took."""
-        last = 0.0
-        for line in read_metrics(self.folder.path) if self.folder is not None and self.job.first_step else ():
-            last = float(line["seconds"])
+        for line in read_metrics(self.folder.path) if self.job.first_step else ():
+            self._before = float(line["seconds"])
             if "loss" in line:
                 self.losses.append(line["loss"])
-        return last
 
     def made(self, number: int, step: Step) -> None:
         """Note a step of the loop, and what it tells."""
@@ -160,22 +155,21 @@ class Recorder:
             seconds: that it took.
             validation_loss: after the last update.
         """
-        versions = sum(self.pipeline.peak_versions.values())
-        pipeline = self.pipeline
-        found = pipeline.transport.gather(
-            [
-                float(pipeline.peak_saved_bytes),
-                float(versions),
-                float(peak_bytes(pipeline.device)),
-                float(pipeline.weights.held_bytes()),
-                float(beside_torch_bytes(pipeline.device)),
-            ]
+        job, pipeline = self.job, self.pipeline
+        mine = (
+            pipeline.peak_saved_bytes,
+            sum(pipeline.peak_versions.values()),
+            peak_bytes(pipeline.device),
+            pipeline.weights.held_bytes(),
+            beside_torch_bytes(pipeline.device),
         )
+        every = pipeline.transport.gather([*map(float, mine)])
         if self.folder is None:
             return None
-        saved = tuple(int(found[rank][0]) for rank in self.pipeline.ranks[0])
+        saved, held, used, weights, beside = zip(*(every[rank] for rank in pipeline.ranks[0]), strict=True)
         timelines = [
-            Timeline(self.job.schedule, costs, step.number + 1, spans, saved) for step, spans in self.samples
+            Timeline(job.schedule, costs, step.number + 1, spans, tuple(map(int, saved)))
+            for step, spans in self.samples
         ]
         ops = [timeline.measured() for timeline in timelines]
         by_length = sorted(range(len(ops)), key=lambda index: ops[index].makespan)
@@ -184,44 +178,38 @@ class Recorder:
         predicted = middle.predicted()
         peaks = [use.peak for use in predicted.memory or ()]
         summary = Summary(
-            about=self.job.about,
+            about=job.about,
             steps=made,
             stopped=stopped,
             seconds=seconds,
-            samples_per_second=(made - self.job.first_step) * self.job.about.samples / self.training_seconds,
-            planned_samples_per_second=self._planned(),
+            samples_per_second=(made - job.first_step) * job.about.samples / self.training_seconds,
+            planned_samples_per_second=job.config.plan.samples_per_second
+            if job.config.plan.mini_batch == job.about.samples  # else it is another run than was planned
+            else None,
             training_loss=statistics.fmean(self.losses),
             training_steps=len(self.losses),
             validation_loss=validation_loss,
-            timed_together=self.job.schedule.periods,
+            timed_together=job.schedule.periods,
             sampled_steps=tuple(step.number + 1 for step, _ in self.samples),
             step_seconds=statistics.median(step.seconds for step, _ in self.samples),
             ops_seconds=Pair(statistics.median(o.makespan for o in ops), predicted.makespan),
             bubble_ratio=Pair(statistics.median(map(_bubbles, ops)), _bubbles(predicted)),
-            saved_bytes=tuple(Pair(*pair) for pair in zip(map(float, saved), peaks, strict=True)),
+            saved_bytes=tuple(Pair(*pair) for pair in zip(saved, peaks, strict=True)),
             stages_held=tuple(
-                Pair(found[rank][1], float(count))
-                for rank, count in zip(self.pipeline.ranks[0], predicted.weight_copies, strict=True)
+                Pair(count, float(predicted_count))
+                for count, predicted_count in zip(held, predicted.weight_copies, strict=True)
             ),
             memory_bytes=tuple(
-                Pair(found[rank][2], found[rank][3] + peak)
-                for rank, peak in zip(self.pipeline.ranks[0], peaks, strict=True)
+                Pair(most, own + peak) for most, own, peak in zip(used, weights, peaks, strict=True)
             ),
             slowdown=sum(ops[ran].busy) / (sum(predicted.busy) or math.inf),
             as_ran_seconds=middle.as_ran().makespan,
-            beside_torch_bytes=()
-            if self.job.about.on_cpu
-            else tuple(found[rank][4] for rank in self.pipeline.ranks[0]),
+            beside_torch_bytes=() if job.about.on_cpu else beside,
         )
         self.folder.settle()
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary
-
-    def _planned(self) -> float | None:
-        """Samples a second that the run's plan expects, if the mini-batch is still the plan's."""
-        plan = self.job.config.plan
-        return plan.samples_per_second if plan.mini_batch == self.job.about.samples else None
 
 
 def _bubbles(timeline: Simulation) -> float:

@@ -6,12 +6,11 @@ a user's is registered, in each process.
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from pkgutil import iter_modules
 
 from counterflow import toml
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, hint
 
 from . import sources as _folder
 from .source import ModelSource
@@ -49,10 +48,7 @@ def source_of(kind: str) -> ModelSource:
     for source in _SOURCES:
         if kind in source.kinds or kind in source.named:
             return source
-    known = [*kinds(), *named()]
-    near = difflib.get_close_matches(kind, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ConfigError(f"model.kind = {toml.shown(kind)}: unknown{hint} Known: {', '.join(known)}")
+    raise ConfigError(f"model.kind = {toml.shown(kind)}: unknown{hint(kind, [*kinds(), *named()])}")
 
 
 def keys_of_others(source: ModelSource, table: str) -> dict[str, str]:

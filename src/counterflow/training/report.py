@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from counterflow.schedule.ir import OptionValue
 from counterflow.shown import Part, Result, result_of, said
@@ -202,19 +202,3 @@ class Keys(Result):
     """`counterflow train --keys`."""
 
     keys: list[KeyShown]
-
-
-class Reporter(Protocol):
-    """Who watches a run; called in one process only."""
-
-    def begun(self, about: About, folder: Path) -> None:
-        """Everything that can be known before has been found right; workers are about to start."""
-
-    def recorded(self, lines: Sequence[Numbers]) -> None:
-        """More lines of ``metrics.jsonl`` are there; called every now and then, also without any."""
-
-    def happened(self, event: str) -> None:
-        """A worker failed, or the run goes on after that; in words."""
-
-    def ended(self) -> None:
-        """No more will come, whatever the reason."""

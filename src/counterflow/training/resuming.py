@@ -20,7 +20,7 @@ from counterflow.runtime.parameters.unlisted import unlisted_names
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
 
-from .config import RunConfig
+from .config import RunConfig, by_key
 from .sections.keys import AUTO
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _AUTO = 'train.resume = "auto"'
 HISTORY = "metrics.jsonl"
 """In a checkpoint: the metrics until then."""
 
-_OWN = {("train", "resume"), ("train", "out"), ("train", "memory_every"), ("train", "fewer_after")}
+_OWN = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
 """Keys of a run that do not change what it trains."""
 
 
@@ -146,11 +146,12 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
 
 def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
     """The keys with other values than when a checkpoint was written, with both values."""
-    before, now = _keys(str(start.index.about.get("config", ""))), _keys(config.to_toml())
+    texts = str(start.index.about.get("config", "")), config.to_toml()
+    before, now = (by_key(tomllib.loads(text)) for text in texts)
     return tuple(
-        f"{section}.{key} = {_shown(now.get((section, key)))}, was {_shown(before.get((section, key)))}"
-        for section, key in sorted(before.keys() | now.keys())
-        if (section, key) not in _OWN and now.get((section, key)) != before.get((section, key))
+        f"{key} = {toml.shown(now.get(key))}, was {toml.shown(before.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if key not in _OWN and now.get(key) != before.get(key)
     )
 
 
@@ -161,12 +162,3 @@ def history(start: Checkpoint | None) -> bytes:
         ConfigError: they are damaged.
     """
     return b"" if start is None or HISTORY not in start.index.files else start.file(HISTORY)
-
-
-def _keys(text: str) -> dict[tuple[str, str], object]:
-    sections = tomllib.loads(text)
-    return {(name, key): value for name, keys in sections.items() for key, value in keys.items()}
-
-
-def _shown(value: object) -> str:
-    return "not given" if value is None else toml.shown(value)

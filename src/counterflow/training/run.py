@@ -23,13 +23,13 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.children import Tell
 from counterflow.runtime.workers.launch import launch_watched
 
-from .callbacks import Callbacks, loggers
+from .callbacks import Callback, Callbacks, loggers
 from .carrier import named_carrier
 from .config import RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import Trainer, work
-from .report import Reporter, Summary
+from .report import Summary
 from .resuming import history
 from .sections.keys import AUTO
 from .supervision.events import (
@@ -51,13 +51,12 @@ from .supervision.stopping import STOP, Phase, listening
 _LOG = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple[Summary, Path] | None:
+def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple[Summary, Path] | None:
     """Train as a config says.
 
     Args:
         config: what to train.
-        callbacks: who is told while it runs: ``Callback``s, or others with its methods. The config's loggers
-            are told too.
+        callbacks: who is told while it runs. The config's loggers are told too.
         max_restarts: so often workers are started again after a failure; torchrun has its own number.
 
     Returns:
@@ -103,7 +102,7 @@ def run(config: RunConfig, *callbacks: Reporter, max_restarts: int = 0) -> tuple
 
 
 def _trained(
-    job: Job, folder: RunFolder, attempt: int, reporter: Reporter | None = None
+    job: Job, folder: RunFolder, attempt: int, reporter: Callback | None = None
 ) -> tuple[Trainer, Summary | None]:
     """As a worker of torchrun or Slurm, on rank 0 with who is told. A signal ends it until it made a step."""
     with STOP.during(Phase.UNWIND, then=Phase.NOTE):
@@ -142,7 +141,7 @@ def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _in_folder(
-    config: RunConfig, job: Job, reporter: Reporter, attempt: int, max_restarts: int
+    config: RunConfig, job: Job, reporter: Callback, attempt: int, max_restarts: int
 ) -> tuple[Summary, Path]:
     """As rank 0, or as who starts the workers."""
     placed = world.started_by()
@@ -185,7 +184,7 @@ def _in_folder(
     return summary, folder.path
 
 
-def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Restarts) -> Summary:
+def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Restarts) -> Summary:
     """With workers of its own, started again after a failure as often as is allowed and makes sense."""
     absence = Absence(folder.path, job.config.train.fewer_after)
     for attempt in itertools.count():
@@ -210,7 +209,7 @@ def _supervised(job: Job, folder: RunFolder, reporter: Reporter, restarts: Resta
     raise AssertionError  # a count has no end
 
 
-def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Reporter) -> RunConfig:
+def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Callback) -> RunConfig:
     """The config that goes on without a worker; told and written."""
     left = job.about.processes - 1
     kind = named_carrier(job.config)
@@ -290,7 +289,7 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
         torch.set_num_threads(config.train.threads)
 
 
-def _launched(job: Job, folder: RunFolder, reporter: Reporter, attempt: int) -> Summary:
+def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> Summary:
     """With workers of its own. A signal ends them at once until they train, and then after a step."""
     pipeline, first = job.config.pipeline, None if attempt else job.first_step
     folder.fence.begin()

@@ -114,8 +114,8 @@ def test_a_signal_while_a_file_is_drafted_leaves_none(
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Fence(tmp_path).begin()
-    with pytest.raises(KeyboardInterrupt), whole(tmp_path / LIVE) as file:
-        file.write(b"{}")
+    with pytest.raises(KeyboardInterrupt):
+        whole(tmp_path / LIVE, b"{}")
     assert not list(tmp_path.iterdir())
 
 

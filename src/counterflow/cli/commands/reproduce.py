@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, hint
 
 from ..options.flags import JsonFlag
 from ..output.console import WIDE, console, print_json
@@ -47,9 +46,7 @@ def reproduce(
         _list(known, as_json)
         return
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"unknown table or figure {name!r}{hint} Known: {', '.join(known)}")
+        raise ConfigError(f"unknown table or figure {name!r}{hint(name, known)}")
     if name in FIGURES:
         show_figure(FIGURES[name], out or (), as_json=as_json)
         return

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from counterflow.training.callbacks import Callback
 from counterflow.training.report import About, Numbers
 
 from .console import WIDE, console
@@ -34,8 +35,8 @@ _NARROW = 72
 """Columns below which there is no room for a bar."""
 
 
-class Progress:
-    """Shows a run; a ``Reporter``.
+class Progress(Callback):
+    """Shows a run.
 
     Args:
         introduces: whether to print what is trained, on stdout.

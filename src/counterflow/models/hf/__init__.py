@@ -6,8 +6,9 @@ comes with ``pip install "counterflow[hf]"``.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from counterflow.lazy import attributes
 
 if TYPE_CHECKING:
     from .cut import layers
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["layers", "load", "loss", "save"]
 
-_HOMES = {"layers": "cut", "loss": "objective", "load": "weights", "save": "folder"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(
+    __name__, {"layers": "cut", "loss": "objective", "load": "weights", "save": "folder"}
+)

@@ -12,6 +12,7 @@ from pydantic_core import InitErrorDetails
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.check import check
+from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -121,16 +122,8 @@ class ScheduleSection(Section):
             except ConfigError as error:
                 raise ConfigError(_in_keys(str(error))) from None
         place = f"schedule.file = {toml.dumps(self.file)}"
-        try:
-            text = self.file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{place}: there is no such file; `counterflow export SCHEME` writes one"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{place}: is no text (byte {error.start} is not UTF-8)") from None
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be read: {error.strerror}") from None
+        missing = "; `counterflow export SCHEME` writes one"
+        text = read_text(self.file, "cannot be read: Is a directory", place=place, if_missing=missing)
         schedule = loads(text, place)
         try:
             check(schedule)

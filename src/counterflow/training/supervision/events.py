@@ -76,7 +76,7 @@ def run_of(folder: Path) -> str:
 
 
 def in_words(event: Event) -> str:
-    """A failure, a restart or that workers are fewer, in a sentence; empty for other events."""
+    """An event in a sentence; empty for those that begin a run."""
     if event["event"] == FAILED:
         action = f" (in {event['action']})" if event.get("action") else ""
         return f"step {event['step']} failed: {event['message']}{action}"
@@ -88,4 +88,8 @@ def in_words(event: Event) -> str:
     if event["event"] == FEWER:
         left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
         return f"{left}: going on with {event['runs']}"
+    if event["event"] == GAVE_UP:
+        return f"gave up: {event['message']}"
+    if event["event"] == STOPPED:
+        return f"stopped after step {event['step']} by {event['signal']}"
     return ""

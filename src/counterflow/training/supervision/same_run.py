@@ -11,7 +11,7 @@ from counterflow import toml
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.base import Transport
 
-from ..config import RunConfig
+from ..config import RunConfig, by_key
 
 _MAY_DIFFER = {"train.out", "train.resume", "train.threads"}
 """Rank 0's folder counts; machines may have other numbers of cores."""
@@ -30,10 +30,7 @@ def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
     Raises:
         ConfigError: there are some; the message names what differs.
     """
-    mine: dict[str, Any] = {_DATA: data}
-    for section, keys in config.model_dump(mode="json").items():
-        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
-            mine[f"{section}.{key}"] = value
+    mine = {_DATA: data} | by_key(config.model_dump(mode="json"))
     rows = cast("list[dict[str, Any]]", transport.gather_objects(mine))
     first = rows[0]
     for rank, row in enumerate(rows):
@@ -44,14 +41,10 @@ def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
         ]
         if differing:
             key = differing[0]
-            said = ": the files differ" if key == _DATA else f" = {_shown(first, key)} and {_shown(row, key)}"
+            both = " and ".join(toml.shown(each.get(key)) for each in (first, row))
+            said = ": the files differ" if key == _DATA else f" = {both}"
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise ConfigError(
                 f"ranks 0 and {rank} were given different runs: {key}{said}{more}; give every machine the "
                 "same config and the same data"
             )
-
-
-def _shown(row: dict[str, Any], key: str) -> str:
-    value = row.get(key)
-    return "not given" if value is None else toml.shown(value)

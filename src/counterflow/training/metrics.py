@@ -1,0 +1,72 @@
+"""The metrics of a run as lines of JSON: read while they are written, and put back to a step.
+
+Invariant: a line that was not written to its end is none; nor is one that no run can have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import Numbers
+
+
+class Tail:
+    """Reads what was added to a file of metrics since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._read = 0
+        self._rest = b""
+
+    def read(self) -> tuple[bool, list[Numbers]]:
+        """Whether it is read from its beginning, since it is another file by now; and the lines."""
+        with self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            again = found.st_ino != self._file or found.st_size < self._read
+            if again:
+                self._file, self._read, self._rest = found.st_ino, 0, b""
+            file.seek(self._read)
+            text = self._rest + file.read()
+            self._read = file.tell()
+        lines, _, self._rest = text.rpartition(b"\n")
+        return again, lines_of(lines)
+
+
+def last_step(metrics: bytes) -> int:
+    """The last step of which there is a line."""
+    return max((int(line["step"]) for line in lines_of(metrics)), default=0)
+
+
+def lines_of(metrics: bytes) -> list[Numbers]:
+    """The lines of metrics; without those that are damaged, or were not written to their end."""
+    found = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(line)
+            if _is_line(read):
+                found.append(read)
+    return found
+
+
+_LARGEST = 1e300
+"""Of a step's number and time; larger ones were not written by a run."""
+
+
+def _is_line(read: Any) -> bool:
+    if not isinstance(read, dict) or any(type(value) not in (int, float) for value in read.values()):
+        return False
+    return all(0 <= read.get(name, -1) < _LARGEST for name in ("step", "seconds"))
+
+
+def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
+    """The metrics until a step, with lines of it that were made and perhaps not written."""
+    lines = [line for line in lines_of(metrics) if line["step"] <= step]
+    known = {(line["step"], "loss" in line) for line in lines}
+    lines += [line for line in records if (line["step"], "loss" in line) not in known]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
