@@ -23,6 +23,9 @@ VERSION: Final = 4
 INDEX = "checkpoint.json"
 """Written last into the draft of a checkpoint."""
 
+CHECKPOINT = "checkpoint"
+"""In the folder of a run: the folder of its checkpoints."""
+
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _DRAFT = re.compile(r"\.step-\d{1,18}\.([0-9a-f]+\.)?(draft|old)")
 _ASIDE = re.compile(r"\.step-(\d{1,18})\.old")

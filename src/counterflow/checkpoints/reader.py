@@ -20,11 +20,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
 from . import files
-from .index import INDEX, Index, complete
+from .index import CHECKPOINT, INDEX, Index, complete
 from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, kept_of, load, name_in_file, wanted
-
-CHECKPOINTS = "checkpoint"
-"""In the folder of a run: the folder of its checkpoints."""
 
 
 def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
@@ -83,7 +80,7 @@ class Checkpoint:
         else:
             folder = found_in(path) or path
             if not (folder / INDEX).exists():
-                old = next((p for p in (path / INDEX, path / CHECKPOINTS / INDEX) if p.is_file()), None)
+                old = next((p for p in (path / INDEX, path / CHECKPOINT / INDEX) if p.is_file()), None)
                 if old is not None:
                     Index.load(old, place)  # tells the version
                 raise ConfigError(
@@ -264,5 +261,5 @@ def found_in(path: Path) -> Path | None:
     """The last complete checkpoint in the folder of a run or of checkpoints; or the folder, if it is one."""
     if (path / INDEX).is_file() and (path / INDEX).parent.name.startswith("step-"):
         return path
-    every = complete(path / CHECKPOINTS) or complete(path)
+    every = complete(path / CHECKPOINT) or complete(path)
     return every[-1] if every else None

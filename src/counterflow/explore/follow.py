@@ -16,10 +16,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from counterflow.checkpoints.index import CHECKPOINT
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.ir import Schedule
 from counterflow.training.folder import (
-    CHECKPOINT,
     CONFIG,
     EVENTS,
     LIVE,

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from counterflow.checkpoints.index import complete
+from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.drawing.page import page_data
 from counterflow.drawing.units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import CounterflowError
 from counterflow.training.config import RunConfig
-from counterflow.training.folder import CHECKPOINT, CONFIG, EVENTS, METRICS, SUMMARY
+from counterflow.training.folder import CONFIG, EVENTS, METRICS, SUMMARY
 from counterflow.training.load import load_config
 from counterflow.training.supervision import events
 from counterflow.training.supervision.lock import LOCK

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from counterflow import toml
-from counterflow.checkpoints.index import complete
+from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
@@ -42,7 +42,6 @@ LIVE = "live.json"
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
 EVENTS = "events.jsonl"
-CHECKPOINT = "checkpoint"
 
 FILES = {
     SUMMARY: "figures of the run",
@@ -198,18 +197,16 @@ class RunFolder:
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
-            if name in (CHECKPOINT, *_EXPORTS, TENSORBOARD):
-                shutil.rmtree(self.path / name, ignore_errors=True)
-            else:
-                (self.path / name).unlink(missing_ok=True)
-                for draft in self.path.glob(f".{name}.*"):  # of a worker that was killed meanwhile
-                    draft.unlink(missing_ok=True)
+            drafts = self.path.glob(f".{name}.*")  # of a worker that was killed meanwhile
+            for found in (self.path / name, *drafts):
+                if found.is_dir():
+                    shutil.rmtree(found, ignore_errors=True)
+                else:
+                    found.unlink(missing_ok=True)
         self.fence.end()
         self.close()
-        try:
+        with contextlib.suppress(OSError):  # the user's own files are in it
             self.path.rmdir()
-        except OSError:  # the user's own files are in it
-            return
 
     # -- writing
 

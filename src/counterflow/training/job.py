@@ -49,7 +49,6 @@ class Job:
         cuts: the layers with which stages 1, 2, ... begin.
         start: what it goes on from; None: from fresh weights.
         about: all this in words and numbers.
-        reached: updates that were made before, where that is no checkpoint's.
     """
 
     config: RunConfig
@@ -59,14 +58,11 @@ class Job:
     cuts: tuple[int, ...]
     start: Checkpoint | None
     about: About
-    reached: int | None = None
 
     @property
     def first_step(self) -> int:
         """Updates that were made before."""
-        if self.reached is not None:
-            return self.reached
-        return self.start.step if self.start else 0
+        return self.about.first_step
 
     def least_bytes(self) -> tuple[int, ...]:
         """By worker the bytes of its weights in all versions, gradients and optimiser state.
@@ -90,8 +86,7 @@ class Job:
 
     def going_on(self, step: int) -> Job:
         """The same from a step on that the workers have in memory, and from no checkpoint."""
-        about = dataclasses.replace(self.about, first_step=step)
-        return dataclasses.replace(self, start=None, reached=step, about=about)
+        return dataclasses.replace(self, start=None, about=dataclasses.replace(self.about, first_step=step))
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimiser of some parameters; norms and biases do not decay."""
@@ -162,10 +157,16 @@ def prepare(
         begun = found(config, start, again=again)
     if begun is not None:
         check(begun, made.model, made.list_layers, config)
-    cuts = tuple(_cuts(config, schedule, made, layers) if cuts is None else cuts)
+    cuts = config.pipeline.cuts if cuts is None else cuts
+    if cuts is None:
+        samples = max(1, config.train.samples // schedule.micro_batches)
+        cuts = balance(operations(made, layers, samples), schedule.stages)
+    cuts = tuple(cuts)
     stages = stage_layers(cuts, len(layers))
+    section, blocks = config.model, config.model.layers
     about = About(
-        model=_in_words(config),
+        model=f"{section.source.name(config)}, {blocks} block{'' if blocks == 1 else 's'}, hidden "
+        f"{section.hidden}, heads {section.heads}, positions {section.positions}",
         parameters=parameter_count(layers),
         text=made.text,
         text_bytes=made.text_bytes,
@@ -209,13 +210,6 @@ def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _cuts(config: RunConfig, schedule: Schedule, made: Made, layers: Sequence[nn.Module]) -> Sequence[int]:
-    if config.pipeline.cuts is not None:
-        return config.pipeline.cuts
-    samples = max(1, config.train.samples // schedule.micro_batches)
-    return balance(operations(made, layers, samples), schedule.stages)
-
-
 def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[float]:
     """Floating-point operations of each layer's forward for so many samples, estimated."""
     inputs, _ = made.batches.batch(0, samples)
@@ -223,10 +217,3 @@ def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[fl
         return estimated_costs(layers, inputs)
     # What layers take by names they may not take on the meta device: counted by their weights.
     return [cost * samples * made.batches.positions for cost in estimated_costs(layers)]
-
-
-def _in_words(config: RunConfig) -> str:
-    section = config.model
-    blocks = f"{section.layers} block{'' if section.layers == 1 else 's'}"
-    shape = f"{blocks}, hidden {section.hidden}, heads {section.heads}, positions {section.positions}"
-    return f"{section.source.name(config)}, {shape}"

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from counterflow.checkpoints.memory import Found, Memory
+from counterflow.checkpoints.index import CHECKPOINT
+from counterflow.checkpoints.memory import Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.measure.machine import forget_peak_bytes
@@ -27,12 +28,12 @@ from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 
 from .config import RunConfig
-from .folder import CHECKPOINT, RunFolder
+from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
 from .recorder import Recorder, Watch
 from .report import Summary
-from .resuming import HISTORY, read
+from .resuming import read
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .supervision.copy_turns import CopyTurns
@@ -135,7 +136,12 @@ class Trainer:
             execution=config.pipeline,
             count_memory_steps=job.first_step + COUNTED_STEPS,
         )
-        self._go_on(kept)
+        if config.train.ema_decay is not None:
+            self.pipeline.ema(config.train.ema_decay)
+        if kept is not None and self.memory is not None:
+            self.memory.restore(kept, self.pipeline)
+        elif job.start is not None:
+            read(job.start, self.pipeline, auto=config.train.resume == AUTO)
         self.recorder = Recorder(job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None)
         self.recorder.begin(kept, attempt)
         self.saver = Saver(
@@ -209,16 +215,6 @@ class Trainer:
             seconds=seconds,
             validation_loss=self.validation[1],
         )
-
-    def _go_on(self, kept: Found | None) -> None:
-        """Put the pipeline where the run was, in memory or in a checkpoint, with its average of weights."""
-        job, train = self.job, self.config.train
-        if train.ema_decay is not None:
-            self.pipeline.ema(train.ema_decay)
-        if kept is not None and self.memory is not None:
-            self.memory.restore(kept, self.pipeline)
-        elif job.start is not None:
-            read(job.start, self.pipeline, auto=train.resume == AUTO)
 
     def _export(self) -> None:
         """Write what the model's source has at the end beside the checkpoints."""
@@ -388,7 +384,7 @@ class Trainer:
         }
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss
-        extras = {HISTORY: self.folder.history_until_now()} if self.folder is not None else {}
+        extras = {METRICS: self.folder.history_until_now()} if self.folder is not None else {}
         self.saver.start(about, extras, beside=True)
         self.saved = self.pipeline.steps
 

@@ -105,7 +105,7 @@ def measure(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
         optimizer_states=round(by_size[-1].update.states, 3),
-        input_bytes=float(sum(t.nbytes for t in _tensors(inputs))),
+        input_bytes=float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))),
         train=config.model.given(),
         source="counterflow profile",
         config=kept_of(config),
@@ -160,7 +160,3 @@ def profile_of(
             "norm_peak_bytes": "measured, like all peaks: what torch's allocator gave",
         },
     )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from counterflow import toml
-from counterflow.checkpoints.index import complete, put_aside
-from counterflow.checkpoints.reader import CHECKPOINTS, Checkpoint, DamagedError
+from counterflow.checkpoints.index import CHECKPOINT, complete, put_aside
+from counterflow.checkpoints.reader import Checkpoint, DamagedError
 from counterflow.checkpoints.state import MODEL
 from counterflow.errors import ConfigError
 from counterflow.runtime.parameters.unlisted import unlisted_names
@@ -21,14 +21,12 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
 
 from .config import RunConfig, by_key
+from .folder import METRICS
 from .sections.keys import AUTO
 
 _LOG = logging.getLogger(__name__)
 
 _AUTO = 'train.resume = "auto"'
-
-HISTORY = "metrics.jsonl"
-"""In a checkpoint: the metrics until then."""
 
 _OWN = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
 """Keys of a run that do not change what it trains."""
@@ -58,7 +56,7 @@ def found(config: RunConfig, start: Path | None = None, *, again: bool = False) 
 def _last(run: Path, below: int | None = None) -> Checkpoint | None:
     """The last checkpoint of a run whose files are all there, of fewer steps; None: it wrote none."""
     problem: DamagedError | None = None
-    for folder in reversed(complete(run / CHECKPOINTS)):
+    for folder in reversed(complete(run / CHECKPOINT)):
         try:
             last = Checkpoint.load(folder, _AUTO)
             if below is None or last.step < below:
@@ -156,9 +154,9 @@ def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
 
 
 def history(start: Checkpoint | None) -> bytes:
-    """The metrics until a checkpoint; none of one that was not written by a run.
+    """The metrics until a checkpoint, which it has; none of one that was not written by a run.
 
     Raises:
         ConfigError: they are damaged.
     """
-    return b"" if start is None or HISTORY not in start.index.files else start.file(HISTORY)
+    return b"" if start is None or METRICS not in start.index.files else start.file(METRICS)

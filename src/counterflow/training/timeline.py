@@ -220,7 +220,9 @@ class Timeline:
         }
         ops = {"measured": self.spans} | ({} if self.ongoing else {"predicted": self.predicted().timeline})
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        lines += [_rows(name, spans) for name, spans in ops.items()]
+        for name, spans in ops.items():  # to the nanosecond: more digits say nothing
+            rows = ([s.worker, str(s.op), round(s.start, 9), round(s.end, 9)] for s in spans)
+            lines.append(f"  {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, rows)) + "\n  ]")
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
@@ -362,18 +364,3 @@ def _chart(result: Simulation, how: str, peak: float, memory: bool) -> Chart:
         heading=f"{how}: {chart.heading}",
         summary=f"makespan {span}, bubble ratio {bubbles} %, saved for backward {bytes_text(peak)}",
     )
-
-
-def _rows(key: str, spans: Sequence[Span]) -> str:
-    """Ops with their times, a line each, as a value of JSON with its key."""
-    lines = [[s.worker, str(s.op), _rounded(s.start), _rounded(s.end)] for s in spans]
-    return f"  {json.dumps(key)}: [\n" + ",\n".join(f"    {json.dumps(line)}" for line in lines) + "\n  ]"
-
-
-def _rounded(seconds: float) -> float:
-    """To the nanosecond: more digits say nothing.
-
-    >>> _rounded(0.1 + 0.2)
-    0.3
-    """
-    return round(seconds, 9)

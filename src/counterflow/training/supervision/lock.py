@@ -35,7 +35,7 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         self._handle: int | None = None
-        while self._handle is None:
+        while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,18 +50,15 @@ class Lock:
                 _LOG.warning(
                     "%s cannot be locked (%s): let no other run write there", folder, error.strerror or error
                 )
-            if self._is_mine(handle):
-                self._handle = handle
-            else:  # whoever held it took its file away
-                os.close(handle)
+            try:
+                if os.path.samestat(self._path.stat(), os.fstat(handle)):
+                    self._handle = handle
+                    break
+            except FileNotFoundError:
+                pass
+            os.close(handle)  # whoever held it took its file away
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
-
-    def _is_mine(self, handle: int) -> bool:
-        try:
-            return os.path.samestat(self._path.stat(), os.fstat(handle))
-        except FileNotFoundError:
-            return False
 
     def release(self) -> None:
         """Let others write there, and take the file away."""
