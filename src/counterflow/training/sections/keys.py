@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from counterflow.execution import phrase, said
+from counterflow.execution import option, phrase, said
 
 AUTO = "auto"
 """``train.resume``: go on in the run's own folder, wherever it got to. ``pipeline.transport``: what fits."""
@@ -20,11 +20,6 @@ MANY = 1_000_000_000
 
 PATH = "a path, in quotes"
 SHARE = "a number from 0 to less than 1"
-
-
-def key(default: Any, about: str, legal: str, **limits: Any) -> Any:
-    """A key: its default, what it means, and what it may be in the words of an error."""
-    return Field(default, description=about, json_schema_extra={"legal": legal}, **limits)
 
 
 def as_path(value: object) -> Path:
@@ -43,9 +38,9 @@ def as_path(value: object) -> Path:
 PathKey = Annotated[Path, BeforeValidator(as_path)]
 
 
-def count(default: int | None, about: str, most: int, *, least: int = 1) -> Any:
+def count(default: int | None, most: int, *, least: int = 1) -> Any:
     """A key that is a whole number, with the most that can be meant: more is refused before it is built."""
-    return key(default, about, f"a whole number, {least} to {most:,}", ge=least, le=most)
+    return option(default, f"a whole number, {least} to {most:,}", ge=least, le=most)
 
 
 class Key(NamedTuple):
@@ -58,7 +53,9 @@ class Key(NamedTuple):
 class Section(BaseModel):
     """One table of the config file. Keys are checked strictly: ``"4"`` is no number, 1 is not true."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @classmethod
     def keys_known(cls) -> dict[str, Key]:

@@ -9,45 +9,49 @@ from pydantic import Strict, model_validator
 from counterflow import toml
 from counterflow.data.text import BYTE_VALUES
 from counterflow.errors import ConfigError
+from counterflow.execution import option
 from counterflow.models.shapes import EXAMPLE
 
 from .. import registry
 from ..source import ModelSource
-from .keys import PATH, SHARE, PathKey, Section, count, key
+from .keys import PATH, SHARE, PathKey, Section, count
 
 
 class ModelSection(Section):
     """What is trained. A model with a name has a shape, which may be changed key by key."""
 
-    kind: str = key(
-        "gpt",
-        "architecture, or the name of a model",
-        f"{', '.join(registry.kinds())}, or one of {', '.join(registry.named())}",
-    )
-    path: str | None = key(
-        None,
-        "huggingface: a folder with a model and its tokenizer, or its name on the hub",
-        "a text, in quotes",
-    )
-    fresh: bool | None = key(
-        None,
-        "huggingface: whether weights are made anew by the model's rules; read from the folder if not",
-        "true or false",
-    )
-    dtype: Literal["float32", "bfloat16"] | None = key(
-        None,
-        "huggingface: what weights are trained in, however they are stored; float32 where not given",
-        "float32 or bfloat16, in quotes",
-    )
-    layers: int = count(EXAMPLE.layers, "transformer blocks, without embedding and head", 10_000)
-    hidden: int = count(EXAMPLE.hidden, "width of the hidden states", 1_000_000)
-    heads: int = count(EXAMPLE.heads, "attention heads; a divisor of hidden", 1_000_000)
-    positions: int = count(EXAMPLE.positions, "tokens of a sample", 10_000_000)
-    vocabulary: int = count(
-        BYTE_VALUES, "number of different tokens; as many as the data has where not given", 100_000_000
-    )
-    dropout: float = key(EXAMPLE.dropout, "share of activations set to zero in training", SHARE, ge=0, lt=1)
-    tied: bool = key(False, "whether the head uses the embedding's weights", "true or false")
+    kind: str = option("gpt", f"{', '.join(registry.kinds())}, or one of {', '.join(registry.named())}")
+    """Architecture, or the name of a model."""
+
+    path: str | None = option(None, "a text, in quotes")
+    """huggingface: a folder with a model and its tokenizer, or its name on the hub"""
+
+    fresh: bool | None = option(None, "true or false")
+    """huggingface: whether weights are made anew by the model's rules; read from the folder if not"""
+
+    dtype: Literal["float32", "bfloat16"] | None = option(None, "float32 or bfloat16, in quotes")
+    """huggingface: what weights are trained in, however they are stored; float32 where not given"""
+
+    layers: int = count(EXAMPLE.layers, 10_000)
+    """Transformer blocks, without embedding and head."""
+
+    hidden: int = count(EXAMPLE.hidden, 1_000_000)
+    """Width of the hidden states."""
+
+    heads: int = count(EXAMPLE.heads, 1_000_000)
+    """Attention heads; a divisor of hidden."""
+
+    positions: int = count(EXAMPLE.positions, 10_000_000)
+    """Tokens of a sample."""
+
+    vocabulary: int = count(BYTE_VALUES, 100_000_000)
+    """Number of different tokens; as many as the data has where not given."""
+
+    dropout: float = option(EXAMPLE.dropout, SHARE, ge=0, lt=1)
+    """Share of activations set to zero in training."""
+
+    tied: bool = option(False, "true or false")
+    """Whether the head uses the embedding's weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,40 +92,35 @@ class ModelSection(Section):
 class DataSection(Section):
     """What it is trained on."""
 
-    path: PathKey | None = key(
-        None, "a text file, or a folder of them; the text that ships with Python where not given", PATH
-    )
-    field: str | None = key(
-        None,
-        'huggingface: of a line of a JSONL file, which has its text; "text" where not given',
-        "a text, in quotes",
-    )
-    label: str | None = key(
-        None,
-        'huggingface: of a row, which has the class of its text; "label" where not given',
-        "a text, in quotes",
-    )
-    samples: Literal["packed", "padded"] | None = key(
-        None,
-        "huggingface: whether a sample is full, of texts one after another, or one text and padding; "
-        "packed where not given, but padded for classifiers",
-        "packed or padded, in quotes",
-    )
+    path: PathKey | None = option(None, PATH)
+    """A text file, or a folder of them; the text that ships with Python where not given."""
+
+    field: str | None = option(None, "a text, in quotes")
+    """huggingface: of a line of a JSONL file, which has its text; "text" where not given"""
+
+    label: str | None = option(None, "a text, in quotes")
+    """huggingface: of a row, which has the class of its text; "label" where not given"""
+
+    samples: Literal["packed", "padded"] | None = option(None, "packed or padded, in quotes")
+    """huggingface: whether a sample is full, of texts one after another, or one text and padding; packed
+    where not given, but padded for classifiers
+    """
 
 
 class LoraSection(Section):
     """Adapters of peft in place of the model's own weights; only with a rank."""
 
-    rank: int | None = count(None, "of the adapters; the model itself is trained where not given", 1_000_000)
-    alpha: float | None = key(
-        None, "adapters count alpha over rank; twice the rank where not given", "a number, more than 0", gt=0
-    )
-    dropout: float | None = key(None, "share of what goes into adapters that is dropped", SHARE, ge=0, lt=1)
-    targets: Annotated[tuple[str, ...], Strict(False)] | None = key(
-        None,
-        "the modules that get one; those that peft knows for the model where not given",
-        "a list of names",
-    )
+    rank: int | None = count(None, 1_000_000)
+    """Of the adapters; the model itself is trained where not given."""
+
+    alpha: float | None = option(None, "a number, more than 0", gt=0)
+    """Adapters count alpha over rank; twice the rank where not given."""
+
+    dropout: float | None = option(None, SHARE, ge=0, lt=1)
+    """Share of what goes into adapters that is dropped."""
+
+    targets: Annotated[tuple[str, ...], Strict(False)] | None = option(None, "a list of names")
+    """The modules that get one; those that peft knows for the model where not given."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:

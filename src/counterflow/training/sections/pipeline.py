@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, Strict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from counterflow.execution import Configured
+from counterflow.execution import Configured, option
 from counterflow.runtime.transport.kinds import kinds
 
-from .keys import AUTO, Section, count, key
+from .keys import AUTO, Section, count
 
 
 def _as_transport(name: str) -> str:
@@ -32,18 +32,16 @@ class PipelineSection(Section, Configured):
     if not TYPE_CHECKING:
         __init__ = BaseModel.__init__  # what is wrong is told for the whole config
 
-    replicas: int = count(1, "W: copies of the whole pipeline group", 100_000)
-    transport: TransportKey = key(
-        "auto",
-        "what carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; "
-        "local: workers are threads of one process",
-        f"one of {', '.join(_TRANSPORTS)}",
-    )
-    cuts: WholeNumbers | None = key(
-        None,
-        "the layers at which a new stage begins, counted from 0; balanced where not given",
-        "a list of whole numbers",
-    )
+    replicas: int = count(1, 100_000)
+    """W: copies of the whole pipeline group"""
+
+    transport: TransportKey = option("auto", f"one of {', '.join(_TRANSPORTS)}")
+    """What carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; local:
+    workers are threads of one process.
+    """
+
+    cuts: WholeNumbers | None = option(None, "a list of whole numbers")
+    """The layers at which a new stage begins, counted from 0; balanced where not given."""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic_core import InitErrorDetails
 
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.execution import option
 from counterflow.program.check import check
 from counterflow.reading import read_text
 from counterflow.schedule import registry
@@ -18,7 +19,7 @@ from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import DEPTH, Option, OptionType
 
-from .keys import PATH, Key, PathKey, Section, key
+from .keys import PATH, Key, PathKey, Section
 
 SCHEME = "chimera"
 """The scheme of the built-in example, and of any config that names none."""
@@ -35,8 +36,12 @@ class ScheduleSection(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    scheme: str | None = key(None, f"name of the scheme; {SCHEME} where not given", "a name, in quotes")
-    file: PathKey | None = key(None, "a schedule file, in place of a scheme", PATH)
+    scheme: str | None = option(
+        None, "a name, in quotes", description=f"name of the scheme; {SCHEME} where not given"
+    )
+
+    file: PathKey | None = option(None, PATH)
+    """A schedule file, in place of a scheme."""
 
     @classmethod
     def keys_known(cls) -> dict[str, Key]:

@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from counterflow import toml
 from counterflow.errors import ConfigError
+from counterflow.execution import option
 
 from .. import registry
-from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, as_path, count, key
+from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, as_path, count
 
 MOST_TOKENS = 2**27
 """Of the mini-batch of a replica: a gigabyte; the largest models are trained on some 2²⁴ in all."""
@@ -31,33 +32,30 @@ Betas = Annotated[
 class OptimizerSection(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "adam", "sgd"] = key(
-        "adamw", "which optimiser of torch", "one of adamw, adam, sgd"
-    )
-    learning_rate: float | None = key(
+    name: Literal["adamw", "adam", "sgd"] = option("adamw", "one of adamw, adam, sgd")
+    """Which optimiser of torch."""
+
+    learning_rate: float | None = option(
         None,
-        f"largest learning rate; {', '.join(source.usual_rate for source in registry.sources())}",
         "a finite number, more than 0",
         gt=0,
+        description=f"largest learning rate; {', '.join(source.usual_rate for source in registry.sources())}",
     )
-    weight_decay: float = key(
-        0.01, "decay of weights; norms and biases have none", "a finite number, 0 or more", ge=0
-    )
-    betas: Betas = key(
-        (0.9, 0.99), "adam, adamw: decay of both averages", "a list of 2 numbers, each from 0 to less than 1"
-    )
-    momentum: float = key(0.0, "sgd: momentum", SHARE, ge=0, lt=1)
-    warmup_steps: int | None = count(
-        None,
-        "steps in which the learning rate rises to its largest; a quarter of all where not given",
-        MANY,
-        least=0,
-    )
-    schedule: Literal["constant", "cosine", "linear"] = key(
-        "cosine",
-        "how the learning rate goes on, down to 0 but for constant",
-        "one of constant, cosine, linear",
-    )
+
+    weight_decay: float = option(0.01, "a finite number, 0 or more", ge=0)
+    """Decay of weights; norms and biases have none."""
+
+    betas: Betas = option((0.9, 0.99), "a list of 2 numbers, each from 0 to less than 1")
+    """adam, adamw: decay of both averages"""
+
+    momentum: float = option(0.0, SHARE, ge=0, lt=1)
+    """sgd: momentum"""
+
+    warmup_steps: int | None = count(None, MANY, least=0)
+    """Steps in which the learning rate rises to its largest; a quarter of all where not given."""
+
+    schedule: Literal["constant", "cosine", "linear"] = option("cosine", "one of constant, cosine, linear")
+    """How the learning rate goes on, down to 0 but for constant."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
@@ -75,82 +73,91 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     """For how long, and what is kept."""
 
-    steps: int = count(400, "mini-batches to train on, one update each", MANY)
-    samples: int = count(64, "samples of a mini-batch for each replica", MOST_TOKENS)
-    seed: int = key(
-        0, "of the weights, the data and dropout", "a whole number, 0 to 4294967295", ge=0, lt=2**32
+    steps: int = count(400, MANY)
+    """Mini-batches to train on, one update each."""
+
+    samples: int = count(64, MOST_TOKENS)
+    """Samples of a mini-batch for each replica."""
+
+    seed: int = option(0, "a whole number, 0 to 4294967295", ge=0, lt=2**32)
+    """Of the weights, the data and dropout."""
+
+    evaluate_every: int = count(50, MANY, least=0)
+    """Steps between validation losses; 0: at the end only."""
+
+    checkpoint_every: int = count(50, MANY, least=0)
+    """Steps between checkpoints; 0: at the end only."""
+
+    memory_every: int | None = count(None, MANY, least=0)
+    """Steps between copies of the weights in the machines' memory, for restarts; 0: never; where not given,
+    as often as takes 5 % of the time at most, if restarts are allowed.
+    """
+
+    fewer_after: float | None = option(None, "a number of seconds, 0 or more, at most 1000000", ge=0, le=1e6)
+    """restarts: go on with fewer workers, as the planner chooses, when one does not come back within this
+    many seconds; where not given all are waited for
+    """
+
+    ema_decay: float | None = option(None, SHARE, ge=0, lt=1)
+    """Keep an exponential moving average of the weights, which keeps this share of itself at an update; where
+    not given there is none.
+    """
+
+    keep_last: int = count(2, MANY)
+    """Checkpoints that are kept, the last ones."""
+
+    keep_best: bool = option(True, "true or false")
+    """Whether the checkpoint of the least validation loss is kept too."""
+
+    out: PathKey | None = option(None, PATH)
+    """Folder of the results, that all machines see; the next free runs/SCHEME-NUMBER where not given."""
+
+    resume: ResumeKey | None = option(None, 'a path, in quotes, or "auto"')
+    """A run's folder, to go on from its last checkpoint, in it where train.out is not given; auto: in
+    train.out, from its last one or from the begin; fresh weights where not given.
+    """
+
+    loggers: Annotated[tuple[Literal["tensorboard"], ...], Strict(False)] | None = option(
+        None, 'a list; known: "tensorboard"'
     )
-    evaluate_every: int = count(50, "steps between validation losses; 0: at the end only", MANY, least=0)
-    checkpoint_every: int = count(50, "steps between checkpoints; 0: at the end only", MANY, least=0)
-    memory_every: int | None = count(
-        None,
-        "steps between copies of the weights in the machines' memory, for restarts; 0: never; where not "
-        "given, as often as takes 5 % of the time at most, if restarts are allowed",
-        MANY,
-        least=0,
-    )
-    fewer_after: float | None = key(
-        None,
-        "restarts: go on with fewer workers, as the planner chooses, when one does not come back within "
-        "this many seconds; where not given all are waited for",
-        "a number of seconds, 0 or more, at most 1000000",
-        ge=0,
-        le=1e6,
-    )
-    ema_decay: float | None = key(
-        None,
-        "keep an exponential moving average of the weights, which keeps this share of itself at an update; "
-        "where not given there is none",
-        SHARE,
-        ge=0,
-        lt=1,
-    )
-    keep_last: int = count(2, "checkpoints that are kept, the last ones", MANY)
-    keep_best: bool = key(
-        True, "whether the checkpoint of the least validation loss is kept too", "true or false"
-    )
-    out: PathKey | None = key(
-        None,
-        "folder of the results, that all machines see; the next free runs/SCHEME-NUMBER where not given",
-        PATH,
-    )
-    resume: ResumeKey | None = key(
-        None,
-        "a run's folder, to go on from its last checkpoint, in it where train.out is not given; "
-        "auto: in train.out, from its last one or from the begin; fresh weights where not given",
-        'a path, in quotes, or "auto"',
-    )
-    loggers: Annotated[tuple[Literal["tensorboard"], ...], Strict(False)] | None = key(
-        None,
-        "what else writes the metrics, into a folder of its name in the run's; needs its extra",
-        'a list; known: "tensorboard"',
-    )
-    threads: int | None = count(
-        None, "threads a worker computes with; the cores shared out where not given", 1_024
-    )
+    """What else writes the metrics, into a folder of its name in the run's; needs its extra."""
+
+    threads: int | None = count(None, 1_024)
+    """Threads a worker computes with; the cores shared out where not given."""
 
 
 class PlanSection(Section):
     """What ``counterflow plan`` expects of the run, told in its summary; but ``devices`` decides."""
 
-    cluster: str | None = key(None, "the devices it was planned for", "a text, in quotes")
-    profile: str | None = key(None, "what layers cost there", "a text, in quotes")
-    mini_batch: int | None = count(None, "samples of an update, of all replicas", MANY)
-    micro_batch: int | None = count(None, "samples of a micro-batch", MANY)
-    arrangement: str | None = key(
-        None, "which workers share a node: pipeline-inside, replicas-inside or copies-inside", "a text"
-    )
-    devices: WholeNumbers | None = key(
-        None,
-        "the device, or rank, counted from 0 node by node, of each worker of replica 0, of replica 1, …",
-        "a list of whole numbers",
-    )
-    step_seconds: float | None = key(None, "one update", "a number", ge=0)
-    samples_per_second: float | None = key(None, "throughput of all replicas", "a number", ge=0)
-    bubble_ratio: float | None = key(None, "share of a step in which a worker is idle", "a number", ge=0)
-    peak_bytes: Annotated[tuple[float, ...], Strict(False)] | None = key(
-        None, "memory of each worker, without the cluster's reserve", "a list of numbers"
-    )
+    cluster: str | None = option(None, "a text, in quotes")
+    """The devices it was planned for."""
+
+    profile: str | None = option(None, "a text, in quotes")
+    """What layers cost there."""
+
+    mini_batch: int | None = count(None, MANY)
+    """Samples of an update, of all replicas."""
+
+    micro_batch: int | None = count(None, MANY)
+    """Samples of a micro-batch."""
+
+    arrangement: str | None = option(None, "a text")
+    """Which workers share a node: pipeline-inside, replicas-inside or copies-inside."""
+
+    devices: WholeNumbers | None = option(None, "a list of whole numbers")
+    """The device, or rank, counted from 0 node by node, of each worker of replica 0, of replica 1, …."""
+
+    step_seconds: float | None = option(None, "a number", ge=0)
+    """One update."""
+
+    samples_per_second: float | None = option(None, "a number", ge=0)
+    """Throughput of all replicas."""
+
+    bubble_ratio: float | None = option(None, "a number", ge=0)
+    """Share of a step in which a worker is idle."""
+
+    peak_bytes: Annotated[tuple[float, ...], Strict(False)] | None = option(None, "a list of numbers")
+    """Memory of each worker, without the cluster's reserve."""
 
     @model_validator(mode="after")
     def _check(self) -> PlanSection:
