@@ -233,7 +233,8 @@ class Saver:
             try:
                 self._found = work()
             except OSError as error:
-                self._found = _told(error)
+                where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+                self._found = f"{where}{error.strerror or error}"
             except CounterflowError as error:
                 self._found = str(error)
             except BaseException as error:
@@ -335,8 +336,3 @@ def _packed(objects: Mapping[str, Any]) -> bytes:
                 ) from None
         raise
     return data
-
-
-def _told(error: OSError) -> str:
-    where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
-    return f"{where}{error.strerror or error}"

@@ -46,16 +46,14 @@ class RunConfig(Section):
     kind = "gpt"  # architecture, or the name of a model
     """
 
-    model: ModelSection = Field(default_factory=ModelSection, description="what is trained")
-    data: DataSection = Field(default_factory=DataSection, description="what it is trained on")
-    lora: LoraSection = Field(default_factory=LoraSection, description="adapters in place of its weights")
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection, description="in which order")
-    pipeline: PipelineSection = Field(default_factory=PipelineSection, description="how it is executed")
-    optimizer: OptimizerSection = Field(
-        default_factory=OptimizerSection, description="how weights are updated"
-    )
-    train: TrainSection = Field(default_factory=TrainSection, description="for how long")
-    plan: PlanSection = Field(default_factory=PlanSection, description="what was expected of it")
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    plan: PlanSection = Field(default_factory=PlanSection)
 
     @model_validator(mode="after")
     def _fill(self) -> RunConfig:

@@ -10,7 +10,7 @@ one part in a hundred of the time, whatever a timeline takes to be gathered and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, Schedule
@@ -76,7 +76,7 @@ class Live:
             done: steps of the run.
         """
         if self._schedule.synchronous:
-            self._show(lambda rows: rows)
+            self._show()
         elif not self._timed_until and self._in_a_row > self._pipeline.warm_up_steps:
             self._timed_until = done + _SETTLING + STEPS
             self._pipeline.whole_timeline = True
@@ -84,26 +84,25 @@ class Live:
     def show_if_timed(self, done: int) -> None:
         """Write what was timed, if this was the last step of it; all workers call it."""
         if done == self._timed_until:
-            self._show(self._last_steps)
+            # What was timed begins before what is shown.
+            self._show([STEPS * period_ops(self._schedule, w) for w in range(self._schedule.workers)])
             self._end_timing()
-
-    def _last_steps(self, rows: Rows) -> Rows:
-        """What is shown of what was timed, which begins before that."""
-        counts = [STEPS * period_ops(self._schedule, worker) for worker in range(len(rows))]
-        return [row[-count:] for row, count in zip(rows, counts, strict=True)]
 
     def _end_timing(self) -> None:
         self._timed_until = 0
         self._pipeline.whole_timeline = False
 
-    def _show(self, chosen: Callable[[Rows], Rows]) -> None:
+    def _show(self, counts: Sequence[int] = ()) -> None:
+        """Write the ops that were timed, or by worker the last ones, so many."""
         began = time.perf_counter()
         pipeline = self._pipeline
         rows = pipeline.timeline()
         found = pipeline.transport.gather([float(pipeline.peak_saved_bytes)])
         if self._folder is not None:
             saved = tuple(int(found[rank][0]) for rank in pipeline.ranks[0])
-            about = self._schedule, self._costs, pipeline.steps, spans_of(chosen(rows)), saved
+            if counts:
+                rows = [row[-count:] for row, count in zip(rows, counts, strict=True)]
+            about = self._schedule, self._costs, pipeline.steps, spans_of(rows), saved
             self._folder.put_live(Timeline(*about, ongoing=not self._schedule.synchronous))
         now = time.perf_counter()
         self._due = now + max(EVERY_SECONDS, (now - began) / _SHARE)

@@ -158,8 +158,6 @@ class Trainer:
         self.stopped = False
         """Whether all agreed to end the run early."""
         self.next_look = job.first_step
-        self.made = job.first_step
-        """Updates of the run; there are more in the end, where ops are timed."""
         self.turns = CopyTurns(config.train.memory_every, job.first_step)
         """When state is copied to memory."""
         if kept is not None and self.memory is not None:  # also where a machine is new
@@ -193,7 +191,7 @@ class Trainer:
             if self.stopped:
                 break
         self._flush()
-        self.made = self.pipeline.steps
+        made = self.pipeline.steps  # there are more in the end, where ops are timed
         if self.stopped:  # whoever asked for it may not wait for more
             self.save_now()
         if not self.recorder.samples and self.job.schedule.synchronous:  # stopped so early
@@ -207,10 +205,10 @@ class Trainer:
             self.fence.check()
             self.memory.forget()
         if not self.job.schedule.synchronous:
-            self._time_together()
+            self._time_together(made)
         return self.recorder.finish(
             costs,
-            made=self.made,
+            made=made,
             stopped=self.stopped,
             seconds=seconds,
             validation_loss=self.validation[1],
@@ -264,13 +262,13 @@ class Trainer:
         fair = range(min(max(first, self.pipeline.counted_steps), steps - 1), steps)
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
-    def _time_together(self) -> None:
+    def _time_together(self, made: int) -> None:
         """Asynchronous: time some more steps, from an empty pipeline to an empty one, once all is kept.
 
         In the run they would empty the pipeline where one that goes on from a checkpoint would not.
         """
         self.pipeline.whole_timeline = True
-        for number in range(self.made, self.made + self.job.schedule.periods):
+        for number in range(made, made + self.job.schedule.periods):
             step = self._made(number)
         self.pipeline.flush()
         self.recorder.sample(step)

@@ -106,7 +106,14 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
     job = prepare(config, ())
     pipeline, train = config.pipeline, config.train
     on_gpu = job.config.pipeline.transport == "nccl"
-    model, profile = _model(job), _profile(job)
+    optimizer, profile = config.optimizer, _profile(job)
+    model = Model(
+        name=job.about.model,
+        layers=tuple(kinds_of(job.layers)),
+        optimizer_states=_STATES[optimizer.name] if optimizer.name != "sgd" or optimizer.momentum else 0.0,
+        train=config.model.given(),
+        config=kept_of(job.config),
+    )
     link = Link(_MESSAGE_SECONDS, 1 / _BYTES_A_SECOND)
     cluster = Cluster(
         name="those that are left",
@@ -159,17 +166,6 @@ def leave_out(worker: int | None, left: int) -> None:
     if torch.cuda.is_available():
         name = "CUDA_VISIBLE_DEVICES"
         os.environ[name] = without_device(os.environ.get(name), torch.cuda.device_count(), worker, left)
-
-
-def _model(job: Job) -> Model:
-    section = job.config.optimizer
-    return Model(
-        name=job.about.model,
-        layers=tuple(kinds_of(job.layers)),
-        optimizer_states=_STATES[section.name] if section.name != "sgd" or section.momentum else 0.0,
-        train=job.config.model.given(),
-        config=kept_of(job.config),
-    )
 
 
 def _profile(job: Job) -> Profile:

@@ -42,19 +42,13 @@ class Restarts:
         tried once more: the same in the same step is no accident.
         """
         failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
-        if len(failures) > 1 and _same(*failures[-2:]):
+        own = [failure for failure in failures[-2:] if not failure["lost"]]
+        if len(own) > 1 and len({(failure["step"], _words(failure["message"])) for failure in own}) == 1:
             return f"step {failures[-1]['step']} failed twice in the same way, so that it is not tried again"
-        if len(failures) > self.most:
-            return f"this was failure {len(failures)}, and {self.most} restarts were allowed" * bool(
-                self.most
-            )
+        count, most = len(failures), self.most
+        if count > most:
+            return f"this was failure {count}, and {most} restarts were allowed" if most else ""
         return None
-
-
-def _same(one: Event, other: Event) -> bool:
-    if one["lost"] or other["lost"] or one["step"] != other["step"]:
-        return False
-    return _words(one["message"]) == _words(other["message"])
 
 
 def _words(message: str) -> str:
