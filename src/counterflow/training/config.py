@@ -71,7 +71,8 @@ class RunConfig(Section):
         schedule = self.build_schedule()
         if self.train.resume == AUTO and self.train.out is None:
             raise ConfigError('train.resume = "auto": goes on in the folder train.out; give it, or --out')
-        self._refuse_keys_of_other_models()
+        for name, table in (("data", self.data), ("lora", self.lora)):
+            registry.refuse_keys_of_others(self.model.kind, name, table.given())
         if problem := self.model.source.refusal(self, schedule):
             raise ConfigError(problem)
         self._refuse_fewer_layers_than_stages(schedule)
@@ -148,14 +149,6 @@ class RunConfig(Section):
                     f"{key} = {toml.dumps(value)}  # {section.about(key)}" for key, value in given.items()
                 ]
         return "\n".join(lines[1:]) + "\n"
-
-    def _refuse_keys_of_other_models(self) -> None:
-        for name, table in (("data", self.data), ("lora", self.lora)):
-            others = registry.keys_of_others(self.model.source, name)
-            for key in table.given():
-                if key in others:
-                    only = f'is for model.kind = "{others[key]}"'
-                    raise ConfigError(f"{name}.{key}: {only}; leave it out, or set model.kind so")
 
     def _refuse_fewer_layers_than_stages(self, schedule: Schedule) -> None:
         have = self.model.all_layers

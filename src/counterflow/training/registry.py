@@ -6,6 +6,7 @@ a user's is registered, in each process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -51,14 +52,25 @@ def source_of(kind: str) -> ModelSource:
     raise ConfigError(f"model.kind = {toml.shown(kind)}: unknown{hint(kind, [*kinds(), *named()])}")
 
 
-def keys_of_others(source: ModelSource, table: str) -> dict[str, str]:
-    """The keys of a table that are only for models of other sources, and the kind that each is for."""
-    return {
-        key: other.kinds[0]
-        for other in _SOURCES
-        for key in other.own_keys.get(table, ())
-        if key not in source.own_keys.get(table, ())
-    }
+def refuse_keys_of_others(kind: str, table: str, given: Iterable[str]) -> None:
+    """Refuse keys of a table that only models of other sources have.
+
+    Args:
+        kind: of the model.
+        table: the name of the table.
+        given: its keys.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    own = source_of(kind).own_keys.get(table, ())
+    theirs = {key: each.kinds[0] for each in _SOURCES for key in each.own_keys.get(table, ())}
+    for key in given:
+        if key in theirs and key not in own:
+            raise ConfigError(
+                f'{table}.{key}: is for model.kind = "{theirs[key]}", and it is {toml.shown(kind)}; '
+                f'leave it out, or set model.kind = "{theirs[key]}"'
+            )
 
 
 for _module in iter_modules(_folder.__path__):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 
 from counterflow.execution import option, phrase, said
 
@@ -36,6 +36,7 @@ def as_path(value: object) -> Path:
 
 
 PathKey = Annotated[Path, BeforeValidator(as_path)]
+WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
 
 
 def count(default: int | None, most: int, *, least: int = 1) -> Any:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Strict, model_validator
 
-from counterflow import toml
 from counterflow.data.text import BYTE_VALUES
 from counterflow.errors import ConfigError
 from counterflow.execution import option
@@ -60,14 +59,9 @@ class ModelSection(Section):
         kind = data.get("kind", "gpt") if isinstance(data, dict) else None
         if not isinstance(kind, str):
             return data
-        source = registry.source_of(kind)
-        for name, other in registry.keys_of_others(source, "model").items():
-            if data.get(name) is not None:
-                raise ConfigError(
-                    f'model.{name}: is for model.kind = "{other}", and it is {toml.shown(kind)}; '
-                    f'leave it out, or set model.kind = "{other}"'
-                )
-        return source.filled(data)
+        given = (name for name, value in data.items() if value is not None)
+        registry.refuse_keys_of_others(kind, "model", given)
+        return registry.source_of(kind).filled(data)
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Strict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from counterflow.execution import Configured, option
 from counterflow.runtime.transport.kinds import kinds
 
-from .keys import AUTO, Section, count
+from .keys import AUTO, Section, WholeNumbers, count
 
 
 def _as_transport(name: str) -> str:
@@ -21,7 +21,6 @@ def _as_transport(name: str) -> str:
 
 _TRANSPORTS = AUTO, *(kind.name for kind in kinds(trains=True))
 TransportKey = Annotated[str, AfterValidator(_as_transport)]
-WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
 
 
 class PipelineSection(Section, Configured):

@@ -12,7 +12,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import option
 
 from .. import registry
-from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, as_path, count
+from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, WholeNumbers, as_path, count
 
 MOST_TOKENS = 2**27
 """Of the mini-batch of a replica: a gigabyte; the largest models are trained on some 2²⁴ in all."""
@@ -23,7 +23,6 @@ def _as_resumed(value: object) -> Path | str:
 
 
 ResumeKey = Annotated[Path | str, BeforeValidator(_as_resumed)]
-WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
 Betas = Annotated[
     tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)
 ]
