@@ -59,7 +59,7 @@ class Calls:
         if self.shows_average:
             raise ConfigError(
                 f"{call} within averaged(), where the weights are their averages; leave it before (the state "
-                "of the average is state_dict(ema=True))"
+                "of the average is model_state_dict(ema=True))"
             )
 
     def only_updated(self, call: str) -> None:

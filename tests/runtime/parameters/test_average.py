@@ -326,7 +326,7 @@ def test_within_it_nothing_but_looking(call: str) -> None:
                 case _:
                     getattr(pipeline, call)()
 
-    with pytest.raises(ConfigError, match="within averaged"):
+    with pytest.raises(ConfigError, match=r"within averaged\(\).* is model_state_dict\(ema=True\)"):
         launch(work, workers=2, transport="local", timeout_seconds=30)
 
 
