@@ -149,15 +149,15 @@ def test_what_is_told_of_a_box() -> None:
     assert dict(chart.told(box)) | {"needs": ""} == {
         "op": "B1.2",
         "stage": "2",
-        "worker": "P1",
+        "worker": "1",
         "leg": "leg 1",
         "needs": "",
         "start": f"{box.start:g} F",
         "end": f"{box.end:g} F",
     }
     assert [text for name, text in chart.told(box) if name == "needs"] == [
-        "forward of micro-batch 1, stage 2, P1",
-        "backward of micro-batch 1, stage 3, P0",
+        "forward of micro-batch 1, stage 2, worker 1",
+        "backward of micro-batch 1, stage 3, worker 0",
     ]
 
 

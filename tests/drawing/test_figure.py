@@ -14,7 +14,9 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba_array
 from matplotlib.image import imread
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 from counterflow import ConfigError
@@ -106,10 +108,10 @@ def test_svg_tells_of_each_op_and_bubble(tmp_path: Path) -> None:
     draw(simulated("hanayo", workers=2, micro_batches=2), tmp_path / "x.svg")
     titles = [title.text or "" for title in ET.parse(tmp_path / "x.svg").iter(TITLE)]
     assert (
-        "backward of micro-batch 1\nop B1.3\nstage 3\nworker P0\nleg leg 1\n"
-        "needs forward of micro-batch 1, stage 3, P0\nstart 7 F\nend 9 F"
+        "backward of micro-batch 1\nop B1.3\nstage 3\nworker 0\nleg leg 1\n"
+        "needs forward of micro-batch 1, stage 3, worker 0\nstart 7 F\nend 9 F"
     ) in titles
-    assert "bubble: warm-up\nworker P1\nfrom 0 F to 1 F" in titles
+    assert "bubble: warm-up\nworker 1\nfrom 0 F to 1 F" in titles
 
 
 def test_same_file_each_time(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_a_chart_that_comes_from_no_simulation(tmp_path: Path) -> None:
     # One box, and no letter of what stands in it or above is taken for a formula or a tag.
     titles = [title.text or "" for title in ET.parse(tmp_path / "x.svg").iter(TITLE)]
     assert [title for title in titles if title.startswith("forward")] == [
-        "forward of micro-batch 0\nstage 0\nworker P0\nstart 0 ms\nend 250 ms"
+        "forward of micro-batch 0\nstage 0\nworker 0\nstart 0 ms\nend 250 ms"
     ]
     pixels = np.rint(imread(tmp_path / "x.png")[:, :, :3] * 255).astype(int)
     forward = palette.HUES[0].forward
@@ -210,7 +212,7 @@ def test_a_timeline_on_axes_of_ones_own() -> None:
     assert draw(result, ax=axes, title="mine") is figure
     assert axes.get_title(loc="left") == "mine"
     assert axes.get_xlim() == (0, result.makespan)
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["P0", "P1", "P2", "P3"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["0", "1", "2", "3"]
     boxes = sum(
         len(each.get_paths()) for each in axes.collections if "chart-0-bub" not in str(each.get_gid())
     )
@@ -234,6 +236,21 @@ def test_a_figure_without_a_file_in_a_width_a_font_and_grey() -> None:
     assert int(np.ptp(pixels, axis=2).max()) <= 1
     summary = next(text for text in texts if text.get_text().startswith("makespan"))
     assert summary.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_hatches_tell_the_lanes_of_a_grey_picture_apart() -> None:
+    figure = draw("interleaved", workers=2, chunks=5, micro_batches=4, grey=True)
+    assert figure is not None
+    drawn = {}
+    for artist in figure.axes[0].collections:
+        name = str(artist.get_gid()).split("-")
+        if "forward" in name or "backward" in name:
+            drawn[name[-1], name[2]] = (artist.get_hatch(), tuple(to_rgba_array(artist.get_facecolor())[0]))
+    assert len(drawn) == len(set(drawn.values())) == 10
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    explained = {patch.get_hatch() for patch in legend.findobj(Patch)}
+    assert {hatch for hatch, _ in drawn.values()} <= explained
 
 
 @pytest.mark.parametrize(

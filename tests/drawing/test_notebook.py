@@ -48,7 +48,7 @@ def test_a_wrong_schedule_shows_what_is_wrong_and_its_orders() -> None:
     html = shown(wrong)
     assert "is wrong" in html
     assert "<svg" not in html
-    assert "<td>P1</td><td>F0.1 B0.1 F1.1 B1.1</td>" in html
+    assert "<td>worker 1</td><td>F0.1 B0.1 F1.1 B1.1</td>" in html
 
 
 def test_a_large_schedule_shows_the_begin_of_its_orders() -> None:

@@ -53,7 +53,7 @@ P2 . 2 0 3 1 . a a c c b b d d . .
 P3 2 3 . 0 a a 1 b b . c c . . d d
 F  0         5         10        15
 bubbles 25 %: warm-up 3.12 %, dependency 15.6 %, drain 6.25 %
-1 forward of micro-batch 1, b its backward, . bubble
+1 forward of micro-batch 1, b its backward, . bubble, P0 worker 0
 """
     )
 
@@ -73,7 +73,8 @@ P1 1  0  a1 b1 a2 b2 .  .  .  .  .  .
                      =1========0=======
 s  0     2     4     6     8     10    12
 bubbles 50 %: drain 50 %
-1 forward of micro-batch 1, b its backward, b1 and b2 its halves, . bubble, =1= a gradient sync of stage 1
+1 forward of micro-batch 1, b its backward, b1 and b2 its halves, . bubble, =1= a gradient sync of stage 1, \
+P0 worker 0
 """
     )
 
@@ -88,7 +89,7 @@ P0 0 1 . a A 2 b B c C
 P1 . 0 a 1 b A 2 c B C
 F  0         5         10
 bubbles 10 %: warm-up 5 %, dependency 5 %
-1 forward of micro-batch 1, b its input gradient, B its weight gradients, . bubble
+1 forward of micro-batch 1, b its input gradient, B its weight gradients, . bubble, P0 worker 0
 """
     )
 
@@ -118,7 +119,7 @@ def test_two_schedules_on_one_axis_with_memory() -> None:
     costs = Costs(memory=ByteCosts(activations=2**30))
     text = shown(
         simulated("dapple", costs, stages=2, micro_batches=2),
-        width=64,
+        width=66,
         compare=simulated("gpipe", costs, stages=2, micro_batches=1),
         memory=True,
     )
@@ -144,7 +145,7 @@ bubbles 50 %: warm-up 8.33 %, dependency 25 %, drain 16.7 %
 memory of each worker, full height is 2 GiB; peaks at the right
 P0 ▄▄▄▄▄▄▄▄▄▄▄▄       1 GiB
 P1   ▄▄▄▄▄▄           1 GiB
-1 forward of micro-batch 1, b its backward, . bubble
+1 forward of micro-batch 1, b its backward, . bubble, P0 worker 0
 """
     )
 

@@ -87,7 +87,7 @@ def test_names_and_counters(tmp_path: Path) -> None:
     labels = [e["args"]["labels"] for e in found if e["name"] == "process_labels"]
     assert labels[0] == "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %"
     threads = [e["args"]["name"] for e in found if e["name"] == "thread_name" and e["pid"] == 1]
-    assert threads == ["P0", "P1"]
-    counters = [e for e in found if e["ph"] == "C" and e["pid"] == 1 and e["name"] == "P0 memory"]
+    assert threads == ["worker 0", "worker 1"]
+    counters = [e for e in found if e["ph"] == "C" and e["pid"] == 1 and e["name"] == "worker 0 memory"]
     assert max(e["args"]["bytes"] for e in counters) == 220
     assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)

@@ -92,7 +92,7 @@ class Box:
     @property
     def placed(self) -> str:
         """The box in a few words, with its stage and worker."""
-        return f"{self.what}, stage {self.stage}, P{self.worker}"
+        return f"{self.what}, stage {self.stage}, worker {self.worker}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Chart:
         """What there is to know of a box, by name."""
         lane = "" if box.lane is None else self.lanes[box.lane].name
         unit = shared_unit([self])
-        rows = [("op", box.op), ("stage", str(box.stage)), ("worker", f"P{box.worker}")]
+        rows = [("op", box.op), ("stage", str(box.stage)), ("worker", str(box.worker))]
         rows += [(lane.rstrip("0123456789 ").rsplit(" ", 1)[-1], lane)]
         rows += [("", part) for part in box.detail.split("; ")]
         rows += [("needs", self.boxes[i].placed) for i in box.needs]

@@ -19,12 +19,14 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Transform
 
 from . import palette
 from .chart import Box, BoxKind, Chart, Memory, steps_until
 from .grey import in_grey
 from .look import USUAL, Look
-from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of
+from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of, hatched
 from .saving import SETTINGS, UNDATED, sized
 from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
 from .svg_titles import group_of, titles_of, with_titles
@@ -64,7 +66,7 @@ def _svg_text(figure: Figure, charts: Sequence[Chart]) -> str:
 def styled(charts: Sequence[Chart], look: Look) -> Figure:
     """The figure of the charts as a caller wants it to look."""
     with mpl.rc_context(_settings(look)):
-        figure = make_figure(charts, look.width)
+        figure = make_figure(charts, look)
     if look.grey:
         in_grey(figure)
     return figure
@@ -79,7 +81,7 @@ def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)
     place, (width, height) = axes.get_position(), figure.get_size_inches()
-    sheet = replace(Sheet.of([chart]), plot_width=float(place.width * width))
+    sheet = replace(Sheet.of([chart], replace(look, width=None)), plot_width=float(place.width * width))
     with mpl.rc_context(_settings(look)):
         panel = _Panel(figure, sheet, chart, 0)
         panel.height = float(place.height * height)
@@ -92,9 +94,9 @@ def draw_on(axes: Axes, chart: Chart, look: Look) -> Figure:
     return figure
 
 
-def make_figure(charts: Sequence[Chart], width: float | None = None) -> Figure:
+def make_figure(charts: Sequence[Chart], look: Look = USUAL) -> Figure:
     """The figure of the charts; axes are labelled ``timeline 0``, ``memory 0`` and so on."""
-    sheet = Sheet.of(charts, width)
+    sheet = Sheet.of(charts, look)
     figure = sized(sheet.width, sheet.height)
     top = EDGE
     for index, chart in enumerate(charts):
@@ -122,7 +124,7 @@ class _Panel:
         middle = (0.07 + self.floor) / 2
         below = top + sheet.legend_height(chart)
         axes = self._axes(f"timeline {self.index}", below, self.height, middle)
-        self._legend(axes, LEFT / sheet.width, self._fraction(top))
+        self._legend(axes, (LEFT / sheet.width, self._fraction(top)), self.figure.transFigure)
         self._timeline(axes)
         top = below + self.height + TICKS + SPLIT
         self._text(top - 0.07, chart.split, size=8.5, color=palette.FAINT)
@@ -157,9 +159,8 @@ class _Panel:
         """Draw the timeline on axes that are there, and its legend above them."""
         self._rows(axes, self.height, (0.07 + self.floor) / 2)
         self._timeline(axes)
-        place = axes.get_position()
-        above = self.sheet.legend_height(self.chart) / float(self.figure.get_size_inches()[1])
-        self._legend(axes, place.x0, place.y1 + above)
+        above = self.sheet.legend_height(self.chart) / self.height
+        self._legend(axes, (0, 1 + above), axes.transAxes)
 
     def _rows(self, axes: Axes, height: float, middle: float) -> None:
         """A row for each worker on a time axis."""
@@ -173,7 +174,8 @@ class _Panel:
         size = min(9.0, max(5.5, 0.62 * points))
         every = max(1, -(-int(size * 1.25 * 10) // int(points * 10)))
         shown = range(0, workers, every)
-        axes.set_yticks([w + middle for w in shown], [f"P{w}" for w in shown])
+        axes.set_yticks([w + middle for w in shown], [str(w) for w in shown])
+        axes.set_ylabel("worker", fontsize=min(8.5, size), labelpad=3, color=palette.INK)
         axes.tick_params(axis="y", length=0, pad=3, labelsize=size, labelcolor=palette.INK)
         axes.tick_params(axis="x", length=3, pad=2, labelsize=8, color=palette.FAINT, width=0.6)
         axes.tick_params(axis="x", labelcolor=palette.INK)
@@ -197,14 +199,12 @@ class _Panel:
             if lane is None:
                 self._boxes(axes, boxes, facecolor=palette.SYNC, hatch="//////")
                 continue
-            hue = palette.hue(chart.lanes[lane].hue)
-            self._boxes(axes, boxes, facecolor=colour_of(hue, kind))
+            hue = palette.hue(chart.lanes[lane].hue, grey=self.sheet.grey)
+            self._boxes(axes, boxes, facecolor=colour_of(hue, kind), **hatched(hue, kind))
             if kind is BoxKind.INPUT_GRADIENT and self.sheet.marked:
                 self._marks(axes, boxes, hue.forward)
         for kind in chart.kinds:
-            self._labels(
-                axes, [box for box in chart.boxes if box.kind is kind], colour_of(palette.INKS, kind)
-            )
+            self._labels(axes, [box for box in chart.boxes if box.kind is kind], kind)
         self._bubbles(axes)
         self._messages(axes)
         if chart.steady is not None:
@@ -267,7 +267,7 @@ class _Panel:
             return box.start, box.end, box.worker + 0.97, box.worker + 0.77
         return box.start, box.end, box.worker + self.floor, box.worker + 0.07
 
-    def _labels(self, axes: Axes, boxes: Sequence[Box], ink: str) -> None:
+    def _labels(self, axes: Axes, boxes: Sequence[Box], kind: BoxKind) -> None:
         """The boxes' numbers; none at all if most boxes have no room."""
         tall = (self.floor - 0.07) * self.height * 72 / self.chart.workers
         scale = self.sheet.points_per_second
@@ -277,10 +277,21 @@ class _Panel:
         ]
         if 2 * sum(size >= _SMALLEST for size in sizes) < len(sizes):
             return
+        ink = colour_of(palette.INKS, kind)
+        # Of a picture with hatches, a number stands on a rim of its box's grey.
+        rim = [withStroke(linewidth=2.0, foreground=colour_of(palette.GREY, kind))] if self.sheet.grey else []
         for box, size in zip(boxes, sizes, strict=True):
             if size >= _SMALLEST:
                 left, right, bottom, top = self._rectangle(box)
-                axes.text((left + right) / 2, (bottom + top) / 2, box.label, size=size, color=ink, **_INSIDE)
+                axes.text(
+                    (left + right) / 2,
+                    (bottom + top) / 2,
+                    box.label,
+                    size=size,
+                    color=ink,
+                    path_effects=rim,
+                    **_INSIDE,
+                )
 
     def _steady(self, axes: Axes, steady: Sequence[tuple[float, float]]) -> None:
         """Two staircases through the rows: where each worker's steady part begins and ends."""
@@ -296,8 +307,8 @@ class _Panel:
 
     # --- the legend ---
 
-    def _legend(self, axes: Axes, left: float, top: float) -> None:
-        handles = handles_of(self.chart, marked=self.sheet.marked)
+    def _legend(self, axes: Axes, corner: tuple[float, float], unit: Transform) -> None:
+        handles = handles_of(self.chart, marked=self.sheet.marked, grey=self.sheet.grey)
         columns = self.sheet.legend_columns(self.chart)
         texts = legend_texts(self.chart)
         # matplotlib fills columns first; people read rows first.
@@ -309,8 +320,8 @@ class _Panel:
             [texts[i] for i in reading],
             handler_map=HANDLERS,
             loc="upper left",
-            bbox_to_anchor=(left, top),
-            bbox_transform=self.figure.transFigure,
+            bbox_to_anchor=corner,
+            bbox_transform=unit,
             ncols=columns,
             fontsize=8,
             labelcolor=palette.INK,

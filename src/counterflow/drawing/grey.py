@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgba_array
 def in_grey(drawn: Artist) -> None:
     """Turn every colour to the grey that is as light."""
     for artist in drawn.findobj():
-        for name in ("facecolor", "edgecolor", "color", "markeredgecolor"):
+        for name in ("facecolor", "edgecolor", "color", "hatchcolor", "markeredgecolor"):
             setter, getter = getattr(artist, f"set_{name}", None), getattr(artist, f"get_{name}", None)
             if setter is None or getter is None or (name == "color" and hasattr(artist, "set_facecolor")):
                 continue

@@ -19,12 +19,13 @@ STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (
 """The lines around what repeats."""
 
 
-def handles_of(chart: Chart, *, marked: bool) -> list[Any]:
+def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
     """What a legend draws before each of its texts.
 
     Args:
         chart: whose legend it is.
         marked: whether input gradients are told from backwards by a band.
+        grey: whether lanes are told apart by hatches in place of colours.
     """
 
     def patch(colour: str, **style: Any) -> Patch:
@@ -32,8 +33,8 @@ def handles_of(chart: Chart, *, marked: bool) -> list[Any]:
         return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
 
     handles: list[Any] = []
-    for hue, _ in hues_of(chart):
-        swatches = [patch(colour_of(hue, kind)) for kind in chart.kinds]
+    for hue, _ in hues_of(chart, grey=grey):
+        swatches = [patch(colour_of(hue, kind), **hatched(hue, kind)) for kind in chart.kinds]
         if marked and BoxKind.INPUT_GRADIENT in chart.kinds:
             swatches[chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
                 facecolor=hue.backward, edgecolor=palette.INK, linewidth=0.5, label=hue.forward
@@ -72,6 +73,11 @@ def colour_of(hue: palette.Hue, kind: BoxKind) -> str:
     """The colour of a kind of boxes, of a micro-batch's hue."""
     assert kind.shade is not None, "a sync has no hue"
     return hue.shades[kind.shade.value]
+
+
+def hatched(hue: palette.Hue, kind: BoxKind) -> dict[str, str]:
+    """What draws the hatch of a hue on a kind of boxes; nothing for a hue without one."""
+    return {"hatch": hue.hatch, "hatchcolor": colour_of(palette.HATCHES, kind)} if hue.hatch else {}
 
 
 HANDLERS = {tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()}

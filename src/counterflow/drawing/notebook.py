@@ -47,5 +47,5 @@ def _orders(schedule: Schedule) -> str:
     rows = []
     for worker, order in enumerate(schedule.orders):
         more = f" … {len(order) - _SHOWN:,} more" if len(order) > _SHOWN else ""
-        rows.append((f"P{worker}", " ".join(map(str, order[:_SHOWN])) + more))
+        rows.append((f"worker {worker}", " ".join(map(str, order[:_SHOWN])) + more))
     return table(("worker", "ops"), rows[:_SHOWN])

@@ -11,7 +11,7 @@ Invariant: ``HUES`` alternates cool and warm, so that pipes of the two direction
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -25,12 +25,13 @@ class Shade(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hue:
-    """A lane's colours, as ``#rrggbb``."""
+    """A lane's colours, as ``#rrggbb``, and its hatch in a picture without colours."""
 
     name: str
     forward: str
     backward: str
     weights: str
+    hatch: str = ""
 
     @property
     def shades(self) -> tuple[str, str, str]:
@@ -48,6 +49,9 @@ HUES = (
     Hue("teal", "#62dfda", "#018073", "#6ca587"),
     Hue("red", "#fda19b", "#a73949", "#d85c46"),
 )
+
+_PATTERNS = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "||||", "oo")
+"""The hatch of each hue's lane in a picture without colours."""
 
 BACKGROUND = "#ffffff"
 """Paper, and therefore bubbles."""
@@ -72,6 +76,12 @@ SYNC = "#e5e7eb"
 
 SYNC_HATCH = "#30343b"
 
+GREY = Hue("grey", "#d8d8d8", "#585858", "#9e9e9e")
+"""All lanes, in a picture without colours."""
+
+HATCHES = Hue("hatch", "#9a9a9a", "#8c8c8c", "#6e6e6e")
+"""The hatch of a lane on each ``Shade``, in a picture without colours."""
+
 MEMORY = "#9aa3b2"
 """The area under a worker's memory."""
 
@@ -79,6 +89,12 @@ HEAT = ("#f4f5f7", "#c3c9d4", "#8f99aa", "#5a6476", "#2b313c")
 """Memory as a strip: from none to the most, a grey that belongs to no lane."""
 
 
-def hue(lane_hue: int) -> Hue:
-    """The hue of that number; numbers past the last start again."""
-    return HUES[lane_hue % len(HUES)]
+def hue(lane_hue: int, *, grey: bool = False) -> Hue:
+    """The hue of that number; numbers past the last start again.
+
+    Args:
+        lane_hue: from 0.
+        grey: one grey for each shade in place of the colours; the hatch alone tells lanes apart.
+    """
+    place = lane_hue % len(HUES)
+    return replace(GREY, hatch=_PATTERNS[place]) if grey else HUES[place]

@@ -10,6 +10,7 @@ from counterflow.errors import ConfigError
 
 from . import palette
 from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, shared_unit, ways
+from .look import USUAL, Look
 from .units import TimeUnit
 
 LEFT, RIGHT, EDGE = 0.55, 0.25, 0.12
@@ -30,14 +31,15 @@ class Sheet:
     row: float
     right: float
     marked: bool
+    grey: bool
 
     @classmethod
-    def of(cls, charts: Sequence[Chart], width: float | None = None) -> Sheet:
+    def of(cls, charts: Sequence[Chart], look: Look = USUAL) -> Sheet:
         """Sizes under which the shortest usual op has room for its number, within reason.
 
         Args:
             charts: what is drawn.
-            width: of the whole picture, in inches, if it is given.
+            look: how the picture looks.
 
         Raises:
             ConfigError: a width that leaves no room.
@@ -55,11 +57,22 @@ class Sheet:
         row = min(0.34, max(0.03, 1.1 / workers**0.5 if workers <= 32 else 8 / (workers + 8)))
         right = PEAKS if any(chart.memory for chart in charts) else RIGHT
         plot = min(17.0, max(6.6, wanted))
-        if width is not None:
-            plot = width - LEFT - right
+        if look.width is not None:
+            plot = look.width - LEFT - right
             if plot < NARROWEST:
-                raise ConfigError(f"width={width:g}: must be {LEFT + right + NARROWEST:g} inches or more")
-        return cls(tuple(charts), end, shared_unit(charts), plot, row, right, marks_input_gradients(charts))
+                raise ConfigError(
+                    f"width={look.width:g}: must be {LEFT + right + NARROWEST:g} inches or more"
+                )
+        return cls(
+            tuple(charts),
+            end,
+            shared_unit(charts),
+            plot,
+            row,
+            right,
+            marks_input_gradients(charts),
+            look.grey,
+        )
 
     @property
     def width(self) -> float:
@@ -113,12 +126,15 @@ class Sheet:
         return height
 
 
-def hues_of(chart: Chart) -> list[tuple[palette.Hue, str]]:
+def hues_of(chart: Chart, *, grey: bool = False) -> list[tuple[palette.Hue, str]]:
     """The legend's hues: what the shades mean, then each hue, if there are several."""
     entries = chart.legend()
     if len(entries) == 1 and not entries[0][1]:
-        return [(palette.hue(entries[0][0]), ways(chart))]
-    return [(palette.NEUTRAL, ways(chart)), *((palette.hue(number), text) for number, text in entries)]
+        return [(palette.hue(entries[0][0], grey=grey), ways(chart))]
+    return [
+        (palette.NEUTRAL, ways(chart)),
+        *((palette.hue(number, grey=grey), text) for number, text in entries),
+    ]
 
 
 def legend_texts(chart: Chart) -> list[str]:

@@ -22,7 +22,7 @@ def titles_of(charts: Sequence[Chart]) -> dict[str, list[str]]:
             rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.told(box))]
             titles.setdefault(group_of(index, box.kind, box.lane), []).append("\n".join(rows))
         for bubble in chart.bubbles:
-            text = f"bubble: {bubble.cause}\nworker P{bubble.worker}\n"
+            text = f"bubble: {bubble.cause}\nworker {bubble.worker}\n"
             text += f"from {unit.text(bubble.start)} to {unit.text(bubble.end)}"
             titles.setdefault(f"chart-{index}-bubbles", []).append(text)
     return titles

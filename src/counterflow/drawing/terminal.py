@@ -367,6 +367,7 @@ def _legend_entries(chart: Chart, grid: Grid) -> Iterator[Text]:
         style = Style(color=palette.SYNC_HATCH, bgcolor=palette.SYNC)
         yield Text.assemble(("=1=", style), " gradient sync of stage 1")
     yield Text(f"{_BUBBLE} bubble")
+    yield Text("P0 worker 0")
 
 
 def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
@@ -376,7 +377,8 @@ def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
         halves = ", b1 and b2 its halves" if _any_parts(charts) and not grid.short else ""
         wrap = "; digits are mod 10, letters mod 26" if grid.short else ""
         gradients = ", ".join(_said(charts, grid))
-        yield f"1 forward of micro-batch 1{gradients and ', '}{gradients}{halves}, . bubble{syncs}{wrap}"
+        ops = f"1 forward of micro-batch 1{gradients and ', '}{gradients}{halves}"
+        yield f"{ops}, . bubble{syncs}, P0 worker 0{wrap}"
     if grid.scaled:
         shown = unit.text(grid.slot)
         yield f"scaled to fit: a character is {shown} and shows what fills most of it"

@@ -60,7 +60,7 @@ def _messages(process: int, chart: Chart) -> Iterator[Event]:
     links = sorted({(m.sender, m.receiver) for m in chart.messages})
     threads = {link: 2 * chart.workers + 1 + i for i, link in enumerate(links)}
     for (sender, receiver), thread in threads.items():
-        yield _meta(process, "thread_name", thread, name=f"P{sender} → P{receiver}")
+        yield _meta(process, "thread_name", thread, name=f"worker {sender} → worker {receiver}")
     for m in chart.messages:
         yield _slice(m.what, "message", (process, threads[m.sender, m.receiver]), m, {})
 
@@ -76,7 +76,9 @@ def _names(process: int, chart: Chart) -> Iterator[Event]:
     for worker in range(chart.workers):
         for sync in (False, True) if chart.has_syncs else (False,):
             thread = _thread(worker, sync=sync)
-            yield _meta(process, "thread_name", thread, name=f"P{worker} syncs" if sync else f"P{worker}")
+            yield _meta(
+                process, "thread_name", thread, name=f"worker {worker} syncs" if sync else f"worker {worker}"
+            )
             yield _meta(process, "thread_sort_index", thread, sort_index=thread)
 
 
@@ -103,7 +105,7 @@ def _counters(process: int, chart: Chart, memory: Memory) -> Iterator[Event]:
         for time, amount in changes:
             yield {
                 "ph": "C",
-                "name": f"P{worker} memory",
+                "name": f"worker {worker} memory",
                 "pid": process,
                 "tid": 0,
                 "ts": _nanoseconds(time) / 1000,
