@@ -212,14 +212,6 @@ class Execution(Options):
     )
     """First steps in which the bytes saved for backward are counted."""
 
-    named_parameters: bool = option(
-        False, "true or false", no_key="the optimizer section says what it needs", may_differ=True
-    )
-    """Whether the function that makes optimisers takes a list of (name, parameter).
-
-    Names are the model's own, as ``model.named_parameters()`` gives them and torch's optimisers take them.
-    """
-
     @property
     def max_norm(self) -> float | None:
         """The largest norm of the whole gradient; None: any."""
@@ -303,7 +295,6 @@ class Flat(TypedDict, total=False):
     digest_every: int
     timeout_seconds: float | None
     count_memory_steps: int
-    named_parameters: bool
     input_dims: Any
     target_dims: Any
     kwarg_dims: Any

@@ -93,9 +93,9 @@ def test_a_loss_may_make_gradients() -> None:
     agrees(case, 2, schedules=[schemes.dapple(2, 4), DOUBLING], every=True)
 
 
-def by_name(named: Any) -> torch.optim.Optimizer:
-    first = [pair for pair in named if pair[0].startswith("0.")]
-    return torch.optim.AdamW([{"params": first}, {"params": [p for p in named if p not in first]}])
+def by_name(given: Any) -> torch.optim.Optimizer:
+    first = [pair for pair in given.named if pair[0].startswith("0.")]
+    return torch.optim.AdamW([{"params": first}, {"params": [p for p in given.named if p not in first]}])
 
 
 def with_metric(value: object) -> Callable[[Any, Any], Any]:
@@ -111,7 +111,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": 0.5}, "scheduler must be callable, got a value of class float; give"),
     ({"scheduler": lambda _: None}, "scheduler gives a NoneType for stage"),
     ({"optimizer": lambda given: [torch.optim.SGD(given)]}, "optimizer gives a list for stage"),
-    ({"optimizer": by_name, "named_parameters": True}, "raised ValueError for stage 1.* leave out groups"),
+    ({"optimizer": by_name}, "raised ValueError for stage 1.* leave out groups"),
     ({"optimizer": lambda given: adamw([*given, other])}, r"a parameter of shape \(3,\) that its function"),
     ({"loss_function": with_metric(torch.ones(3))}, r"the metric 'found' is a tensor of shape \(3,\)"),
     ({"loss_function": with_metric("much")}, "the metric 'found' is 'much'; give real numbers"),

@@ -168,7 +168,6 @@ class Pipeline(States):
             transport=transport,
             optimizer=optimizer,
             scheduler=scheduler,
-            named=execution.named_parameters,
             streams=self.streams,
             sharded=execution.zero_stage > 0,
         )

@@ -28,7 +28,7 @@ from counterflow.runtime.mini_batch.losses import Found, LossFunction, read_loss
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
-from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
+from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler, Parameters
 from counterflow.runtime.stages.layers import state_names
 from counterflow.runtime.stages.named_layer import LOSS, NamedLayer, loss_layer, materialised
 from counterflow.runtime.stages.ownership import copied
@@ -139,7 +139,7 @@ class Reference:
         pairs = (
             (layer.names[n], p) for layer in self.with_weights for n, p in layer.module.named_parameters()
         )
-        self.parameters = list(unique(pairs, set()).values())
+        self.parameters = Parameters(unique(pairs, set()).items())
         self.optimizer = optimizer(self.parameters)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0

@@ -58,7 +58,6 @@ def weights_of(
     aliases: Mapping[str, Sequence[str]] | None = None,
     holders: Sequence[Sequence[int]] | None = None,
     transport: Transport | None = None,
-    named: bool = False,
     sharded: bool = False,
 ) -> Weights:
     """One worker's weights of a model in stages; by default it is alone, and has all stages."""
@@ -82,7 +81,6 @@ def weights_of(
         optimizer=optimizer,
         scheduler=scheduler,
         streams=STREAMS,
-        named=named,
         unlisted=Unlisted(nn.Module() if model is None else model, names),
         sharded=sharded,
     )

@@ -14,6 +14,7 @@ import counterflow as cf
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.program.actions import StartSync, Summed, WaitSync
 from counterflow.runtime.mesh.sharding import Sharding
+from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.stages.deferred import defer
 from counterflow.runtime.stages.versions import Versions
@@ -384,11 +385,11 @@ def test_an_optimizer_of_what_is_not_the_stages_is_refused_later_too() -> None:
 def test_those_that_are_named_have_their_names() -> None:
     names: list[str] = []
 
-    def optimizer(given: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        names.extend(name for name, _ in given)
+    def optimizer(given: Parameters) -> torch.optim.Optimizer:
+        names.extend(name for name, _ in given.named)
         return torch.optim.SGD(given, lr=0.5)
 
-    weights_of([[Row(), Row()]], optimizer=optimizer, named=True)
+    weights_of([[Row(), Row()]], optimizer=optimizer)
     assert names == ["0.weight", "1.weight"]
 
 
@@ -545,12 +546,12 @@ def test_each_kind_of_optimizer_is_tried() -> None:
 
 
 def test_one_that_goes_by_names_is_tried_with_names() -> None:
-    def by_name(given: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        assert all(isinstance(name, str) for name, _ in given)
-        return Coupled([{"params": [p]} for _, p in given], lr=0.1)
+    def by_name(given: Parameters) -> torch.optim.Optimizer:
+        assert all(isinstance(name, str) for name, _ in given.named)
+        return Coupled([{"params": [p]} for _, p in given.named], lr=0.1)
 
     with pytest.raises(ConfigError, match="a Coupled, updates a weight otherwise"):
-        weights_of([[Row(2), Row(2)], [Row(2)]], optimizer=by_name, named=True)
+        weights_of([[Row(2), Row(2)], [Row(2)]], optimizer=by_name)
 
 
 class Untried(torch.optim.SGD):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.parameters.coupled import Trial
-from counterflow.runtime.parameters.optimizers import home_of
+from counterflow.runtime.parameters.optimizers import Parameters, home_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -274,10 +274,10 @@ def by_dimensions(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def by_name(named: Any) -> torch.optim.Optimizer:
+def by_name(given: Any) -> torch.optim.Optimizer:
     groups = [
-        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
-        {"params": [p for name, p in named if name == "1.bias"], "lr": 0.02},
+        {"params": [p for name, p in given.named if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [p for name, p in given.named if name == "1.bias"], "lr": 0.02},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
 
@@ -312,17 +312,15 @@ COUPLED: dict[str, Any] = {
 }
 
 
-def coupled(
-    make: Any, dtype: torch.dtype = torch.float32, *, named: bool = False, layers: int = 2
-) -> bool | None:
+def coupled(make: Any, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> bool | None:
     model = nn.Sequential(*(nn.Linear(6, 7, dtype=dtype) for _ in range(layers)))
     given = list(model.named_parameters())
-    made = make(given if named else [p for _, p in given])
+    made = make(Parameters(given))
     before = [p.detach().clone() for p in model.parameters()]
     kept = copy.deepcopy(made.state_dict())
     state = torch.get_rng_state()
     with torch.random.fork_rng():
-        found = Trial(make, made, given, named=named).coupled(nullcontext())
+        found = Trial(make, made, given).coupled(nullcontext())
     assert torch.equal(state, torch.get_rng_state())
     assert all(map(torch.equal, before, model.parameters()))
     assert str(made.state_dict()) == str(kept)
@@ -343,13 +341,13 @@ def test_those_that_look_at_all_are_found(name: str, dtype: torch.dtype, layers:
 
 
 def test_functions_that_go_by_names_are_tried_with_names() -> None:
-    assert coupled(by_name, named=True) is False
-    assert coupled(lambda named: GlobalNorm([p for n, p in named if "weight" in n]), named=True) is True
+    assert coupled(by_name) is False
+    assert coupled(lambda given: GlobalNorm([p for n, p in given.named if "weight" in n])) is True
 
-    def one_of_its_kind(named: Any) -> torch.optim.Optimizer:
-        return GlobalNorm([p for n, p in named if n.startswith("0.") and n.endswith("weight")])
+    def one_of_its_kind(given: Any) -> torch.optim.Optimizer:
+        return GlobalNorm([p for n, p in given.named if n.startswith("0.") and n.endswith("weight")])
 
-    assert coupled(one_of_its_kind, named=True) is True
+    assert coupled(one_of_its_kind) is True
 
 
 def test_what_cannot_be_tried_is_not_known() -> None:

@@ -46,7 +46,7 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
 
 def in_groups(parameters: Any) -> torch.optim.Optimizer:
     """As people write it: biases are not decayed, and no group is empty."""
-    named = list(parameters)
+    named = parameters.named
     groups = [
         {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
         {"params": [p for n, p in named if not n.endswith("weight")], "weight_decay": 0.0, "lr": 0.02},
@@ -166,7 +166,6 @@ def test_groups_by_name_rates_and_clipping_are_the_same(schedule: Schedule, repl
                 lambda: linears(4),
                 in_groups,
                 zero_stage=zero,
-                named_parameters=True,
                 scheduler=falling,
                 clip_norm=0.1,
             )

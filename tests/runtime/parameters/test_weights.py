@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from counterflow.errors import ConfigError, WorkerError
+from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
@@ -716,9 +717,9 @@ def test_unfreezing_without_a_word_is_refused(schedule: Schedule) -> None:
 def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
     layers = linears()
 
-    def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        bias = [pair for pair in named if pair[0].endswith("bias")]
-        weight = [pair for pair in named if not pair[0].endswith("bias")]
+    def groups(parameters: Parameters) -> torch.optim.Optimizer:
+        bias = [pair for pair in parameters.named if pair[0].endswith("bias")]
+        weight = [pair for pair in parameters.named if not pair[0].endswith("bias")]
         return torch.optim.AdamW(
             [{"params": bias, "weight_decay": 0.0}, {"params": weight, "weight_decay": 0.5}], lr=0.1
         )
@@ -731,9 +732,7 @@ def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
         )
 
     def work() -> tuple[State, list[str]]:
-        pipeline = Pipeline(
-            copy.deepcopy(layers), mean_square, schedule, optimizer=groups, named_parameters=True, cuts=(1,)
-        )
+        pipeline = Pipeline(copy.deepcopy(layers), mean_square, schedule, optimizer=groups, cuts=(1,))
         for number in range(3):
             pipeline.step(*batch(number))
         made = pipeline.optimizers.values()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from counterflow import capture
 from counterflow.errors import ConfigError
 from counterflow.models import hf
+from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
 
 from .arguments import alone
@@ -103,7 +104,6 @@ class Pipelined(Base):  # type: ignore[misc]
                 cuts=self.args.cuts,
                 costs=[layer.cost for layer in self._layers],
                 seed=self.args.seed,
-                named_parameters=True,
                 per_micro_batch_loss=True,  # the weights of micro-batches are the trainer's
                 recompute=self.args.recompute,
                 clip_norm=self.args.max_grad_norm or None,
@@ -111,14 +111,14 @@ class Pipelined(Base):  # type: ignore[misc]
             )
         return self.pipeline
 
-    def _optimizer_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    def _optimizer_of(self, parameters: Parameters) -> Optimizer:
         """The optimiser of a stage, as the trainer makes the model's."""
         if self.optimizer_cls_and_kwargs is not None:
             make, options = self.optimizer_cls_and_kwargs
         else:
             make, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        decaying = [parameter for name, parameter in named if name in self._decays]
-        others = [parameter for name, parameter in named if name not in self._decays]
+        decaying = [parameter for name, parameter in parameters.named if name in self._decays]
+        others = [parameter for name, parameter in parameters.named if name not in self._decays]
         groups = [
             {"params": decaying, "weight_decay": self.args.weight_decay},
             {"params": others, "weight_decay": 0.0},

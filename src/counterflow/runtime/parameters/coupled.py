@@ -26,7 +26,7 @@ from ..dtensors import is_dtensor
 from ..messages.values import number_of
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
-from .optimizers import MakeOptimizer
+from .optimizers import MakeOptimizer, Parameters
 
 _STEPS = 3
 _CHOSEN = 4
@@ -49,15 +49,14 @@ class Coupling:
         make: the user's function of parameters to an optimiser.
         streams: of random draws.
         transport: how to reach the others.
-        named: whether ``make`` takes the names too.
         sharded: whether workers update some of a stage's weights each, and not each stage all of its own.
     """
 
     def __init__(
-        self, make: MakeOptimizer, streams: RandomStreams, transport: Transport, *, named: bool, sharded: bool
+        self, make: MakeOptimizer, streams: RandomStreams, transport: Transport, *, sharded: bool
     ) -> None:
         self._make, self._streams, self._transport = make, streams, transport
-        self._named, self._sharded = named, sharded
+        self._sharded = sharded
         self._tried: dict[type, bool | None] = {}
         """By kind of optimiser: whether it looks at several parameters at once; None: it cannot be tried."""
         self._untried: set[int] = set()
@@ -87,7 +86,7 @@ class Coupling:
             optimizer = optimizers[stage]
             kind = type(optimizer)
             if kind not in self._tried:
-                trial = Trial(self._make, optimizer, optimized(stage), named=self._named)
+                trial = Trial(self._make, optimizer, optimized(stage))
                 self._tried[kind] = trial.coupled(self._streams.kept())
                 if self._tried[kind] is None:
                     self._tried[kind] = known_coupled(optimizer) or None
@@ -123,7 +122,6 @@ class Trial:
         make: the function.
         optimizer: what it made for the stage.
         parameters: the stage's, by name, in the order in which the function was given them.
-        named: whether it takes the names too.
     """
 
     def __init__(
@@ -131,10 +129,8 @@ class Trial:
         make: MakeOptimizer,
         optimizer: Optimizer,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        *,
-        named: bool,
     ) -> None:
-        self._make, self._named = make, named
+        self._make = make
         places = {id(parameter): place for place, (_, parameter) in enumerate(parameters)}
         chosen: list[int] = []
         for group in optimizer.param_groups:
@@ -181,7 +177,7 @@ class Trial:
         """Some steps on copies of parameters; ``others`` tells the gradients of those not compared."""
         torch.default_generator.manual_seed(0)
         copies = {name: _small(self._given[name], number) for number, name in self._numbered(names)}
-        made = self._make(list(copies.items()) if self._named else list(copies.values()))
+        made = self._make(Parameters(copies.items()))
         mine = {id(copy) for copy in copies.values()}
         for group in made.param_groups:
             if any(id(parameter) not in mine for parameter in group["params"]):
@@ -288,5 +284,5 @@ def error(optimizer: Optimizer, stage: int, *, sharded: bool) -> ConfigError:
     return ConfigError(
         f"the optimizer of stage {stage}, a {type(optimizer).__name__}, updates a weight otherwise when it "
         f"has others beside it, so that it has to be one for the whole model, and {why}; {_FOR_ITSELF}, and "
-        "let its function go by names (named_parameters=True), not by places in its list"
+        "let its function go by names (parameters.named), not by places in its list"
     )

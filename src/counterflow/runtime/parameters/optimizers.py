@@ -6,7 +6,7 @@ Invariant: what cannot be stepped by a pipeline is refused before the first step
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 from ..dtensors import is_dtensor
 
 MakeOptimizer = Callable[[Any], Optimizer]
-"""Of a list of parameters, or of (name, parameter)."""
+"""A function of a stage's ``Parameters``."""
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
@@ -27,8 +27,26 @@ _NO_PARAMETERS = "optimizer got an empty parameter list"
 """torch's word for it."""
 
 
+class Parameters(list[nn.Parameter]):
+    """The list of a stage's parameters that the function of an optimiser accepts.
+
+    Args:
+        named: name and parameter of each, by the model's own names.
+
+    >>> bias = nn.Parameter(torch.zeros(2))
+    >>> found = Parameters([("layer.bias", bias)])
+    >>> found[0] is bias, [name for name, _ in found.named]
+    (True, ['layer.bias'])
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.named = list(named)
+        """Name and parameter of each, as ``model.named_parameters()`` gives them: for groups by name."""
+        super().__init__(parameter for _, parameter in self.named)
+
+
 def optimizer_of(
-    stage: int, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]], *, named: bool
+    stage: int, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> Optimizer | None:
     """What ``make`` gives for a stage's parameters; None if it chooses none of them.
 
@@ -36,8 +54,7 @@ def optimizer_of(
         ConfigError: it is no function, fails, or gives no optimiser that a pipeline can step.
     """
     try:
-        given = parameters if named else [parameter for _, parameter in parameters]
-        made = _made(make, given, "optimizer", "parameters", stage)
+        made = _made(make, Parameters(parameters), "optimizer", "parameters", stage)
     except ConfigError as error:
         if _NO_PARAMETERS in str(error.__cause__):  # it leaves out what is frozen, say
             return None

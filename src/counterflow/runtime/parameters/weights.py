@@ -53,7 +53,6 @@ class Weights:
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
-        named: whether ``optimizer`` takes (name, parameter), and not parameters alone.
         unlisted: what the model's state has beside that of its layers.
         streams: of random draws: what hooks of parameters and optimisers draw is the same on all copies.
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
@@ -76,7 +75,6 @@ class Weights:
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
         streams: RandomStreams,
-        named: bool,
         unlisted: Unlisted,
         sharded: bool,
     ) -> None:
@@ -101,10 +99,10 @@ class Weights:
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self.holdings.every(), names, transport) if sharded else None
         """Who has whose optimiser state, if it is sharded."""
-        self._coupling = Coupling(optimizer, streams, transport, named=named, sharded=sharded)
+        self._coupling = Coupling(optimizer, streams, transport, sharded=sharded)
         for stage in stages:
             parameters = self._optimized(stage)
-            made = optimizer_of(stage, optimizer, parameters, named=named) if parameters else None
+            made = optimizer_of(stage, optimizer, parameters) if parameters else None
             if made is not None:
                 self.optimizers[stage] = made
                 if scheduler is not None:
