@@ -23,6 +23,7 @@ from counterflow.planning.comparison import Compared
 from counterflow.planning.inputs import files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
+from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.stages.skips import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
@@ -67,7 +68,7 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     exec(f"import torch\nfrom torch import nn\n{meta}", scope)
     assert len(scope["layers"]) == 64  # type: ignore[arg-type]
     exec(f"import torch\n{named}", scope)
-    chosen = scope["optimizer"](list(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
+    chosen = scope["optimizer"](Parameters(torch.nn.Linear(2, 2).named_parameters()))  # type: ignore[operator]
     assert [group["weight_decay"] for group in chosen.param_groups] == [0.0, 0.01]
     unet: dict[str, Any] = {}
     exec(f"import torch\nfrom torch import nn\nimport counterflow as cf\n{skips}", unet)

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from counterflow import __version__
 from counterflow.errors import ConfigError, CounterflowError
@@ -109,7 +109,7 @@ class _Files(Mapping[str, Any]):
             epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
             command = getattr(import_module(f"{__package__}.commands.{name}"), name)
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            app.command(name=name, epilog=epilog)(with_flags(command))
+            app.command(name=name, epilog=epilog, cls=Command)(with_flags(command))
             self.loaded[name] = typer.main.get_command(app)
         return self.loaded[name]
 
@@ -118,6 +118,23 @@ class _Files(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+class Command(TyperCommand):
+    """A command whose help ends with ``--help`` and shows a value only where an option accepts one."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options in the order of their panels."""
+        *own, asked = super().get_params(ctx)
+        panels = [getattr(one, "rich_help_panel", None) for one in own if isinstance(one, TyperOption)]
+        if panels and None not in panels:
+            asked.rich_help_panel = panels[-1]
+        for option in (*own, asked):
+            if getattr(option, "is_bool_flag", False):
+                option.metavar = ""
+            elif isinstance(option, TyperOption) and option.metavar is None and option.min is not None:
+                option.metavar = "NUMBER"
+        return [*own, asked]
 
 
 class Commands(TyperGroup):

@@ -72,18 +72,18 @@ class Costs:
     """
 
     forward: PerStage = asked(
-        1.0, "Of a forward on one micro-batch. Default 1.", metavar="SECONDS", divided=0.0
+        1.0, "Time of a forward of one micro-batch. Default 1.", metavar="SECONDS", divided=0.0
     )
-    backward: PerStage = asked(2.0, "Of a backward. Default 2.", metavar="SECONDS", divided=0.0)
+    backward: PerStage = asked(2.0, "Time of a backward. Default 2.", metavar="SECONDS", divided=0.0)
     input_gradient: PerStage | None = asked(
         None,
-        "Of the input gradient of a split backward. Default half of --backward.",
+        "Time of the input gradient of a split backward. Default half of --backward.",
         metavar="SECONDS",
         divided=0.0,
     )
     weight_gradients: PerStage | None = asked(
         None,
-        "Of its weight gradients. Default the rest of --backward.",
+        "Time of its weight gradients. Default the rest of --backward.",
         metavar="SECONDS",
         name="weight_gradient",
         divided=0.0,
@@ -94,35 +94,36 @@ class Costs:
     skip_bytes: PerStage = 0.0
     link: Link | str = asked(
         "one-at-a-time",
-        "one-at-a-time (the default): messages queue for a link, each way; infinite: none waits.",
+        "one-at-a-time (the default): messages queue for a link, each way; infinite: no message waits.",
         Link,
         metavar="MODE",
     )
     ways: Sequence[Sequence[int]] | None = None
-    overlap: bool = asked(True, "Whether a worker goes on while its message travels. Default: it does.", bool)
+    overlap: bool = asked(True, "Whether a worker continues while its message travels. Default: yes.", bool)
     sync: PerStage = asked(
-        0.0, "Of summing gradients over copies. Default 0.", metavar="SECONDS", divided=0.0
+        0.0, "Time of summing gradients over copies. Default 0.", metavar="SECONDS", divided=0.0
     )
     sync_crossings: Crossings | None = None
     sync_mode: Sync | str = asked(
         Sync.EAGER_OPT,
-        "end, eager (as soon as gradients are there), or eager-opt (so, where idle: the default).",
+        "When gradients are summed over copies. end: after all ops; eager: once they exist; eager-opt (the "
+        "default): once they exist and the worker is idle.",
         Sync,
         metavar="MODE",
     )
     sync_slowdown: float = 0.0
     agreement: float = asked(
         0.0,
-        "Of the workers' agreement on loss and gradient norm before the update. Default 0.",
+        "Time of the workers' agreement on loss and gradient norm before the update. Default 0.",
         float,
         metavar="SECONDS",
     )
     ties: Ties = ()
     statistics: PerStage = 0.0
-    replicas: int = asked(1, "W: copies of the pipeline group, which sync. Default 1.", int)
+    replicas: int = asked(1, "W: copies of the pipeline group, whose gradients are summed. Default 1.", int)
     recompute: Recompute | str = asked(
         Recompute.NONE,
-        "stage or layer keep less and add a forward to each backward; none is the default.",
+        "stage or layer save less and add a forward to each backward; none is the default.",
         Recompute,
         metavar="MODE",
     )

@@ -81,12 +81,18 @@ class ByteCosts:
     """
 
     weights: PerStage = asked(
-        0.0, "One version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
+        0.0, "Bytes of one version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
     )
     gradients: PerStage | None = asked(
-        None, "Gradients. Default: as the weights.", metavar="BYTES", name="gradient_bytes", divided=0.0
+        None,
+        "Bytes of gradients. Default: those of the weights.",
+        metavar="BYTES",
+        name="gradient_bytes",
+        divided=0.0,
     )
-    optimizer: PerStage = asked(0.0, "Optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0)
+    optimizer: PerStage = asked(
+        0.0, "Bytes of optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0
+    )
     activations: PerStage = asked(
         0.0,
         "What a forward of one micro-batch saves for its backward.",
@@ -96,19 +102,19 @@ class ByteCosts:
     )
     inputs: PerStage = asked(
         0.0,
-        "Input for one micro-batch: what --recompute stage keeps.",
+        "Input of one micro-batch: what --recompute stage saves.",
         metavar="BYTES",
         name="input_bytes",
     )
     kept_for_weights: PerStage | None = asked(
         None,
-        "Of a split backward, what is kept from the input gradient to the weight gradients. Default: all of "
+        "What a split backward keeps from the input gradient to the weight gradients. Default: all of "
         "--activation-bytes.",
         metavar="BYTES",
         divided=0.0,
     )
     layers: PerStage = asked(
-        1.0, "Layers: --recompute layer keeps one input a layer.", metavar="NUMBER", divided=1.0
+        1.0, "Number of layers: --recompute layer saves the input of each.", metavar="NUMBER", divided=1.0
     )
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None

@@ -20,7 +20,7 @@ def check(
     peak_limit: Annotated[
         float | None,
         typer.Option(
-            help="Most forwards a worker may stash, in stages × micro-batches. Default: no limit.",
+            help="Maximum activations that a worker stashes, in stages × micro-batches. Default: no limit.",
             show_default=False,
             min=0,
         ),

@@ -22,14 +22,14 @@ from ..output.search_bar import search_bar
 class Size(Record):
     """What all schemes have in common."""
 
-    panel: ClassVar[str] = "Size: the same for all schemes"
+    panel: ClassVar[str] = "Size, the same for all schemes"
 
-    workers: int = asked(MISSING, "Workers.", metavar="P")
+    workers: int = asked(MISSING, "Number of workers.", metavar="P")
     micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
     schemes: list[str] | None = asked(
         None, "Only this scheme; may be repeated.", metavar="NAME", name="scheme"
     )
-    stages_a_worker: int = asked(STAGES_A_WORKER, "Most stages of one pipe on a worker.", metavar="NUMBER")
+    stages_a_worker: int = asked(STAGES_A_WORKER, "Maximum stages of one pipe on a worker.", metavar="NUMBER")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,12 @@ class WorkerLimits(Record):
 
     peak: float | None = asked(
         None,
-        "Maximum activations, in those of a worker's share for one micro-batch; 1F1B holds P.",
+        "Maximum activations, in units of one micro-batch of a worker's share; 1F1B stashes P.",
         metavar="NUMBER",
     )
-    memory: str | None = asked(None, "Maximum bytes; needs --weight-bytes and others.", metavar="BYTES")
+    memory: str | None = asked(
+        None, "Maximum bytes of a worker; needs --weight-bytes and the others below.", metavar="BYTES"
+    )
 
     def memory_bytes(self) -> float | None:
         """One number of bytes for all workers."""
@@ -61,20 +63,20 @@ class Listing(Record):
 
     seconds: float = asked(
         20.0,
-        "Time limit for computing orders of our own, which are listed beside the schemes; 0: none.",
+        "Time limit, in seconds, for computed orders, which are listed with the schemes; 0: compute none.",
         least=0.0,
     )
     moves: int | None = asked(
         None,
-        "Search budget in moves in place of --seconds: the same orders on every machine.",
+        "Search budget in moves, instead of --seconds: the same orders on every machine.",
         least=0,
     )
-    every: bool = asked(False, "Every option of every scheme, not the best.", name="all")
-    out: Path | None = asked(None, "Draw it: .png, .svg or .pdf.", metavar="FILE")
+    every: bool = asked(False, "List every option of every scheme, not only its best.", name="all")
+    out: Path | None = asked(None, "Draw the table into FILE: .png, .svg or .pdf.", metavar="FILE")
 
 
 def compare(
-    *, costs: ModelCostOptions, size: Size, limits: WorkerLimits, output: Listing, as_json: JsonFlag = False
+    *, size: Size, limits: WorkerLimits, costs: ModelCostOptions, output: Listing, as_json: JsonFlag = False
 ) -> None:
     """Compare all schemes for the same model: step, bubbles, activations and copies of the weights."""
     out = output.out

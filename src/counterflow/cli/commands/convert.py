@@ -38,7 +38,10 @@ def convert(
         ),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="The average of a run's weights (train.ema_decay), not the weights.")
+        bool,
+        typer.Option(
+            "--ema", help="Convert the average of the weights (train.ema_decay) instead of the weights."
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -26,12 +26,10 @@ _TIMEOUT_SECONDS = 60.0
 def doctor(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="Where runs are to be written; without it the working folder."),
+        typer.Argument(metavar="FOLDER", help="Folder for results of runs. Default: the working folder."),
     ] = None,
     *,
-    test: Annotated[
-        bool, typer.Option("--test/--no-test", help="Whether to train a tiny model on two workers.")
-    ] = True,
+    test: Annotated[bool, typer.Option("--test/--no-test", help="Train a tiny model on two workers.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""

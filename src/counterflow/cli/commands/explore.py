@@ -19,7 +19,7 @@ def explore(
         list[Path] | None,
         typer.Argument(
             metavar="[RUN_DIR…]",
-            help="Folders of runs, or of several runs, to look at. Default: runs.",
+            help="Folders of one run or of several runs. Default: runs.",
             show_default=False,
         ),
     ] = None,
@@ -27,16 +27,17 @@ def explore(
     host: Annotated[
         str,
         typer.Option(
-            help="Where to listen; on other interfaces the URL carries an access token.",
+            help="Interface to listen on; beyond this machine the URL carries an access token.",
             rich_help_panel="Server",
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Which port; 0: a free one.", rich_help_panel="Server")
+        int,
+        typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.", rich_help_panel="Server"),
     ] = 8765,
     opens: Annotated[
         bool,
-        typer.Option("--open/--no-open", help="Whether a browser is opened.", rich_help_panel="Server"),
+        typer.Option("--open/--no-open", help="Open a browser.", rich_help_panel="Server"),
     ] = True,
 ) -> None:
     """Look at schedules and runs in a browser: change, time, prove and compare, follow a training."""

@@ -21,7 +21,7 @@ def export(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="The file to write; without it the text goes to stdout. FILE.csv is in torch's CSV.",
+            help="File to write; a FILE.csv is written in torch's CSV. Default: stdout.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -29,7 +29,7 @@ def export(
         Form | None,
         typer.Option(
             "--format",
-            help="csv: as torch.distributed.pipelining reads it. Default: what FILE ends in, or json.",
+            help="json, or csv as torch.distributed.pipelining reads it. Default: FILE's suffix, or json.",
             rich_help_panel="Output",
         ),
     ] = None,

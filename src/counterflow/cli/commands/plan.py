@@ -31,13 +31,13 @@ from ..output.search_bar import order_bar, search_bar
 class Inputs(Record):
     """What is planned."""
 
-    panel: ClassVar[str] = "What is planned: an example, files, or both: files take its place"
+    panel: ClassVar[str] = "Input: an example, files, or both; a file replaces that part of the example"
 
-    example: str | None = asked(None, "A paper's run; see --list.", metavar="NAME")
-    model: Path | None = asked(None, "The model: layers by kind.", metavar="FILE")
+    example: str | None = asked(None, "A run of a paper; --list names them.", metavar="NAME")
+    model: Path | None = asked(None, "Layers of the model, by kind.", metavar="FILE")
     profile: Path | None = asked(None, "What each kind of layer costs on a device.", metavar="FILE")
-    cluster: Path | None = asked(None, "Nodes, devices, memory and links.", metavar="FILE")
-    mini_batch: int | None = asked(None, "Samples of an update, of all replicas.", metavar="SAMPLES")
+    cluster: Path | None = asked(None, "Nodes, devices, memory and links of the cluster.", metavar="FILE")
+    mini_batch: int | None = asked(None, "Samples of one update, over all replicas.", metavar="SAMPLES")
 
     def task(self) -> Task:
         """What is planned.
@@ -62,13 +62,13 @@ class Ordering(Record):
 
     panel: ClassVar[str] = "Computed orders"
 
-    synthesize: bool = asked(
-        False, "Compute orders for the best plans; one that wins is a plan like any other."
+    synthesize: bool = asked(False, "Compute orders for the best plans; a faster order is listed as a plan.")
+    seconds: float | None = asked(
+        None, "Search time limit, in seconds, for all orders. Default 30.", least=0.0
     )
-    seconds: float | None = asked(None, "Search time limit for all of them. Default 30.", least=0.0)
     moves: int | None = asked(
         None,
-        "Search budget for each in moves, instead of --seconds: the same result on every machine.",
+        "Search budget of each order in moves, instead of --seconds: the same result on every machine.",
         least=0,
     )
 

@@ -24,7 +24,7 @@ def profile(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG.toml", help="Whose model to measure; without it the built-in example."
+            metavar="CONFIG.toml", help="Config with the model to measure. Default: the built-in example."
         ),
     ] = None,
     *,
@@ -34,13 +34,15 @@ def profile(
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="Samples of a micro-batch. Default 1,2,4,8,16,32."),
+        typer.Option(metavar="N,N,...", help="Samples of a micro-batch to measure. Default 1,2,4,8,16,32."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Workers this machine is to have. Default one a GPU, or one a core.", min=1),
+        typer.Option(help="Workers on this machine. Default: one per GPU, or one per core.", min=1),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Times each is measured; medians count.", min=1)] = 5,
+    repeats: Annotated[
+        int, typer.Option(help="Number of measurements, of which the median counts.", min=1)
+    ] = 5,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for model.toml, profile.toml and cluster.toml.")
     ] = Path("profile"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def reproduce(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="The table or figure; without it they are listed."),
+        typer.Argument(metavar="[NAME]", help="Name of the table or figure. Default: list all names."),
     ] = None,
     *,
     listed: Annotated[bool, typer.Option("--list", help="List the tables and figures.")] = False,

@@ -40,12 +40,12 @@ class Drawing(Record):
     out: list[Path] | None = asked(
         None,
         "Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto), or write it as torch's .csv; "
-        "may be repeated. Without it: in the terminal.",
+        "may be repeated. Default: draw in the terminal.",
         metavar="FILE",
     )
     compare: str | None = asked(
         None,
-        "A second schedule on the same time axis: a scheme, which takes the same options as far as it has "
+        "A second schedule on the same time axis: a scheme, which accepts the same options as far as it has "
         "them; a file; or a scheme with options of its own in quotes. Beside a run: predicted (the "
         "default), or another run.",
         metavar="OTHER",
@@ -54,9 +54,9 @@ class Drawing(Record):
         None, "Print the schedule instead, as a schedule file (json) or torch's (csv).", name="format"
     )
     memory: bool = asked(
-        False, "With each worker's memory over time: bytes if any are given, else activations."
+        False, "Also draw each worker's memory over time: bytes if any are given, else activations."
     )
-    messages: bool = asked(False, "With every message as an arrow; needs --out.")
+    messages: bool = asked(False, "Also draw every message as an arrow; needs --out.")
 
 
 def show(

@@ -38,11 +38,11 @@ def simulate(
     *,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="With every op's times.", rich_help_panel="Output"),
+        typer.Option("--timeline", help="Also print the times of every op.", rich_help_panel="Output"),
     ] = False,
     messages: Annotated[
         bool,
-        typer.Option("--messages", help="With every message's times.", rich_help_panel="Output"),
+        typer.Option("--messages", help="Also print the times of every message.", rich_help_panel="Output"),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

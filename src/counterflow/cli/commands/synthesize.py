@@ -32,7 +32,7 @@ from ..output.search_bar import order_bar
 class Work(Record):
     """What is ordered."""
 
-    panel: ClassVar[str] = "Work: what is ordered"
+    panel: ClassVar[str] = "Workload"
 
     placement: str = asked(
         MISSING,
@@ -42,11 +42,11 @@ class Work(Record):
         metavar="NAME|TABLE|FILE",
     )
     micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
-    workers: int | None = asked(None, "Workers; a table has its own.", metavar="P")
-    chunks: int | None = asked(None, "Stages of a worker in a loop. Default 2.")
-    waves: int | None = asked(None, "Down-and-up passes of waves. Default 2.")
-    pairs: int | None = asked(None, "Pairs of pipes, two ways. Default 1.")
-    split: bool = asked(True, "Whether input and weight gradients are ops of their own.")
+    workers: int | None = asked(None, "Number of workers; a table of your own states it.", metavar="P")
+    chunks: int | None = asked(None, "Stages on each worker, for loop. Default 2.")
+    waves: int | None = asked(None, "Down-and-up passes, for wave. Default 2.")
+    pairs: int | None = asked(None, "Pairs of pipes, for two-way. Default 1.")
+    split: bool = asked(True, "Split each backward into input gradient and weight gradients.")
 
     def workload(self) -> Workload:
         """All ops and what each needs.
@@ -76,11 +76,11 @@ class Limits(Record):
 
     peak: str | None = asked(
         None,
-        "Maximum stashed activations of a worker, until their weight gradients are made.",
+        "Maximum activations that a worker stashes, until their weight gradients are computed.",
         metavar="NUMBER",
     )
     memory: str | None = asked(
-        None, "Most bytes of a worker; needs bytes of stages, or a profile.", metavar="BYTES"
+        None, "Maximum bytes of a worker; needs the bytes of stages, or a profile.", metavar="BYTES"
     )
 
     def read(self) -> tuple[Limit | None, Limit | None]:
@@ -103,13 +103,13 @@ class Search(Record):
 
     objective: Objective = asked(
         Objective.MAKESPAN,
-        "makespan of one step, or steady: what a step adds without a barrier.",
+        "makespan: of one step; steady: the time a step adds without a barrier.",
         metavar="NAME",
     )
-    seconds: float = asked(30.0, "Search time limit.", least=0.0)
+    seconds: float = asked(30.0, "Search time limit, in seconds.", least=0.0)
     moves: int | None = asked(
         None,
-        "Search budget in moves instead of --seconds: the same result on every machine.",
+        "Search budget in moves, instead of --seconds: the same result on every machine.",
         least=0,
     )
     seed: int = asked(0, "Seed of the search.", least=0)
@@ -119,10 +119,12 @@ class Search(Record):
 class Profiled(Record):
     """What measured costs are read from."""
 
-    panel: ClassVar[str] = "Profile: measured costs in place of those above, as 'counterflow plan' takes them"
+    panel: ClassVar[str] = (
+        "Profile: measured costs instead of the costs above, in the files of 'counterflow plan'"
+    )
 
-    model: Path | None = asked(None, "The model.", metavar="FILE")
-    profile: Path | None = asked(None, "What its layers cost.", metavar="FILE")
+    model: Path | None = asked(None, "Layers of the model.", metavar="FILE")
+    profile: Path | None = asked(None, "Costs of its layers.", metavar="FILE")
     cluster: Path | None = asked(None, "Devices and links.", metavar="FILE")
     micro_batch_size: int | None = asked(None, "Samples of a micro-batch.", metavar="SAMPLES")
 
@@ -156,10 +158,10 @@ class Profiled(Record):
 
 def synthesize(
     *,
-    costs: CostOptions,
     work: Work,
     limits: Limits,
     search: Search,
+    costs: CostOptions,
     profiled: Profiled,
     out: Annotated[
         Path | None,

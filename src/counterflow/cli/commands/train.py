@@ -25,7 +25,7 @@ _SLOWER = 0.1
 def train(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG.toml", help="What to train; without it the built-in example."),
+        typer.Argument(metavar="CONFIG.toml", help="Config of the training. Default: the built-in example."),
     ] = None,
     *,
     sets: Annotated[
@@ -36,12 +36,14 @@ def train(
             help="Change a key; may be repeated. --keys lists them.",
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers of a pipeline group.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers of one pipeline group.")] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="The scheme; see 'counterflow schemes'.", autocompletion=schemes_from),
+        typer.Option(
+            help="Name of the scheme; 'counterflow schemes' lists them.", autocompletion=schemes_from
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates to make.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of updates.")] = None,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -55,7 +57,7 @@ def train(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder of the results. Without it: the next free runs/SCHEME-NUMBER.",
+            help="Folder of the results. Default: the next free runs/SCHEME-NUMBER.",
             rich_help_panel="Output",
         ),
     ] = None,

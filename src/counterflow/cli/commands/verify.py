@@ -46,21 +46,21 @@ Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ig
 class Running(Record):
     """How it is run."""
 
-    panel: ClassVar[str] = "How it is run"
+    panel: ClassVar[str] = "Run"
 
-    replicas: int = asked(1, "W: pipeline groups.", least=1)
-    recompute: Recompute = asked(Recompute.NONE, "What backwards compute again.")
+    replicas: int = asked(1, "W: copies of the pipeline group.", least=1)
+    recompute: Recompute = asked(Recompute.NONE, "What each backward recomputes.")
     sync: Sync = asked(Sync.EAGER_OPT, "When gradients of copies are summed.", name="sync_mode")
     barrier: bool = asked(
         True,
-        "Whether each step ends on all workers before the next; without, gradients are not clipped.",
+        "End each step on all workers before the next begins; without a barrier nothing is clipped.",
     )
     transport: Where = asked(
         Where(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
     )
     dtype: Dtype | None = asked(None, "Precision of weights. Default float64; with --bfloat16 float32.")
     bfloat16: Bfloat16 | None = asked(
-        None, "Let layers compute in bfloat16, by either option of a Pipeline; one process does likewise."
+        None, "Compute layers in bfloat16, in one process too, by one of these two options of a Pipeline."
     )
     steps: int | None = asked(
         None,
@@ -69,7 +69,7 @@ class Running(Record):
         least=1,
         most=1000,
     )
-    seed: int = asked(0, "Of weights, data and dropout.")
+    seed: int = asked(0, "Seed of weights, data and dropout.")
 
     @property
     def weights(self) -> Dtype:

@@ -23,7 +23,7 @@ from counterflow.fields import AskedField, asked_fields
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.scheme import DEPTH, SPLIT, Option, OptionType
+from counterflow.schedule.scheme import SPLIT, Option, OptionType
 from counterflow.simulation import ByteCosts, Costs, cost_texts
 from counterflow.simulation.model_share import CostsOf, of_stages
 
@@ -54,11 +54,19 @@ def _option(panel: str, help_text: str, *names: str, metavar: str | None = None)
     return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False)
 
 
-_SCHEME = "Scheme options: each scheme has some of them"
+_SCHEME = "Scheme: 'counterflow schemes' lists what each accepts"
+
+_SIZES = {
+    "stages": "D: stages of each pipe. Every scheme accepts --stages or --workers.",
+    "workers": "P: workers of the pipeline group, in place of --stages.",
+    "micro_batches": "N: micro-batches of a mini-batch; of pipedream-2bw and wpipe, between updates.",
+}
+"""What is said of the options that all schemes have."""
+
 _COSTS = "Costs: one number for all stages (1.5), or one a stage (1,1,1.5,2)"
 _MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB)"
 _MODEL_COSTS = "Costs of a worker's share of the model, or with --costs-of model of all of it"
-_MODEL_MEMORY = "Memory, likewise (300MB, 1.5GiB)"
+_MODEL_MEMORY = "Memory of the same (300MB, 1.5GiB)"
 
 
 class Group:
@@ -155,9 +163,7 @@ class SchemeOptions(Flags):
 def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     """The flag of an option that these schemes have."""
     option = next(iter(known.values()))
-    about, names, metavar = registry.about(known) + ".", (flag(name),), None
-    if name in DEPTH:
-        about += f" Other schemes take it in place of {flag(DEPTH[1 - DEPTH.index(name)])}."
+    about, names, metavar = _SIZES.get(name) or _sentence(registry.about(known)), (flag(name),), None
     kind: Any = int
     if option.kind is OptionType.FLAG:
         kind, names = bool, (f"{flag(name)}/--no-{flag(name)[2:]}",)
@@ -167,6 +173,10 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
     elif option.words:
         kind, metavar = str, "|".join([option.letter or "NUMBER", *option.words])
     return Annotated[kind | None, _option(_SCHEME, about, *names, metavar=metavar)]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def asked_flag(one: AskedField, panel: str) -> Any:

@@ -19,7 +19,7 @@ from .flags import Flags, asked_flag, plain_value
 
 _ASKED = asked_fields(Constraints)
 
-_PANEL = "What a plan has to be: may be repeated; not given: all is tried"
+_PANEL = "Limits on plans: each may be repeated; without one, everything is tried"
 
 
 class PlanLimits(Flags):

@@ -39,8 +39,10 @@ class Constraints:
         tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
     """
 
-    schemes: tuple[str, ...] | None = asked(None, "Only this scheme.", list[str], name="scheme")
-    stale: bool = asked(False, "Also asynchronous schemes, which use old weights.", bool)
+    schemes: tuple[str, ...] | None = asked(
+        None, "Only this scheme.", list[str], metavar="NAME", name="scheme"
+    )
+    stale: bool = asked(False, "Also try asynchronous schemes, which use old weights.", bool)
     depths: tuple[int, ...] | None = asked(
         None, "Only this many workers a replica.", list[int], metavar="D", name="workers"
     )
@@ -52,7 +54,11 @@ class Constraints:
         name="micro_batch_size",
     )
     more_samples: tuple[int, ...] = asked(
-        (), "This size besides powers of two.", list[int], metavar="SAMPLES", name="also_micro_batch_size"
+        (),
+        "Also try this size, besides powers of two.",
+        list[int],
+        metavar="SAMPLES",
+        name="also_micro_batch_size",
     )
     recompute: tuple[Recompute, ...] = asked(
         tuple(Recompute), "Only none, stage or layer.", list[Recompute], metavar="MODE"
@@ -70,36 +76,35 @@ class Constraints:
     )
     zero_stages: tuple[int, ...] = asked(
         (0, 1),
-        "Only 0: every holder of a weight keeps its optimiser state; or 1: one does, updates it and sends it "
-        "to the others.",
+        "Only this ZeRO stage. 0: every holder of a weight has its optimiser state; 1: one holder has it, "
+        "updates the weight and sends it to the others.",
         list[int],
         metavar="STAGE",
         name="zero_stage",
     )
     options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = asked(
         (),
-        "Only this value of an option, of every scheme that has it or of one: chimera.pairs=1; see "
-        "'counterflow schemes'.",
+        "Only this value of a scheme's option: of all schemes that have it (pairs=1), or of one "
+        "(chimera.pairs=1); see 'counterflow schemes'.",
         list[str],
         metavar="NAME=VALUE",
         name="option",
     )
     tensor_parallel: tuple[int, ...] = asked(
         (1,),
-        "With T devices of a node side by side that share the work of every layer; twice: both are tried. "
-        "Default 1.",
+        "Tensor parallelism: T devices of a node share the work of every layer. Default 1.",
         list[int],
         metavar="T",
     )
     cuts: Cuts = asked(
         Cutting.BALANCED,
-        "Of layers into stages: balanced (the default): by cost; even: as many blocks each; or the layers at "
-        "which stages begin after the first.",
+        "How layers are cut into stages: balanced (the default): by cost; even: equally many blocks each; or "
+        "the first layer of each stage but the first.",
         metavar="RULE",
     )
     more_updates: bool = asked(
         False,
-        "Also several updates in a mini-batch, of schemes that update after every micro-batch.",
+        "Also try several updates in a mini-batch, of schemes that update after every micro-batch.",
         bool,
     )
 
