@@ -128,7 +128,7 @@ class Command(TyperCommand):
         *own, asked = super().get_params(ctx)
         panels = [getattr(one, "rich_help_panel", None) for one in own if isinstance(one, TyperOption)]
         if panels and None not in panels:
-            asked.rich_help_panel = panels[-1]
+            asked.rich_help_panel = panels[-1]  # type: ignore[attr-defined]
         for option in (*own, asked):
             if getattr(option, "is_bool_flag", False):
                 option.metavar = ""
