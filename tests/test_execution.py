@@ -108,6 +108,8 @@ OTHER: dict[str, Any] = {
     "clip_norm": 1.0,
     "zero_stage": 1,
     "digest_every": 7,
+    "sequence_dims": 0,
+    "target_sequence_dims": 0,
 }
 """Another value than the default; of flags it is the other one, of dimensions 1."""
 

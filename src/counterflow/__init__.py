@@ -18,10 +18,12 @@ from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
+    from .attention import attend
     from .capture import layers
+    from .carry import Carry
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
-    from .loss_sum import LossSum
+    from .loss_sum import LossSum, whole_target
     from .planning.comparison import Comparison, compare
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mini_batch.entries import ENTRIES
@@ -38,6 +40,7 @@ __all__ = [
     "ENTRIES",
     "Batching",
     "ByteCosts",
+    "Carry",
     "Comparison",
     "ConfigError",
     "Costs",
@@ -57,6 +60,7 @@ __all__ = [
     "Step",
     "Synthesis",
     "WorkerError",
+    "attend",
     "check",
     "compare",
     "draw",
@@ -76,11 +80,13 @@ __all__ = [
     "synthesize",
     "train",
     "verify",
+    "whole_target",
 ]
 
 
 _LATE = {
     "Batching": "execution",
+    "Carry": "carry",
     "Comparison": "planning.comparison",
     "ENTRIES": "runtime.mini_batch.entries",
     "Evaluation": "runtime.execution.step",
@@ -90,6 +96,7 @@ _LATE = {
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "Step": "runtime.execution.step",
+    "attend": "attention",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
     "layers": "capture",
@@ -103,6 +110,7 @@ _LATE = {
     "sum_over_copies": "runtime.stages.counters",
     "train": "verbs",
     "verify": "verbs",
+    "whole_target": "loss_sum",
 }
 """By name the module that has it, of those that need torch or take a while; empty: it is a package."""
 

@@ -266,6 +266,15 @@ class Batching(Options):
     output_dims: Any = option(0, "dimensions of samples")
     """Likewise of what the last layer gives, where outputs are asked for."""
 
+    sequence_dims: Any = option(1, "dimensions of positions")
+    """Which dimension of the inputs' tensors the positions are, where a schedule has slices.
+
+    An int or a tree, as for ``input_dims``; None for what all slices get whole.
+    """
+
+    target_sequence_dims: Any = option(1, "dimensions of positions")
+    """Likewise of the targets, and of what the last layer gives."""
+
     dynamic_shapes: bool = option(False, "true or false")
     """Whether shapes between stages may differ for inputs of the same shapes."""
 
@@ -299,6 +308,8 @@ class Flat(TypedDict, total=False):
     target_dims: Any
     kwarg_dims: Any
     output_dims: Any
+    sequence_dims: Any
+    target_sequence_dims: Any
     dynamic_shapes: bool
     per_micro_batch_loss: bool
 

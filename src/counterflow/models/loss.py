@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from counterflow.errors import ConfigError
+from counterflow.loss_sum import whole_target
 
 IGNORED = -100
 """The target of a position that is not counted (torch's own default)."""
@@ -38,8 +39,9 @@ def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
     losses = functional.cross_entropy(
         output.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORED
     ).view(target.shape)
-    counted = (target != IGNORED).sum(dim=1).clamp(min=1)
-    return (losses.sum(dim=1) / counted).mean()
+    whole = whole_target(target)
+    counted = (whole != IGNORED).sum(dim=1).clamp(min=1)
+    return (losses.sum(dim=1) / counted).mean() * (whole.shape[1] / target.shape[1])
 
 
 def masked_token_loss(

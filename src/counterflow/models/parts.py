@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from counterflow.attention import attend
+from counterflow.carry import Carry
 from counterflow.errors import ConfigError
 
 INITIAL_DEVIATION = 0.02
@@ -102,6 +104,8 @@ class Embedding(nn.Module):
         self.tokens = Lookup(config.vocabulary, config.hidden, deviation)
         self.positions = Lookup(config.positions, config.hidden, deviation)
         self.dropout = nn.Dropout(config.dropout)
+        self.before = Carry()
+        """Tokens of earlier slices."""
 
     def placed(self, tokens: Tensor) -> Tensor:
         """The sum of the tokens' and the positions' vectors, [samples, positions, hidden].
@@ -110,11 +114,15 @@ class Embedding(nn.Module):
             ConfigError: samples longer than the model's table of positions.
         """
         length, most = tokens.shape[1], self.positions.num_embeddings
-        if length > most:
+        before: int = self.before.take(0)
+        self.before.leave(before + length)
+        if before + length > most:
             raise ConfigError(
-                f"samples of {length} tokens for a model of {most} positions: at most {most} are legal"
+                f"samples of {before + length} tokens for a model of {most} positions: at most {most} are "
+                "legal"
             )
-        found: Tensor = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        place = torch.arange(before, before + length, device=tokens.device)
+        found: Tensor = self.tokens(tokens) + self.positions(place)
         return found
 
 
@@ -179,6 +187,7 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.dropout = dropout
         self.causal = causal
+        self.carry = Carry() if causal else None
         self.queries_keys_values = Projection(hidden, 3 * hidden, deviations[0])
         self.output = Projection(hidden, hidden, deviations[1])
 
@@ -194,14 +203,14 @@ class SelfAttention(nn.Module):
             samples, positions, 3, self.heads, width // self.heads
         )
         queries, keys, values = stacked.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=None if mask is None else mask[:, None, None, :],
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-        )
+        dropout = self.dropout if self.training else 0.0
+        if self.carry is not None and mask is None:
+            mixed = attend(self.carry, queries, keys, values, dropout=dropout)
+        else:
+            seen = None if mask is None else mask[:, None, None, :]
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, seen, dropout, is_causal=self.causal
+            )
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(samples, positions, width))
         return output
 

@@ -189,11 +189,17 @@ def lower(
 def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER) -> Program:
     """The action lists that compute one mini-batch's loss without gradients: the forwards of one period.
 
+    Micro-batches go whole: nothing is saved of them, so that slices would save no memory.
+
     Raises:
         ScheduleError: a pass broke a rule.
     """
     orders = tuple(
-        tuple(op._replace(version=0) for op in order if op.kind.whole and schedule.period_of(op) == 0)
+        tuple(
+            op._replace(version=0, part=0, parts=1)
+            for op in order
+            if op.kind.whole and op.part == 0 and schedule.period_of(op) == 0
+        )
         for order in schedule.orders
     )
     forwards = replace(schedule, workload=schedule.workload.evaluation(), orders=orders, steady=None)

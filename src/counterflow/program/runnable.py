@@ -10,14 +10,8 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
     """Refuse a schedule whose ops the engine does not have.
 
     Raises:
-        ConfigError: micro-batches are sliced, a backward is of several of them at once, or parts of one
-            differ in size.
+        ConfigError: a backward is of several micro-batches at once, or parts of one differ in size.
     """
-    if schedule.workload.slices > 1:
-        raise ConfigError(
-            f"the schedule ({schedule.scheme}) cuts micro-batches in {schedule.workload.slices} slices, "
-            "which can be simulated and drawn, but not trained; make it without slices"
-        )
     for op in schedule.ops():
         if not op.kind.whole and len(op.micro_batches) > 1:
             raise ConfigError(

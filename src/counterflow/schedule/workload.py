@@ -262,9 +262,11 @@ class Workload:
         return replace(self, passes=tuple(passes), periods=periods, versions=versions)
 
     def evaluation(self) -> Workload:
-        """The forwards of one period alone."""
+        """The forwards of one period alone, of whole micro-batches."""
         passes = tuple(replace(p, shares=()) for p in self.of_periods(1).passes)
-        return replace(self, passes=passes, periods=1, synchronous=True, versions=None, trains=False)
+        return replace(
+            self, passes=passes, periods=1, synchronous=True, versions=None, trains=False, slices=1
+        )
 
 
 def kinds_of(share: Share, stage: int) -> tuple[OpKind, ...]:

@@ -78,6 +78,8 @@ def parts_of(schedule: Schedule) -> tuple[int, ...]:
     (2, 2)
     """
     found = [1] * schedule.micro_batches
+    if schedule.workload.slices > 1:  # one process runs the whole sequence
+        return tuple(found)
     for op in schedule.ops():
         if not op.kind.whole:
             found[op.micro_batches[0] % schedule.micro_batches] = op.parts

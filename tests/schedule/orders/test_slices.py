@@ -10,7 +10,6 @@ import pytest
 from counterflow import ConfigError, Costs, Schedule, check, schemes, simulate
 from counterflow.program import rules
 from counterflow.program.rules import Subject
-from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
@@ -96,11 +95,6 @@ def test_slices_are_asked_for_by_name_with_any_scheme() -> None:
         schemes.dapple(stages=4, micro_batches=8, slices=0)
     with pytest.raises(ConfigError, match="at most 1,000,000 are built"):
         schemes.dapple(stages=8, micro_batches=8, slices=10_000_000)
-
-
-def test_the_engine_refuses_slices() -> None:
-    with pytest.raises(ConfigError, match="simulated and drawn, but not trained; make it without slices"):
-        refuse_what_cannot_run(one_forward_one_backward(2, 2, 2))
 
 
 def test_what_cannot_be_sliced_is_refused() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from counterflow.program.actions import Message
-from counterflow.schedule.ir import Op, Product, Schedule
+from counterflow.schedule.ir import Op, Product, Schedule, SkipLink
 
 from ..messages.envelope import Envelope, Place
 from ..messages.message_queue import MessageQueue
 from ..messages.values import Unit
-from .routes import HandedOver, LocalRoute, MessageRoute, Route, SkipRoute
+from .routes import HandedOver, LocalRoute, MessageRoute, Route, SkipRoute, SliceRoute
 
 
 class Addresses:
@@ -40,6 +40,7 @@ class Addresses:
         self._schedule, self._slots, self._worker, self._ranks = schedule, slots, worker, tuple(ranks)
         self._messages, self._handed = messages, HandedOver()
         ops = list(schedule.ops())
+        self._slices = schedule.workload.slices
         self._parts = {op.micro_batches[0]: op.parts for op in ops if not op.kind.whole}
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
@@ -48,12 +49,12 @@ class Addresses:
             if op.kind.whole:
                 self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
         self._forwards = {
-            (op.stage, number): op for op in ops if op.kind.whole for number in op.micro_batches
+            (op.stage, number, op.part): op for op in ops if op.kind.whole for number in op.micro_batches
         }
         self._split = {(op.stage, op.micro_batches[0]) for op in ops if op.kind.rest is not None}
         places = [*range(schedule.stages), *self._skips]
         self._places: dict[Place, int] = {place: number for number, place in enumerate(places)}
-        self._most_parts = max(self._parts.values(), default=1)
+        self._most_parts = max(self._slices, *self._parts.values(), 1)
         numbers = slots * schedule.micro_batches * len(places) * 2 * self._most_parts
         self._first_number = messages.transport.reserve_tags(numbers)
 
@@ -68,7 +69,7 @@ class Addresses:
         found = []
         for number in op.micro_batches:
             m = number % self._schedule.micro_batches
-            if not op.kind.whole:
+            if not op.kind.whole or self._slices > 1:
                 found.append(Unit(m, op.part, op.parts, slot))
             else:  # of a whole micro-batch, also if there is no backward
                 parts = self._parts.get(number, 1)
@@ -87,7 +88,7 @@ class Addresses:
         place, other = (op.stage - 1,) * 2 if takes.goes > 0 else (op.stage, op.stage + 1)
         answers = None
         if takes is Product.INPUT_GRADIENT and self._holder(op, other) is not None:
-            made = self._forwards[op.stage, op.micro_batches[0]]
+            made = self._forwards[op.stage, op.micro_batches[0], op.part if self._slices > 1 else 0]
             answers = self._number(place, self.units(made, period_offset)[0], gradient=False)
         return self._route(op, other, place, takes, period_offset, answers=answers)
 
@@ -138,6 +139,17 @@ class Addresses:
                 route = self._route(made, other, link, what, period_offset)
             found.append(SkipRoute(link, route, first=first))
         return takes, gives
+
+    def carried(self, op: Op) -> tuple[Sequence[SkipRoute], Sequence[SkipRoute]]:
+        """The ways of the states, or their gradients, that an op takes of one slice and leaves to another."""
+        step = op.kind.carries
+        if self._slices == 1 or not step:
+            return (), ()
+        link = SkipLink(op.stage, op.stage)
+        takes = [SkipRoute(link, SliceRoute(link, self._handed, 0))]
+        gives = [SkipRoute(link, SliceRoute(link, self._handed, step))]
+        of = range(self._slices)
+        return takes if op.part - step in of else (), gives if op.part + step in of else ()
 
     def envelope(self, message: Message, period_offset: int) -> tuple[Envelope, int]:
         """A message as it is known before it travels, and the slot of its mini-batch."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -68,6 +69,8 @@ class RunBackward(_Differentiates):
         gradients, reused = ([], NONE) if self.source is None else self.source.take_gradients(self._unit)
         if self.skips.takes:
             more, buffers = self.skips.take_gradients()
+            if self.copy.last and stash.loss is not None:  # beside it is the gradient of a state
+                gradients = [torch.ones_like(stash.loss)]
             gradients, reused = [*gradients, *more], [*reused, *buffers]
         begin = self._begin()
         edges: Sequence[Any]
@@ -80,8 +83,10 @@ class RunBackward(_Differentiates):
         with self._around():
             self._differentiate(edges, known, split)
         self._end(begin)
-        if self.target is not None:
-            self.target.give_gradients(self._unit, self._input_gradients(stash))
+        if self.target is not None or self.skips.gives:
+            found = self._input_gradients(stash)
+            if self.target is not None:
+                self.target.give_gradients(self._unit, found)
         stash.done = [*reused, *stash.reused]
         self._in_flight.over.append(stash)
         self._leave(stash, split)
@@ -143,7 +148,7 @@ class RunBackward(_Differentiates):
         if not copy.checked:
             with copy.precision.computing():
                 self._outputs.check(copy, batch, spare, unit, (stash.inputs, tensors, stash.joints))
-        if copy.last:
+        if copy.last and not gradients:
             return [tensor for tensor in tensors if tensor.requires_grad], []
         marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
         pairs = zip(marked, gradients, strict=True)

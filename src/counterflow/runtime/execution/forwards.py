@@ -26,7 +26,6 @@ from ..stages.skips import Carried
 from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part
-from .routes import Route
 from .skips import Came, Output
 from .stash import Again, ForwardInput, Stash, tensors_in
 from .tasks import RunOp, Tools
@@ -43,6 +42,7 @@ class RunForward(RunOp):
         self.ends_losses = False
         """Whether the losses of the mini-batch are all there after it."""
         self._messages = self._in_flight.messages
+        self._sliced = self.op.parts > 1
 
     def run(self) -> None:
         """See ``Task``."""
@@ -51,14 +51,15 @@ class RunForward(RunOp):
         begin = self._begin()
         found = self._outputs_of(batch, given)
         self._end(begin)
-        if self.target is not None:
-            self._hand_on(self.target, batch, found)
-        elif self.ends_losses:
+        if self.target is not None or self.skips.gives:
+            self._hand_on(batch, found)
+        if self.target is None and self.ends_losses:
             batch.losses.ask()
 
     def _inputs(self, batch: Batch) -> list[ForwardInput]:
         """The op's inputs by unit, as leaves."""
         rows = list(map(batch.rows.__getitem__, self.units))
+        leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
         if self.source is None:
             assert batch.inputs is not None
             found = [
@@ -67,20 +68,23 @@ class RunForward(RunOp):
                 for value in (_first_input(unit, batch, batch.inputs),)
             ]
             for unit in self.units:
-                batch.inputs.used(unit.micro_batch)
-            return found
-        leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
-        taken = self.source.take(self.units, leaf, as_leaves=batch.training)
-        found = [
-            ForwardInput(unit, tensors, put_together(structure, tensors), buffers, its)
-            for unit, (structure, tensors, buffers), its in zip(self.units, taken, rows, strict=True)
-        ]
+                if unit.part == unit.parts - 1:
+                    batch.inputs.used(unit.micro_batch)
+        else:
+            taken = self.source.take(self.units, leaf, as_leaves=batch.training)
+            found = [
+                ForwardInput(unit, tensors, put_together(structure, tensors), buffers, its)
+                for unit, (structure, tensors, buffers), its in zip(self.units, taken, rows, strict=True)
+            ]
         if self.skips.takes:
             found = list(map(_with_skips, found, self.skips.take(batch, leaf)))
         return found
 
     def _outputs_of(self, batch: Batch, given: Sequence[ForwardInput]) -> Sequence[Output]:
         copy = self.copy
+        if self._sliced and copy.slice_check is not None and batch.training:
+            for each in given:
+                copy.look_at_slice(each.value, batch.step, each.rows)
         without_graph = batch.training and copy.recompute is Recompute.STAGE
         if not without_graph and copy.precision.plain:
             return [self._forward(batch, each) for each in given]
@@ -100,10 +104,12 @@ class RunForward(RunOp):
                     ) from error
                 raise
 
-    def _hand_on(self, target: Route, batch: Batch, found: Sequence[Output]) -> None:
-        """Lay ready for later stages what was given."""
+    def _hand_on(self, batch: Batch, found: Sequence[Output]) -> None:
+        """Lay ready for later stages, or the next slice, what was given."""
         pieces: Any = self.skips.give(batch, found) if self.skips.gives else found
-        target.give(self.units, pieces)
+        if self.target is None:
+            return
+        self.target.give(self.units, pieces)
         if batch.known is None:
             for unit, piece in zip(self.units, pieces, strict=True):
                 batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
@@ -132,6 +138,7 @@ class RunForward(RunOp):
         if not copy.checked:
             self._outputs.check(copy, batch, spare, given.unit, (inputs, tensors, joints))
         stash = Stash(inputs, tensors, (), given.buffers, held, None, given.by_skips, joints)
+        stash.loss = tensors[0].detach() if copy.last else None
         self._in_flight.over.append(stash)
         self._in_flight.stashes[self.stage, given.unit] = stash
         return found, self._outputs.handed_on(tensors)
@@ -149,7 +156,7 @@ class RunForward(RunOp):
             self._in_flight.stashes[self.stage, given.unit] = Stash([], [], (), (), [])
         if self.skips.gives:
             self.skips.give_once(batch, given.unit, None)
-        return self._outputs.apart(self.copy, None)
+        return self._outputs.apart(self.copy, None, given.unit)
 
     def _forward_to_recompute(self, batch: Batch, given: ForwardInput) -> Output:
         """The same without a graph: the input is kept."""
@@ -168,6 +175,7 @@ class RunForward(RunOp):
     def _stashed(self, given: ForwardInput, again: Again, tensors: list[Tensor]) -> list[Tensor]:
         """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
         stash = Stash(tensors_in(again.value), [], (), given.buffers, [], None, given.by_skips)
+        stash.loss = tensors[0].detach() if self.copy.last else None
         if self.copy.trains or any(t.requires_grad for t in stash.inputs):
             stash.edges, stash.again = None, again
             self._in_flight.hold(stash.inputs, stash.held)
@@ -223,7 +231,7 @@ class RunForward(RunOp):
 
 
 def _first_input(unit: Unit, batch: Batch, inputs: Feed) -> Any:
-    own = part(inputs[unit.micro_batch], unit, batch, batch.input_dims)
+    own = part(inputs[unit.micro_batch], unit, batch, of_targets=False)
     if isinstance(own, Tensor):
         return own
     return pytree.tree_map(lambda leaf: leaf, own)  # a layer may take things out of its dicts

@@ -17,10 +17,12 @@ from ..dtensors import whole
 from ..messages.values import Unit, Value, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
-from ..mini_batch.samples import Dims, cut, refuse_whole_entries
+from ..mini_batch.samples import cut, refuse_whole_entries
+from ..mini_batch.slicing import slice_of
 from ..stages.graph_check import check_graph
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
+from ..stages.skips import Carried
 from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from .meters import SavedBytes
@@ -40,14 +42,15 @@ class Outputs:
     def __init__(self, schedule: Schedule, loss_function: LossFunction | None, saved: SavedBytes) -> None:
         self._loss_function = loss_function
         self._scheme, self._synchronous = schedule.scheme, schedule.synchronous
+        self._slices = schedule.workload.slices
         self._saved = saved
 
-    def apart(self, copy: StageCopy, output: Any) -> Output:
-        """What a stage that is not the last gives for a unit; None: it has no samples."""
+    def apart(self, copy: StageCopy, output: Any, unit: Unit) -> Output:
+        """What a stage gives for a unit; None: it has no samples."""
         place, skips = f"stage {copy.stage}", copy.skips
-        if skips is None or not skips.gives:
+        if skips is None or not (skips.gives or skips.carries):
             return take_apart(output, place)
-        return apart(skips, output, place)
+        return apart(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
@@ -89,22 +92,40 @@ class Outputs:
     def read(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if not copy.last:
-            return self.apart(copy, output)
+            return self.apart(copy, output, unit)
+        state: dict[int, Any] = {}
+        if type(output) is Carried:
+            output, state = output
         if batch.outputs is not None and not again:
             batch.outputs[unit] = mapped(_kept, output)
         if not batch.has_loss:
             return None, []
+        loss = self._loss_of(copy, batch, output, unit, again=again)
+        return (None, [loss]) if not state else self.apart(copy, Carried(loss, state), unit)
+
+    def _loss_of(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool) -> Tensor:
+        """A unit's share of the loss, as it enters the mini-batch's."""
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
-        size, check = samples, None if again else batch.check
+        share: float = samples
+        size, checks = samples, () if again else tuple(batch.checks)
         if self._loss_function is not None:
             assert batch.targets is not None
-            target = part(batch.targets[unit.micro_batch], unit, batch, batch.target_dims)
-            if check is not None:
-                check.begin(copy, self._loss_function, output, target, samples)
+            whole = batch.targets[unit.micro_batch]
+            target = part(whole, unit, batch, of_targets=True)
+            if rows.slices > 1:
+                share = samples * rows.positions / rows.whole
+            for check in checks:
+                size = rows.positions if check.of_positions else samples
+                check.begin(copy, self._loss_function, output, target, size)
             size = elements_in(output)
             output = self._loss(copy, batch, output, target, rows)
-        found = copy.means.read(output, samples)
+        found = copy.means.read(output, share)
+        if rows.slices > 1 and self._loss_function is None and found.weight is None:
+            raise ConfigError(
+                "the last layer gives a mean, and it is not known of how much of a sequence that a slice "
+                "is; let it return a cf.LossSum, or give the Pipeline a loss function and targets"
+            )
         batch.losses.note_graph(found.loss, again=again)
         if found.weight is not None and not self._synchronous:
             if samples < batch.total:
@@ -115,12 +136,13 @@ class Outputs:
             loss, weight = found.loss, found.weight
             found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
-        entry = found.entered(unit, samples, divisor, size)
+        entry = found.entered(unit, share, divisor, size)
         if not again:
             batch.losses.entries.append(entry)
-        if check is not None and check.end(entry):
-            batch.check = None
-        return None, [found.loss * entry.by]
+        for check in checks:
+            if check.end(entry):
+                batch.checks.remove(check)
+        return found.loss * entry.by
 
     def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
         """What the loss function returns.
@@ -137,10 +159,13 @@ class Outputs:
             raise
 
 
-def part(tree: Any, unit: Unit, batch: Batch, dims: Dims) -> Any:
-    """A unit's samples of its micro-batch."""
+def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
+    """A unit's samples, or slice, of its micro-batch's inputs or targets."""
     if unit.parts == 1:
         return tree
+    if batch.sequence is not None:
+        return slice_of(tree, unit, batch.sequence[of_targets])
+    dims = batch.target_dims if of_targets else batch.input_dims
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 

@@ -96,6 +96,48 @@ class LocalRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceRoute:
+    """The way of a stage's state from the run of one slice to that of the next, and of its gradient back.
+
+    Attributes:
+        place: whose state.
+        handed: what this worker's stages gave to each other.
+        by: how many slices further on it is taken: by an op that leaves it 1, of a backward -1; 0: here.
+    """
+
+    place: Place
+    handed: HandedOver
+    by: int
+
+    def _key(self, unit: Unit) -> Of:
+        return self.place, unit._replace(part=unit.part + self.by)
+
+    def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+        """See ``Route``."""
+        for unit, piece in zip(units, pieces, strict=True):
+            self.handed.pieces[self._key(unit)] = piece
+
+    def take(
+        self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
+    ) -> list[Taken]:
+        """See ``Route``; in the memory in which it was left: it is saved once."""
+        del leaf, as_leaves
+        found: list[Taken] = []
+        for unit in units:
+            structure, tensors = self.handed.pieces.pop(self._key(unit))
+            found.append((structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors], NONE))
+        return found
+
+    def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
+        """See ``Route``."""
+        self.handed.gradients[self._key(unit)] = found
+
+    def take_gradients(self, unit: Unit) -> Gradients:
+        """See ``Route``."""
+        return self.handed.gradients.pop(self._key(unit)), NONE
+
+
+@dataclass(frozen=True, slots=True)
 class MessageRoute:
     """A way to or from another worker.
 

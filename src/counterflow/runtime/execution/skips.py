@@ -144,7 +144,7 @@ class OpSkips:
         """
         assert self._skips is not None
         stage, made_once = self.op.stage, self._once.made
-        for (link, numbers), its in zip(self._skips.gives, self.gives, strict=True):
+        for (link, numbers), its in zip(self._skips.gives, self.gives, strict=False):  # then come states
             if not link.once:
                 continue
             key = link, self.op.pipe, unit.slot
@@ -228,13 +228,24 @@ class OpSkips:
         return rest
 
 
-def apart(skips: StageSkips, output: Carried | None, place: str) -> Output:
-    """A stage's output taken apart, without what is made once; of None (no samples) as much of None."""
+def apart(skips: StageSkips, output: Carried | None, place: str, *, ends: bool) -> Output:
+    """A stage's output taken apart, without what is made once; of None (no samples) as much of None.
+
+    Args:
+        skips: of the stage.
+        output: of the stage.
+        place: the stage, for messages.
+        ends: whether no slice comes after, so that its state goes nowhere.
+    """
     links = [numbers for link, numbers in skips.gives if not link.once]
+    links += [skips.carries] if skips.carries and not ends else []
+    alone = not links and not skips.gives
     if output is None:
-        return _joined([take_apart(None, place) for _ in range(1 + len(links))])
+        return take_apart(None, place) if alone else _joined([take_apart(None, place)] * (1 + len(links)))
     value, held = output
     first = Carried(value, {n: held[n] for n in skips.next}) if skips.next else value
+    if alone:
+        return take_apart(first, place)
     by_skips = (take_apart({n: held[n] for n in numbers}, place) for numbers in links)
     return _joined([take_apart(first, place), *by_skips])
 

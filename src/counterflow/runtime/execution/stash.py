@@ -64,6 +64,7 @@ class Stash:
         by_skips: how many inputs with a gradient came by each skip.
         reused: buffers to give back after the backward.
         done: those to give back as soon as there is time.
+        loss: of the last stage, with whose gradient that of a state comes; None: of another stage.
         held: what is counted as saved for the backward.
         again: what that needs.
         joints: where the graph of a split backward is joined.
@@ -78,6 +79,7 @@ class Stash:
     by_skips: Sequence[int] = ()
     joints: Joints | None = None
     done: Sequence[Tensor] = ()
+    loss: Tensor | None = None
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""

@@ -71,7 +71,11 @@ class RunOp(Task):
         self.copy = tools.stages[op.stage]
         self.units = tools.addresses.units(op, period_offset)
         self.slot = self.units[0].slot
-        addresses, in_flight = tools.addresses, tools.in_flight
+        addresses, in_flight, skips = tools.addresses, tools.in_flight, self.copy.skips
+        takes, gives = addresses.by_skips(op, period_offset)
+        if skips is not None and skips.carries:
+            taken, left = addresses.carried(op)
+            takes, gives = [*takes, *taken], [*gives, *left]
         self.splits = addresses.splits(op)
         """Whether a backward of what the op runs on is two ops."""
         self.source = addresses.source(op, period_offset)
@@ -79,8 +83,9 @@ class RunOp(Task):
         self.skips = OpSkips(
             op,
             self.units,
-            *addresses.by_skips(op, period_offset),
-            skips=self.copy.skips,
+            takes,
+            gives,
+            skips=skips,
             once=in_flight.once,
             messages=in_flight.messages,
         )

@@ -114,6 +114,8 @@ def held_stages(
             f"deferred_batch_norm: {schedule.scheme} begins a mini-batch before the one before has "
             "ended, so that both would be in one sum; leave it away, or take a synchronous scheme"
         )
+    if schedule.workload.slices > 1:
+        _refuse_slices(schedule, execution, shards=parallelize is not None)
     precision = precision_of(execution, transport.device, shards=parallelize is not None)
     for layer in layers:
         refuse_remote(layer.index, layer.module)
@@ -156,6 +158,25 @@ def held_stages(
             transport=transport,
         )
     return Held(stages, owned, loss_function, split, sharding)
+
+
+def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) -> None:
+    """Refuse what does not go with slices.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    slices = f"{schedule.scheme} in {schedule.workload.slices} slices"
+    if execution.deferred_batch_norm:
+        raise ConfigError(
+            f"deferred_batch_norm: {slices} would normalise each slice by its own mean, where one process "
+            "takes that of all positions; leave both away, or one"
+        )
+    if shards:
+        raise ConfigError(
+            f"parallelize: {slices} runs a stage several times for a micro-batch, which sharded weights do "
+            "not expect; train without slices, or without parallelize"
+        )
 
 
 def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from .feed import Feed
 from .loss_check import LossCheck
 from .losses import Losses
 from .samples import Dims
+from .slicing import SequenceDims
 from .told import Told
 
 Key = tuple[int, Unit]
@@ -28,13 +29,25 @@ class RowsOf(dict[Unit, SampleRows]):
     Args:
         first: number of this replica's first micro-batch among those of all replicas.
         samples: by micro-batch.
+        slices: of each.
+        lengths: by micro-batch the positions of its sequence; none where they are not known.
     """
 
-    def __init__(self, first: int, samples: Sequence[int]) -> None:
-        self.first, self.samples = first, samples
+    def __init__(
+        self, first: int, samples: Sequence[int], slices: int = 1, lengths: Sequence[int] = ()
+    ) -> None:
+        self.first, self.samples, self.slices, self.lengths = first, samples, slices, lengths
 
     def __missing__(self, unit: Unit) -> SampleRows:
         samples = self.samples[unit.micro_batch]
+        if self.slices > 1:  # parts are slices of all its samples
+            number, whole = self.first + unit.micro_batch, 0
+            if self.lengths:
+                whole = self.lengths[unit.micro_batch]
+            positions = unit.rows(whole)
+            count = positions.stop - positions.start
+            found = self[unit] = SampleRows(number, samples, 0, samples, *unit[1:3], count, whole)
+            return found
         rows = unit.rows(samples)
         found = self[unit] = SampleRows(self.first + unit.micro_batch, samples, rows.start, rows.stop)
         return found
@@ -65,11 +78,12 @@ class Batch:
         kept: whether what is learnt is known of later ones.
         await_total: waits for what the others were given, before anything they see; gives ``total``.
         divisor: what losses are divided by as they enter the mini-batch's; None: by its samples.
-        check: sees whether its loss is a mean over samples; None: nobody asks.
+        checks: see whether its loss is a mean over samples, and over positions; none: nobody asks.
         losses: of its micro-batches, as they come.
         outputs: of the last stage by unit, if they are wanted.
         has_loss: whether losses are wanted.
         compared: whether the copies of stages are compared as it leaves them.
+        sequence: along which dimensions it is cut in slices; None: it is not.
     """
 
     step: int
@@ -88,11 +102,12 @@ class Batch:
     kept: bool = False
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
-    check: LossCheck | None = None
+    checks: list[LossCheck] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True
     compared: bool = False
+    sequence: SequenceDims | None = None
 
     @property
     def feeds(self) -> list[Feed]:

@@ -22,6 +22,7 @@ from .feed import CopyStream, Feed
 from .given import Given, even, ready, whole
 from .loss_check import LossCheck, LossChecks
 from .losses import Losses
+from .slicing import SequenceDims, lengths_of
 from .told import Call, Told
 
 _KINDS = 256
@@ -93,6 +94,15 @@ class Batches:
         self._checks = (
             None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
         )
+        self._slices = schedule.workload.slices
+        if self._slices > 1 and batching.per_micro_batch_loss:
+            raise ConfigError(
+                f"per_micro_batch_loss: {schedule.scheme} has no loss of a whole micro-batch where it cuts "
+                "them in slices; return a mean over samples and positions, or a cf.LossSum"
+            )
+        along = batching.target_sequence_dims
+        outputs = along if isinstance(along, int) else 1
+        self._slice_checks = LossChecks(outputs, along, of_positions=True)
         self._shapes: dict[int, Shapes] = {}
         self._settled: Settled = []
         """Lists of mini-batches that have shown to have their samples in their tensors."""
@@ -132,6 +142,12 @@ class Batches:
         Raises:
             ConfigError: something is missing, has no samples, or is not what the others were given.
         """
+        if outputs and call.trains and self._slices > 1:
+            raise ConfigError(
+                f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
+                "outputs; call evaluate(outputs=True) or predict"
+            )
+        slices = self._slices if call.trains else 1
         counts = given.counts()
         self._refuse_missing(given, call)
         sizes = next((tuple(found) for found in counts if found is not None), ())
@@ -153,6 +169,8 @@ class Batches:
             told = Told(call, step, outputs, follows=True)
         agreed = self._agreement.last
         self._refuse_few(agreed, step)
+        sequence = SequenceDims(self._batching.sequence_dims, self._batching.target_sequence_dims)
+        lengths = lengths_of(given, agreed.sizes, sequence, slices) if slices > 1 else ()
         at_once = not self._schedule.synchronous  # needed when the user may change what was given
         its_inputs, its_targets = (
             Feed(given.cut(pieces, dims, agreed.sizes), self._copies, at_once=at_once) if takes else None
@@ -167,7 +185,9 @@ class Batches:
             targets=its_targets,
             samples=agreed.sizes,
             total=agreed.total,
-            rows=rows_of(self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes)),
+            rows=rows_of(
+                self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), slices, lengths
+            ),
             training=call.trains,
             input_dims=given.input_dims,
             target_dims=given.target_dims,
@@ -179,7 +199,8 @@ class Batches:
             losses=Losses(told=self._role.tells_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            check=self._check(agreed, call, run) if self._needs_targets(call) else None,
+            checks=self._checks_of(agreed, call, run) if self._needs_targets(call) else [],
+            sequence=sequence if slices > 1 else None,
         )
 
     def compare(self, mine: Told, rows: Sequence[Told]) -> None:
@@ -228,10 +249,16 @@ class Batches:
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _check(self, agreed: Agreed, call: Call, run: PipelineState) -> LossCheck | None:
-        """What sees whether the loss is a mean over samples; None where that was seen, or does not matter."""
+    def _checks_of(self, agreed: Agreed, call: Call, run: PipelineState) -> list[LossCheck]:
+        """What sees whether the loss is a mean over samples; none where that was seen, or does not matter."""
         keeps = run.waiting > 0 or call is Call.KEEP
+        sliced = self._slices > 1 and call.trains
         units = self._peers.replicas * self._parts * sum(map(bool, agreed.sizes))
-        if self._checks is None or (units == 1 and not keeps):
-            return None
-        return self._checks.of(agreed.kind, evaluates=call is Call.EVALUATE)
+        if units == 1 and not keeps:
+            return []
+        found = [
+            checks.of(agreed.kind, evaluates=call is Call.EVALUATE)
+            for checks in (self._checks, self._slice_checks if sliced else None)
+            if checks is not None
+        ]
+        return [check for check in found if check is not None]

@@ -68,12 +68,12 @@ class Means(Feature):
         with self.watching() if layer.index == self._layer else _NOTHING:
             return run(value, step, rows)
 
-    def read(self, output: Any, samples: int) -> Found:
+    def read(self, output: Any, samples: float) -> Found:
         """A unit's loss, of what was given by that which was watched last.
 
         Args:
             output: what it gave.
-            samples: of the unit.
+            samples: of the unit; of a slice, times its share of the sequence.
 
         Raises:
             ConfigError: it is no loss.
@@ -98,7 +98,7 @@ class Means(Feature):
 _NAME = "counterflow_counted"
 
 
-def _one_of(weights: list[Tensor | int], samples: int) -> Tensor | float:
+def _one_of(weights: list[Tensor | int], samples: float) -> Tensor | float:
     """One number that tells some weights from others: their multiples by these factors never add up alike."""
     factors = [math.exp(1 / number) / samples for number in range(1, len(weights) + 1)]
     found: Tensor | float = 0.0

@@ -75,12 +75,12 @@ class Found(NamedTuple):
     counts: Tensor | float | None = None
     elements: int | None = None
 
-    def entered(self, unit: Unit, samples: int, divisor: float, size: int) -> Entry:
+    def entered(self, unit: Unit, samples: float, divisor: float, size: int) -> Entry:
         """As it enters the mini-batch's loss.
 
         Args:
             unit: whose it is.
-            samples: of the unit.
+            samples: of the unit; of a slice, times its share of the sequence.
             divisor: what sums are divided by, of all units.
             size: the elements of the unit's output.
         """

@@ -40,7 +40,7 @@ def composed(layers: Sequence[NamedLayer], features: Sequence[Feature]) -> Run:
         layers: in their order.
         features: the outermost first.
     """
-    runs = tuple(layer_run(layer, partial(_called, layer.module), features) for layer in layers)
+    runs = tuple(layer_run(layer, partial(called, layer.module), features) for layer in layers)
 
     def through(value: Value, step: int, rows: SampleRows) -> Value:
         for run in runs:
@@ -62,7 +62,7 @@ def layer_run(layer: NamedLayer, run: Run, features: Sequence[Feature]) -> Run:
     return run
 
 
-def _called(module: Callable[..., Value], value: Value, step: int, rows: SampleRows) -> Value:
+def called(module: Callable[..., Value], value: Value, step: int, rows: SampleRows) -> Value:
     """What a layer gives; the model's first one may take keyword arguments."""
     del step, rows
     if type(value) is not Keyworded:

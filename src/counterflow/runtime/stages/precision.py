@@ -23,6 +23,7 @@ from ..torch_private import parameters_of
 from .features import Feature, Run
 from .randomness import SampleRows
 from .recomputation import mapped
+from .skips import Carried
 
 if TYPE_CHECKING:
     from .named_layer import NamedLayer
@@ -215,14 +216,19 @@ class Cast(Precision):
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
-        output = run(mapped(self._lower, value) if self._copy.stage == 0 else value, step, rows)
-        return mapped(self._raised, output) if self._copy.last else output
+        output = run(_of_value(self._lower, value) if self._copy.stage == 0 else value, step, rows)
+        return _of_value(self._raised, output) if self._copy.last else output
 
     def _lower(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _raised(self, tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype is self._dtype else tensor
+
+
+def _of_value(of: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """Each tensor of a value, and what goes beside it (skips, states of slices) as it is."""
+    return value._replace(value=mapped(of, value.value)) if type(value) is Carried else mapped(of, value)
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Random draws that do not depend on the order: a stream for each (seed, step, layer, micro-batch, part).
 
 Invariant: what a layer draws depends on nothing else, so it draws the same when it runs a second time to
-recompute, by the engine or by the user's own checkpoint. A half of a micro-batch is a part of it, and draws
-from a stream of its own.
+recompute, by the engine or by the user's own checkpoint. A half of a micro-batch, or a slice, is a part of it
+and draws from a stream of its own.
 
 Streams are drawn from torch's default generators, which are seeded before each layer. What a layer draws
 elsewhere (Python's or NumPy's random numbers, a generator of its own) is beyond its reach.
@@ -29,12 +29,20 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas."""
+    """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas.
+
+    Of their sequence it is number ``slice`` of ``slices``, with ``positions`` of the ``whole`` one's; both
+    are 0 where this worker is not given the mini-batch.
+    """
 
     micro_batch: int
     samples: int
     start: int
     stop: int
+    slice: int = 0
+    slices: int = 1
+    positions: int = 0
+    whole: int = 0
 
 
 _NOTHING = nullcontext()
@@ -120,7 +128,8 @@ class RandomStreams(Feature):
             step: the step's number.
             rows: which samples it runs on.
         """
-        part = rows.start << 32 | rows.samples - rows.stop  # 0: the whole micro-batch
+        # 0: the whole micro-batch, or its first slice.
+        part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
         return self._from(self._key(step, rows.micro_batch, index, part))
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:

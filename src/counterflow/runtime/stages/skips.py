@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.carry import NOTHING, Carry
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
 
@@ -183,11 +184,13 @@ class LayerSkips:
         saves: what it makes for later layers.
         loads: what it takes of earlier ones.
         inner: all it has, in the order of its modules; None for those that it alone has.
+        carries: its carried states, in the order of its modules, numbered among the skips.
     """
 
     saves: tuple[int, ...] = ()
     loads: tuple[int, ...] = ()
     inner: tuple[int | None, ...] = ()
+    carries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +202,20 @@ class StageSkips:
         takes: what comes by each link, ascending.
         gives: what goes by each link, ascending.
         next: what goes to the next stage, with the output.
+        carries: what goes to its own run of the next slice.
     """
 
     layers: tuple[LayerSkips, ...]
     takes: tuple[tuple[SkipLink, tuple[int, ...]], ...]
     gives: tuple[tuple[SkipLink, tuple[int, ...]], ...]
     next: tuple[int, ...]
+    carries: tuple[int, ...] = ()
 
     @property
     def handed_on(self) -> set[int]:
-        """What later stages take."""
-        return {number for _, numbers in self.gives for number in numbers} | set(self.next)
+        """What later stages take, or the next slice."""
+        by_links = {number for _, numbers in self.gives for number in numbers}
+        return by_links | {*self.next, *self.carries}
 
 
 def stage_skips(layers: Sequence[nn.Module], edges: Sequence[int]) -> list[StageSkips | None]:
@@ -239,8 +245,10 @@ def stage_skips(layers: Sequence[nn.Module], edges: Sequence[int]) -> list[Stage
         every = sorted(links.items())
         takes = tuple((link, tuple(numbers)) for link, numbers in every if link.target == stage)
         gives = tuple((link, tuple(numbers)) for link, numbers in every if link.source == stage)
-        its = StageSkips(tuple(mine), takes, gives, tuple(following.get(stage, ())))
-        has_any = takes or gives or its.next or following.get(stage - 1) or any(layer.inner for layer in mine)
+        carries = tuple(number for layer in mine for number in layer.carries)
+        its = StageSkips(tuple(mine), takes, gives, tuple(following.get(stage, ())), carries)
+        of_layers = any(layer.inner or layer.carries for layer in mine)
+        has_any = takes or gives or its.next or following.get(stage - 1) or of_layers
         found.append(its if has_any else None)
     return found
 
@@ -287,6 +295,7 @@ def _read(
     saved = {number: (skips[key], makers[key][0]) for key, number in shared.items()}
     loaded = {number: users[key] for key, number in shared.items()}
     by_layer = []
+    carries = _numbered_carries(layers, places, first=len(shared))
     for index, layer in enumerate(layers):
         keys = [id(skip) for skip in _skips_in(layer)]
         by_layer.append(
@@ -294,9 +303,34 @@ def _read(
                 saves=tuple(shared[key] for key in keys if key in shared and makers[key] == [index]),
                 loads=tuple(shared[key] for key in keys if key in shared and makers[key] != [index]),
                 inner=tuple(shared.get(key) for key in keys),
+                carries=carries[index],
             )
         )
     return saved, loaded, by_layer
+
+
+def _numbered_carries(
+    layers: Sequence[nn.Module], places: Sequence[str], *, first: int
+) -> list[tuple[int, ...]]:
+    """By layer the numbers of its carried states, from ``first`` on."""
+    holders: dict[int, int] = {}
+    found: list[tuple[int, ...]] = []
+    for index, layer in enumerate(layers):
+        its = carries_in(layer)
+        for carry in its:
+            if holders.setdefault(id(carry), index) != index:
+                raise ConfigError(
+                    f"{places[holders[id(carry)]]} and {places[index]} hold the same cf.Carry; make one for "
+                    "each, as each layer leaves a state of its own"
+                )
+        found.append(tuple(range(first, first + len(its))))
+        first += len(its)
+    return found
+
+
+def carries_in(layer: nn.Module) -> list[Carry]:
+    """A layer's carried states, each once, in the order of its modules."""
+    return [module for module in layer.modules() if isinstance(module, Carry)]
 
 
 def _skips_in(layer: nn.Module) -> list[Skip]:
@@ -317,13 +351,15 @@ class SkipRunner(Feature):
     """
 
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
-        self._gives = bool(plan.gives or plan.next)
+        self._gives = bool(plan.gives or plan.next or plan.carries)
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
+        self._carries: dict[int, list[tuple[int, Carry]]] = {}
         needed = plan.handed_on
         for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
             skips = _skips_in(layer.module)
             numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
             self._of_layer[layer.index] = its, numbered, skips, set(needed)
+            self._carries[layer.index] = list(zip(its.carries, carries_in(layer.module), strict=True))
             needed |= set(its.loads)
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -338,6 +374,7 @@ class SkipRunner(Feature):
             ConfigError: it does not save what it has to, or changes in place what others saved.
         """
         its, numbered, skips, needed = self._of_layer[layer.index]
+        carries = self._carries[layer.index] if rows.slices > 1 else ()
         value, held = value
         before = versions(held)
         for skip in skips:
@@ -346,18 +383,28 @@ class SkipRunner(Feature):
         try:
             for number in its.loads:
                 numbered[number]._put(held[number])  # noqa: SLF001
+            for number, carry in carries:
+                carry.begin(held.get(number, NOTHING))
             output = run(value, step, rows)
             made = {number: self._made(layer.index, numbered[number]) for number in its.saves}
+            left = {number: carry.end() for number, carry in carries}
         finally:
             for skip in skips:
                 skip._empty()  # noqa: SLF001
                 skip._runs = False  # noqa: SLF001
+            for _, carry in carries:
+                carry.end()
+        if any(state is NOTHING for state in left.values()):
+            raise ConfigError(
+                f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave() in each "
+                "forward, with None if the next slice needs nothing"
+            )
         if versions(held) != before:
             raise ConfigError(
-                f"{place_of(layer)} changes in place what was saved in a skip before; save a copy, or let "
-                "the layer make a new tensor"
+                f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
+                "left in a cf.Carry; save a copy, or let the layer make a new tensor"
             )
-        return Carried(output, {n: v for n, v in (held | made).items() if n in needed})
+        return Carried(output, {n: v for n, v in (held | made | left).items() if n in needed})
 
     def _made(self, index: int, skip: Skip) -> Any:
         if skip._value is _NOTHING:  # noqa: SLF001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
 from ..torch_private import buffers_of
 from .deferred import SUMS, Deferred
-from .features import Feature, Run, composed, layer_run
+from .features import Feature, Run, called, composed, layer_run
 from .named_layer import LOSS, NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams, SampleRows
 from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
 from .replays import LayerReplays
-from .skips import SkipRunner, StageSkips
+from .skips import Carried, SkipRunner, StageSkips
+from .slice_check import SliceCheck
 from .split_backward import Joints, Splitting
 from .versions import Versions
 
@@ -105,6 +107,24 @@ class StageCopy:
             self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers)
         self._compose()
+        self.slice_check: SliceCheck | None = SliceCheck(self._layer_runs())
+        """Until it has seen the stage's first slices, if there are any."""
+
+    def _layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
+        """Its layers without a stage around them, and the numbers of their carried states."""
+        numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
+        precision = None if self.precision.plain else self.precision
+        features = _there(precision, self._skip_runner)
+        runs = [layer_run(layer, partial(called, layer.module), features) for layer in self.layers]
+        return list(zip(self.layers, runs, numbers, strict=True))
+
+    def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
+        """See whether layers make of slices what they make of the whole; errors as of ``SliceCheck``."""
+        if self.slice_check is not None and self.slice_check.look(self, self._carried(value), step, rows):
+            self.slice_check = None
+
+    def _carried(self, value: Value) -> Value:
+        return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
     def _compose(self) -> None:
         """Make the stage's runs; of features the outermost comes first."""

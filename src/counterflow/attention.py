@@ -1,0 +1,204 @@
+"""Causal attention of a slice to itself and to the slices before it, without putting these together.
+
+The softmax of each part is merged by its log-sum-exp, and the backward goes through the parts with that of
+the whole (as Ring Attention's and FlashAttention's does). So keys and values of earlier slices are saved
+once, where they were made, however many slices look at them.
+
+Source: Dao, FlashAttention-2 (arXiv 2307.08691) section 3.1; Liu et al., Ring Attention (arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from .carry import Carry
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+def attend(
+    carry: Carry,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention: of a whole sequence, or of a slice to all that came before and to itself.
+
+    The keys and values of earlier slices come by the layer's ``Carry``, and these are left there, too.
+
+    Args:
+        carry: the layer's own.
+        queries: [samples, heads, positions, width].
+        keys: [samples, key heads, positions, width]; the heads are a multiple of the key heads.
+        values: [samples, key heads, positions, width].
+        dropout: share of the attention weights that is dropped. Above 0, what earlier slices left is put
+            together, and saved, by each later slice.
+        scale: of the products; None: one over the root of the width.
+        window: a position sees itself and so many less one before it; None: all before it.
+
+    Returns:
+        [samples, heads, positions, width].
+    """
+    before: tuple[tuple[Tensor, Tensor], ...] = carry.take(())
+    parts = (*before, (keys, values))
+    carry.leave(parts)
+    positions, start = queries.shape[2], sum(key.shape[2] for key, _ in before)
+    grouped = queries.shape[1] != keys.shape[1]
+    if not dropout and (before or window is not None):
+        flat = [tensor for part in parts for tensor in part]
+        scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
+        found: Tensor = _ByParts.apply(scale, window, queries, *flat)  # type: ignore[no-untyped-call]
+        return found
+    if before:
+        keys, values = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+    mask = None
+    if before or window is not None:
+        mask = _seen(start, positions, range(keys.shape[2]), window, queries.device)
+    return functional.scaled_dot_product_attention(
+        queries, keys, values, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def _seen(start: int, positions: int, keys: range, window: int | None, device: torch.device) -> Tensor:
+    """Which keys (by their positions) each of some queries from ``start`` on sees."""
+    at = torch.arange(start, start + positions, device=device)[:, None]
+    ahead = at - torch.arange(keys.start, keys.stop, device=device)
+    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+
+
+class _Part(NamedTuple):
+    """Some of the keys that a slice's queries look at.
+
+    Attributes:
+        key: of the part.
+        value: of the part.
+        causal: whether they are the slice's own.
+        mask: which keys each query sees, beside that; None: all.
+    """
+
+    key: Tensor
+    value: Tensor
+    causal: bool
+    mask: Tensor | None
+
+    def forward(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """What the queries see of it, and its log-sum-exp, [..., positions]."""
+        if self._by_kernel(queries):
+            found: tuple[Tensor, Tensor] = _flash(
+                queries, self.key, self.value, 0.0, self.causal, attn_mask=None, scale=scale
+            )
+            return found
+        scores = self._scores(queries, scale)
+        total = scores.logsumexp(-1)
+        weights = (scores - total.nan_to_num(neginf=0.0)[..., None]).exp()
+        return weights.to(self.value.dtype) @ self.value, total
+
+    def backward(
+        self, gradient: Tensor, queries: Tensor, output: Tensor, total: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, key and value, with the output and log-sum-exp over all parts."""
+        if self._by_kernel(queries):
+            found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+                gradient, queries, self.key, self.value, output, total, 0.0, self.causal,
+                attn_mask=None, scale=scale,
+            )  # fmt: skip
+            return found
+        weights = (self._scores(queries, scale) - total[..., None]).exp()
+        wide = gradient.to(weights.dtype)
+        along = (wide * output.to(weights.dtype)).sum(-1, keepdim=True)
+        scores = weights * (wide @ self.value.to(weights.dtype).mT - along) * scale
+        scores = scores.to(queries.dtype)
+        return scores @ self.key, scores.mT @ queries, weights.to(gradient.dtype).mT @ gradient
+
+    def _by_kernel(self, queries: Tensor) -> bool:
+        if self.mask is not None or queries.device.type != "cpu":
+            return False
+        return all(tensor.stride(-1) == 1 for tensor in (queries, self.key, self.value))
+
+    def _scores(self, queries: Tensor, scale: float) -> Tensor:
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        scores = (queries @ self.key.mT).to(wide) * scale
+        mask = self.mask
+        if mask is None and self.causal:
+            mask = _seen(0, queries.shape[2], range(self.key.shape[2]), None, queries.device)
+        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
+class _ByParts(torch.autograd.Function):
+    """Attention of a slice's queries to several parts, of which the last is the slice's own."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, window: int | None, queries: Tensor, *flat: Tensor) -> Tensor:
+        groups = queries.shape[1] // flat[0].shape[1]
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        total = queries.new_empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
+        for group in range(groups):
+            its = _group(queries, group, groups)
+            out, sums = _merged([part.forward(its, scale) for _, part in _parts(its, flat, window)])
+            _group(output, group, groups).copy_(out)
+            _group(total, group, groups).copy_(sums)
+        ctx.save_for_backward(queries, output, total, *flat)
+        ctx.scale, ctx.window = scale, window
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        queries, output, total, *flat = ctx.saved_tensors
+        groups = queries.shape[1] // flat[0].shape[1]
+        of_queries = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        found: list[Tensor | None] = [None] * len(flat)
+        for group in range(groups):
+            its, own, out, sums = (
+                _group(tensor, group, groups) for tensor in (queries, gradient, output, total)
+            )
+            for number, part in _parts(its, flat, ctx.window):
+                mine, key, value = part.backward(own, its, out, sums, ctx.scale)
+                _group(of_queries, group, groups).add_(mine)
+                for place, its_gradient in ((2 * number, key), (2 * number + 1, value)):
+                    there = found[place]
+                    found[place] = its_gradient if there is None else there.add_(its_gradient)
+        return None, None, of_queries, *found
+
+
+def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
+    """Of the heads that share a key head, one each: [samples, key heads, ...]."""
+    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
+
+
+def _parts(queries: Tensor, flat: Sequence[Tensor], window: int | None) -> list[tuple[int, _Part]]:
+    """The parts that any query sees, with their numbers."""
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    positions = queries.shape[2]
+    start = sum(key.shape[2] for key, _ in pairs[:-1])
+    found, first = [], 0
+    for number, (key, value) in enumerate(pairs):
+        count, own = key.shape[2], number == len(pairs) - 1
+        whole = window is None or start + positions - window <= first
+        if whole or first + count - 1 > start - window:  # type: ignore[operator]
+            keys = range(first, first + count)
+            mask = None if whole else _seen(start, positions, keys, window, queries.device)
+            found.append((number, _Part(key, value, own, mask)))
+        first += count
+    return found
+
+
+def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs of parts as one, and the log-sum-exp over all."""
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.stack([sums for _, sums in parts]).logsumexp(0)
+    output = sum(out * (sums - total).exp()[..., None] for out, sums in parts)
+    return output, total  # type: ignore[return-value]

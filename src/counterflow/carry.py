@@ -1,0 +1,125 @@
+"""What a layer leaves to the next slice of its micro-batch: keys and values, a recurrent state, an edge.
+
+A ``Carry`` is held by the layer. In a pipeline with slices it waits in none: a layer's state goes through the
+stage beside its value, as what a skip connection has does (``runtime/stages/skips.py``), from the run of one
+slice to that of the next; so recomputation, split backwards and precision treat it as inputs and outputs.
+
+Invariant: outside of a sliced run nothing is carried, and the same layer sees the whole sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import ConfigError
+
+NOTHING = object()
+"""In place of a state that there is none of."""
+
+
+class Carry(nn.Module):
+    """A layer's state between the slices of a micro-batch; a submodule of the layer, without weights.
+
+    In its forward the layer takes what the slice before left, and leaves what the next one needs: anything of
+    tensors, numbers and None in tuples, lists and dicts. Gradients go back the same way. Where the whole
+    sequence runs at once, in one process or without slices, there is nothing to take and nobody takes
+    what is left.
+
+    >>> class Sums(nn.Module):
+    ...     def __init__(self) -> None:
+    ...         super().__init__()
+    ...         self.carry = Carry()
+    ...
+    ...     def forward(self, x: torch.Tensor) -> torch.Tensor:
+    ...         sums = x.cumsum(1) + self.carry.take(0)
+    ...         self.carry.leave(sums[:, -1:])
+    ...         return sums
+    >>> Sums()(torch.ones(1, 3)).tolist()
+    [[1.0, 2.0, 3.0]]
+    """
+
+    def __init__(self) -> None:
+        _keep_out_of_compiled_code()
+        super().__init__()
+        self._given: Any = NOTHING
+        self._left: Any = NOTHING
+        self._versions: list[int] = []
+        self._runs = self._ever_ran = False
+        """Whether this run is one of a slice, and whether any was."""
+
+    def take(self, otherwise: Any = None) -> Any:
+        """What the slice before left; ``otherwise`` if this is the first one, or the whole sequence.
+
+        Raises:
+            ConfigError: a user's own checkpoint asks for it again in the backward.
+        """
+        return self._take(otherwise) if self._ever_ran else otherwise
+
+    def leave(self, state: Any) -> None:
+        """Leave a state to the next slice.
+
+        Args:
+            state: tensors, numbers and None in tuples, lists and dicts; what is in it is not changed later.
+        """
+        if self._ever_ran:
+            self._leave(state)
+
+    # -- kept out of compiled code, which would take what it finds for constants
+
+    def _take(self, otherwise: Any) -> Any:
+        if not self._runs and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a backward runs
+            raise ConfigError(
+                "a carried state is taken in a torch.utils.checkpoint, which would take it again in the "
+                "backward, when it is another slice's; take it before, and hand it in"
+            )
+        return otherwise if self._given is NOTHING else self._given
+
+    def _leave(self, state: Any) -> None:
+        if self._runs:
+            self._left, self._versions = state, _versions(state)
+
+    # -- for the stage
+
+    def begin(self, given: Any) -> None:
+        """A slice runs; ``given`` is what the one before left, or ``NOTHING``."""
+        self._given, self._left, self._versions = given, NOTHING, []
+        self._runs = self._ever_ran = True
+
+    def end(self) -> Any:
+        """A slice has run: what it left, or ``NOTHING``.
+
+        Raises:
+            ConfigError: what it left was changed in place.
+        """
+        left, before = self._left, self._versions
+        self._given, self._left, self._versions, self._runs = NOTHING, NOTHING, [], False
+        if left is not NOTHING and _versions(left) != before:
+            raise ConfigError(
+                "a carried state was changed in place after it was left to the next slice; leave a copy"
+            )
+        return left
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies begin without a state."""
+        return {**self.__dict__, "_given": None, "_left": None, "_versions": [], "_runs": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See ``__getstate__``; ``NOTHING`` is another object in every process."""
+        self.__dict__.update({**state, "_given": NOTHING, "_left": NOTHING})
+
+
+def _versions(tree: object) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]  # noqa: SLF001
+
+
+@functools.cache
+def _keep_out_of_compiled_code() -> None:
+    """``torch.compile`` leaves taking and leaving alone; said with the first one, as it takes seconds."""
+    for name in ("_take", "_leave"):
+        setattr(Carry, name, torch.compiler.disable(getattr(Carry, name)))

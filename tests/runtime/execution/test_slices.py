@@ -1,0 +1,414 @@
+"""Micro-batches in slices of their sequence: one process's numbers, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import counterflow as cf
+from counterflow.models.gpt import GPTConfig
+from counterflow.models.loss import next_token_loss
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.registry import schedule_of
+from counterflow.verification.agreement import Agreement, verify
+
+VOCABULARY, WIDTH, POSITIONS = 17, 8, 22
+Make = Callable[[], list[nn.Module]]
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which leaves its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, state = self.lstm(x, self.carry.take())
+        self.carry.leave(self.state(state))
+        summed: Tensor = x + found
+        return summed
+
+    def state(self, state: Any) -> Any:
+        return state
+
+
+class Detached(Recurrent):
+    """One whose state has no gradient."""
+
+    def state(self, state: Any) -> Any:
+        return tuple(tensor.detach() for tensor in state)
+
+
+class Silent(Recurrent):
+    """One that leaves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Convolved(nn.Module):
+    """A causal convolution, which leaves its edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        edge = self.carry.take(x.new_zeros(len(x), 2, WIDTH))
+        wide = torch.cat([edge, x], 1)
+        self.carry.leave(wide[:, -2:])
+        found: Tensor = x + self.conv(wide.mT).mT.tanh()
+        return found
+
+
+class BothSides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.lstm(x)[0]
+        return found
+
+
+class NormOfPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x.mT).mT
+        return found
+
+
+class CountedPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(POSITIONS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.table(torch.arange(x.shape[1]))
+        return found
+
+
+class Sideways(nn.Module):
+    """A linear layer that hands on the positions before the samples, or takes them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x.transpose(0, 1))
+        return found
+
+
+def between(*layers: Callable[[], nn.Module]) -> list[nn.Module]:
+    made = [nn.Embedding(VOCABULARY, WIDTH), *(make() for make in layers), nn.Linear(WIDTH, VOCABULARY)]
+    return [layer.double() for layer in made]
+
+
+own: Make = partial(between, Recurrent, Convolved, nn.GELU, Recurrent, Convolved, Sideways, Sideways)
+
+
+def gpt(*, layers: int = 6, tied: bool = False, dropout: float = 0.0) -> list[nn.Module]:
+    config = GPTConfig(layers, WIDTH, 2, VOCABULARY, POSITIONS, dropout=dropout, tied=tied, deviation=0.3)
+    return [layer.double() for layer in config.build()]
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def loss_sum(output: Tensor, target: Tensor) -> cf.LossSum:
+    loss = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+    return cf.LossSum(loss, (target != -100).sum())
+
+
+def error(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, functional.one_hot(target.clamp(min=0), VOCABULARY).double())
+
+
+def mini_batch(samples: int, positions: int) -> tuple[Tensor, Tensor]:
+    """Tokens and those after them, of which later ones count less often."""
+    tokens = torch.randint(VOCABULARY, (samples, positions + 1))
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape) < torch.linspace(0.1, 0.8, positions)] = -100
+    return tokens[:, :-1].contiguous(), targets
+
+
+def agreement(
+    schedule: Schedule,
+    make: Make,
+    loss: Callable[..., Any] = token_loss,
+    *,
+    replicas: int = 1,
+    positions: int = POSITIONS,
+    steps: int = 2,
+    **options: Any,
+) -> Agreement:
+    torch.manual_seed(0)
+    layers = make()
+    batches = [[mini_batch(8, positions) for _ in range(replicas)] for _ in range(steps)]
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return verify(schedule, layers, loss, batches, optimizer=optimizer, **options)
+
+
+GRID = (
+    "gpipe(stages=2, micro_batches=2, slices=3)",
+    "1f1b(stages=4, micro_batches=2, slices=2)",
+    "1f1b(stages=2, micro_batches=1, slices=4)",
+    "interleaved(workers=2, micro_batches=2, slices=3)",
+    "gems(stages=2, micro_batches=4, slices=2)",
+    "chimera(stages=4, micro_batches=4, slices=3)",
+    "mixpipe(stages=2, micro_batches=4, slices=2)",
+    "hanayo(workers=2, micro_batches=2, slices=3)",
+    "zb-h1(stages=2, micro_batches=2, slices=3)",
+    "zb-h2(stages=2, micro_batches=4, slices=2)",
+    "zb-v(workers=2, micro_batches=4, slices=2)",
+    "v-half(workers=2, micro_batches=4, slices=2)",
+    "v-min(workers=2, micro_batches=4, slices=3)",
+    "dualpipe(workers=2, micro_batches=4, slices=2)",
+    "dualpipe-v(workers=2, micro_batches=4, slices=2)",
+)
+
+
+def test_sliced_schemes_train_as_one_process() -> None:
+    for text in GRID:
+        schedule = schedule_of(text, {})
+        for make, loss in ((gpt, next_token_loss), (own, token_loss)):
+            found = agreement(schedule, make, loss, steps=1)
+            assert found.ok, (text, loss, found)
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "zb-h1", "chimera"])
+def test_options_with_slices(scheme: str) -> None:
+    schedule = schedule_of(f"{scheme}(stages=2, micro_batches=4, slices=3)", {})
+    for make, loss, options in (
+        (own, loss_sum, {}),
+        (own, error, {"replicas": 2}),
+        (partial(gpt, tied=True), next_token_loss, {"clip_norm": 0.1, "barrier": False}),
+        (gpt, next_token_loss, {"recompute": "stage", "zero_stage": 1}),
+        (own, token_loss, {"recompute": "stage"}),
+        (gpt, next_token_loss, {"recompute": "layer"}),
+        (own, token_loss, {"recompute": "layer", "skip_non_finite": True}),
+    ):
+        found = agreement(schedule, make, loss, **options)
+        assert found.ok, (options, found)
+
+
+def test_lower_precisions() -> None:
+    def single() -> list[nn.Module]:
+        return [layer.float() for layer in gpt(layers=2)]
+
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=3)
+    for option in ("autocast", "compute_dtype"):
+        options: dict[str, Any] = {option: torch.bfloat16}
+        found = agreement(schedule, single, next_token_loss, **options)
+        assert max(found.loss_error, found.norm_error) < 2e-2, (option, found)
+
+
+# -- dropout
+
+
+def _weights(schedule: Schedule, recompute: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    layers = gpt(layers=2, dropout=0.2)
+    pipeline = cf.Pipeline(
+        layers, next_token_loss, schedule, optimizer=partial(torch.optim.SGD, lr=0.1), recompute=recompute
+    )
+    torch.manual_seed(1)
+    pipeline.step(*mini_batch(4, POSITIONS))
+    return {name: value.clone() for name, value in pipeline.state_dict()["model"].items()}
+
+
+def test_dropout_is_drawn_by_slice_whatever_the_schedule_and_recomputation() -> None:
+    found = []
+    for scheme, stages, recompute in (
+        ("1f1b", 1, "none"), ("1f1b", 2, "stage"), ("zb-h1", 2, "none"), ("1f1b", 4, "layer")
+    ):  # fmt: skip
+        schedule = schedule_of(f"{scheme}(stages={stages}, micro_batches=2, slices=3)", {})
+        rows = cf.launch(_weights, schedule, recompute, workers=stages, transport="local")
+        found.append({name: value for row in rows for name, value in row.items()})
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert torch.allclose(value, other[name], rtol=1e-10, atol=1e-12), name
+
+
+# -- what is saved
+
+
+def _peak(schedule: Schedule) -> int:
+    torch.manual_seed(0)
+    config = GPTConfig(4, 32, 4, 32, 256, dropout=0.0)
+    pipeline = cf.Pipeline(
+        config.build(), next_token_loss, schedule, optimizer=partial(torch.optim.SGD, lr=0.1), cuts=[2, 3, 4]
+    )
+    pipeline.step(*config.sample(8, 256))
+    return pipeline.peak_saved_bytes
+
+
+def test_what_earlier_slices_left_is_saved_once() -> None:
+    """Seq1F1B's first worker has P − 1 + n slices, and no more bytes, though each sees all before it."""
+    most = []
+    for slices in (1, 4, 8):
+        schedule = schemes.dapple(stages=4, micro_batches=8, slices=slices)
+        most.append(max(cf.launch(_peak, schedule, workers=4, transport="local")))
+    assert most[1] < 0.47 * most[0]
+    assert most[2] < 0.38 * most[0]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (BothSides, "layer 2 (BothSides) of stage 1 makes something else of a whole sequence"),
+        (NormOfPositions, "layer 2 (NormOfPositions) of stage 1 makes something else"),
+        (CountedPositions, "layer 2 (CountedPositions) of stage 1 makes something else"),
+        (Detached, "layer 2 (Detached) of stage 1 makes something else"),
+        (Silent, "layer 2 (Silent) left nothing in a cf.Carry that it holds"),
+    ],
+)
+def test_layers_that_look_across_slices_are_refused_by_name(
+    layer: Callable[[], nn.Module], named: str
+) -> None:
+    for positions in (21, POSITIONS):
+        with pytest.raises(cf.ConfigError) as caught:
+            agreement(
+                schemes.dapple(stages=2, micro_batches=2, slices=3),
+                partial(between, Recurrent, layer),
+                positions=positions,
+            )
+        assert named in str(caught.value)
+
+
+def test_a_carry_of_two_layers_is_refused() -> None:
+    layer = Recurrent().double()
+    first, last = between()
+    with pytest.raises(cf.ConfigError, match=r"hold the same cf\.Carry; make one for each"):
+        agreement(
+            schemes.dapple(stages=2, micro_batches=2, slices=2),
+            lambda: [first, nn.Sequential(layer), layer, last],
+        )
+
+
+def test_a_checkpoint_of_the_users_around_a_carry_is_refused() -> None:
+    class Checkpointed(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Any = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return found  # type: ignore[no-any-return]
+
+    assert agreement(schemes.dapple(2, 2), partial(between, Checkpointed)).ok
+    with pytest.raises(cf.ConfigError, match=r"taken in a torch\.utils\.checkpoint"):
+        agreement(schemes.dapple(stages=2, micro_batches=2, slices=2), partial(between, Checkpointed))
+
+
+def by_sample(output: Tensor, target: Tensor) -> Tensor:
+    """As ``next_token_loss``, which knows the whole target; this one does not."""
+    losses = functional.cross_entropy(output.mT, target, reduction="none", ignore_index=-100)
+    return (losses.sum(1) / (target != -100).sum(1).clamp(min=1)).mean()
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.mT, target, reduction="sum")
+
+
+def test_losses_that_are_no_mean_are_refused() -> None:
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=2)
+    with pytest.raises(cf.ConfigError, match=r"no mean over positions: .* cf.whole_target\(target\)"):
+        agreement(schedule, own, by_sample)
+    with pytest.raises(cf.ConfigError, match="the loss is no mean over samples"):
+        agreement(schedule, own, summed)
+    with pytest.raises(cf.ConfigError, match="per_micro_batch_loss: dapple has no loss of a whole"):
+        agreement(schedule, own, per_micro_batch_loss=True)
+
+
+def test_what_does_not_go_with_slices_is_refused() -> None:
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=3)
+    with pytest.raises(cf.ConfigError, match="2 positions cannot be cut in 3 slices; take fewer"):
+        agreement(schedule, own, positions=2)
+    with pytest.raises(cf.ConfigError, match="deferred_batch_norm: dapple in 3 slices would normalise"):
+        agreement(schedule, own, deferred_batch_norm=True)
+    with pytest.raises(cf.ConfigError, match="along the dimensions target_sequence_dims=1: targets of shape"):
+        cf.launch(_classes, schedule, workers=2, transport="local")
+
+
+def _classes(schedule: Schedule) -> None:
+    pipeline = cf.Pipeline(
+        between(Recurrent), token_loss, schedule, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    pipeline.step(torch.zeros(8, POSITIONS, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+
+
+# -- steps
+
+
+def _steps(schedule: Schedule) -> list[Any]:
+    torch.manual_seed(0)
+    pipeline = cf.Pipeline(
+        between(Recurrent), token_loss, schedule, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    torch.manual_seed(1)
+    pieces = [mini_batch(2, length) for length in (9, 14)]
+    found: list[Any] = [pipeline.step(micro_batches=pieces, update=False).loss]
+    found += [pipeline.step(*mini_batch(3, 12)).loss, pipeline.step(*mini_batch(1, 12)).loss]
+    found += [pipeline.evaluate(*mini_batch(4, 12)).loss, pipeline.predict(mini_batch(4, 12)[0]).sum().item()]
+    with pytest.raises(cf.ConfigError, match="a step gives none of their outputs; call evaluate"):
+        pipeline.step(*mini_batch(3, 12), outputs=True)
+    return found
+
+
+def test_lengths_and_numbers_of_samples_that_differ() -> None:
+    rows: list[Sequence[float]] = [
+        cf.launch(_steps, schedule, workers=2, transport="local")[0]
+        for schedule in (
+            schemes.dapple(stages=2, micro_batches=2, slices=3),
+            schemes.dapple(stages=2, micro_batches=2, slices=2),
+        )
+    ]
+    whole = cf.launch(_whole_steps, workers=2, transport="local")[0]
+    for row in rows:
+        assert row == pytest.approx(whole, rel=1e-10)
+
+
+def _whole_steps() -> list[float]:
+    torch.manual_seed(0)
+    pipeline = cf.Pipeline(
+        between(Recurrent), token_loss, schemes.dapple(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    torch.manual_seed(1)
+    pieces = [mini_batch(2, length) for length in (9, 14)]
+    found = [pipeline.step(micro_batches=pieces, update=False).loss]
+    found += [pipeline.step(*mini_batch(3, 12)).loss, pipeline.step(*mini_batch(1, 12)).loss]
+    found += [pipeline.evaluate(*mini_batch(4, 12)).loss, pipeline.predict(mini_batch(4, 12)[0]).sum().item()]
+    return found
+
+
+def test_a_layer_without_positions_in_its_output_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(0, 1)
+
+    class Deep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = x.unflatten(0, (4, -1))
+            return found
+
+    with caplog.at_level(logging.WARNING):
+        assert agreement(
+            schemes.dapple(stages=2, micro_batches=2, slices=2), partial(between, Recurrent, Flat, Deep)
+        ).ok
+    assert "could not be seen whether layer 2 (Flat)" in caplog.text
