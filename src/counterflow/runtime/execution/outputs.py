@@ -48,7 +48,7 @@ class Outputs:
     def apart(self, copy: StageCopy, output: Any, unit: Unit) -> Output:
         """What a stage gives for a unit; None: it has no samples."""
         place, skips = f"stage {copy.stage}", copy.skips
-        if skips is None or not (skips.gives or skips.carries):
+        if skips is None or not (skips.gives or (skips.carries and self._slices > 1)):
             return take_apart(output, place)
         return apart(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 

@@ -196,23 +196,23 @@ class LossCheck:
         if not math.isfinite(sum(each)) or not largest:
             return
         if abs(found - halves) > rounding * largest:
-            what = "positions" if self.of_positions else "samples"
-            otherwise = (
-                "insist on a mean of the micro-batches' losses with per_micro_batch_loss=True"
-                if not self.of_positions
-                else "let it divide by what counts in cf.whole_target(target)"
-            )
+            if self.of_positions:
+                raise ConfigError(
+                    f"the loss is no mean over positions: of {self._samples} of a slice it is {found:g}, and "
+                    f"those of their halves, weighed by what they count, make {halves:g}; so the losses of "
+                    "slices do not make one process's. Let the loss function return a cf.LossSum: a sum, and "
+                    "what it is to be divided by; or divide by what counts in cf.whole_target(target)"
+                )
             raise ConfigError(
-                f"the loss is no mean over {what}: of {self._samples_shown} it is {found:g}, and those of "
+                f"the loss is no mean over samples: of {self._samples_shown} it is {found:g}, and those of "
                 f"their halves, weighed by what they count, make {halves:g}; so the losses of micro-batches "
                 "do not make one process's. Let the loss function return a cf.LossSum: a sum, and what it is "
-                f"to be divided by; or {otherwise}"
+                "to be divided by; or insist on a mean of the micro-batches' losses with "
+                "per_micro_batch_loss=True"
             )
 
     @property
     def _samples_shown(self) -> str:
-        if self.of_positions:
-            return f"{self._samples} positions"
         return "2 samples" if self._samples == 1 else f"{self._samples} samples"
 
 

@@ -351,7 +351,7 @@ class SkipRunner(Feature):
     """
 
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
-        self._gives = bool(plan.gives or plan.next or plan.carries)
+        self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
         self._carries: dict[int, list[tuple[int, Carry]]] = {}
         needed = plan.handed_on
@@ -365,7 +365,7 @@ class SkipRunner(Feature):
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
         found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
-        return found if self._gives else found.value
+        return found if self._gives or (self._leaves and rows.slices > 1) else found.value
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``: the layer is given what it loads, and its output has all that later ones need.
