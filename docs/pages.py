@@ -21,10 +21,12 @@ import counterflow
 from counterflow import toml
 from counterflow.cli import application
 from counterflow.cli.app import COMMANDS
+from counterflow.drawing import chart_of
 from counterflow.drawing.notebook import svg_of
+from counterflow.drawing.page import page as live_page
 from counterflow.papers import closed_forms
 from counterflow.schedule import registry
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import Option, Scheme
 from counterflow.simulation import Costs, simulate
 from counterflow.training.load import known_keys
@@ -204,6 +206,39 @@ def _named(nav: Any) -> Iterator[str]:
             yield from [value] if isinstance(value, str) else _named(value)
 
 
+LIVE = re.compile(
+    r"^```console\n\$ counterflow show ([a-z0-9-]+)((?: --[a-z-]+ \d+)+)\n.*?^```$", re.DOTALL | re.MULTILINE
+)
+"""A block of a page that shows a schedule in text."""
+
+
+def live_pages() -> dict[str, str]:
+    """Every schedule that a page shows in text, as a page to play with, by file name."""
+    found = {}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        for block in LIVE.finditer(path.read_text(encoding="utf-8")):
+            words = block[2].replace(" --", "\n").split("\n")[1:]
+            split = (word.split() for word in words)
+            sizes: dict[str, OptionValue] = {name.replace("-", "_"): int(size) for name, size in split}
+            result = simulate(registry.build(block[1], sizes))
+            found[_live_name(block)] = live_page([chart_of(result)])
+    return found
+
+
+def _live_name(block: re.Match[str]) -> str:
+    return f"live/{'-'.join(re.findall(r'[a-z0-9]+', block[1] + block[2]))}.html"
+
+
+def _with_live_picture(block: re.Match[str]) -> str:
+    about = f"The same as a picture: {block[1]}{block[2]}. Point at an op to see what it needs."
+    frame = f'<iframe class="live" src="{_live_name(block)}" title="{about}" loading="lazy"></iframe>'
+    return f"{block[0]}\n\n{frame}"
+
+
+WEIGHTS = {"Understand": 0.1, "Reference": 0.001}
+"""What pages of these parts count in the search, where a guide counts 1, and a word in a title 1,000."""
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made, the schemes' pictures, and README as the first page."""
     from mkdocs.structure.files import File  # noqa: PLC0415  (the tests read the pages without mkdocs)
@@ -215,6 +250,8 @@ def on_files(files: Any, config: Any) -> Any:
         add(name, page())
     for scheme in registry.SCHEMES.values():
         add(f"schemes/{scheme.name}.svg", svg_of(simulate(schedule_shown(scheme))) or "")
+    for name, content in live_pages().items():
+        add(name, content)
     for name, source in FROM_THE_ROOT.items():
         add(name, (ROOT / source).read_text(encoding="utf-8"))
     return files
@@ -222,6 +259,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of a page as the site has them: files that are no pages are named only."""
+    if page.parent is not None and page.parent.title in WEIGHTS:
+        page.meta["search"] = {"boost": WEIGHTS[page.parent.title]}
+    markdown = LIVE.sub(_with_live_picture, markdown)
     if page.file.src_uri in FROM_THE_ROOT:
         markdown = re.sub(r"\]\((?:docs/)", "](", markdown)
     return re.sub(r"\[([^\]]+)\]\(((?:\.\./)?(?:benchmarks|examples|src|tests)/[^)]*)\)", r"`\2`", markdown)

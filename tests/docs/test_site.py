@@ -56,6 +56,27 @@ def test_the_reference_has_every_public_name(made: dict[str, Any]) -> None:
             assert f"::: {found.__module__}.{getattr(found, '__qualname__', name)}\n" in page
 
 
+def test_schedules_of_the_learning_page_are_pictures_to_play_with(made: dict[str, Any]) -> None:
+    pages = made["live_pages"]()
+    text = (ROOT / "docs" / "pipeline-schedules.md").read_text(encoding="utf-8")
+    there = SimpleNamespace(file=SimpleNamespace(src_uri="x.md"), parent=None, meta={})
+    frames = re.findall(r'<iframe class="live" src="([^"]+)"', made["on_page_markdown"](text, there))
+    assert len(frames) == text.count("$ counterflow show ")
+    assert set(frames) <= set(pages)
+    assert '"gpipe' in pages["live/gpipe-stages-4-micro-batches-4.html"]
+
+
+def test_the_search_gives_guides_before_the_reference(made: dict[str, Any]) -> None:
+    boosts = []
+    for part in ("Learn", "Do", "Understand", "Reference"):
+        page = SimpleNamespace(
+            file=SimpleNamespace(src_uri="x.md"), parent=SimpleNamespace(title=part), meta={}
+        )
+        made["on_page_markdown"]("", page)
+        boosts.append(page.meta.get("search", {"boost": 1})["boost"])
+    assert boosts == [1, 1, 0.1, 0.001]
+
+
 def test_every_page_can_be_reached(made: dict[str, Any]) -> None:
     config = SimpleNamespace(nav=[{"Start": "index.md"}, {"Reference": [{"JSON": "json.md"}, "gpus.md"]}])
     more = made["on_config"](config).nav[-1]["More"]
@@ -64,7 +85,7 @@ def test_every_page_can_be_reached(made: dict[str, Any]) -> None:
 
 
 def test_links_to_files_that_are_no_pages_are_named(made: dict[str, Any]) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"), parent=None)
     text = "[a](docs/gpus.md) ![b](docs/pictures/x.png) [kept](benchmarks/results) [e](examples/gpt.toml)"
     assert made["on_page_markdown"](text, page=page) == (
         "[a](gpus.md) ![b](pictures/x.png) `benchmarks/results` `examples/gpt.toml`"

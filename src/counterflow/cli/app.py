@@ -7,6 +7,7 @@ only with ``--debug``.
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import re
@@ -109,7 +110,9 @@ class _Files(Mapping[str, Any]):
             epilog = "\n\n".join(["Examples:" if len(shown) > 1 else "Example:", *shown])
             command = getattr(import_module(f"{__package__}.commands.{name}"), name)
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            app.command(name=name, epilog=epilog, cls=Command)(with_flags(command))
+            paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+            shown_help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+            app.command(name=name, help=shown_help, epilog=epilog, cls=Command)(with_flags(command))
             self.loaded[name] = typer.main.get_command(app)
         return self.loaded[name]
 
