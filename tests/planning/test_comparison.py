@@ -119,6 +119,7 @@ def test_bytes_are_shared_out_and_messages_are_not() -> None:
         ({"workers": 0}, "workers=0: must be 1 or more"),
         ({"micro_batches": 0}, "micro_batches=0: must be 1 or more"),
         ({"stages_a_worker": 0}, "stages_a_worker=0: must be 1 or more"),
+        ({"peak": 0}, "peak=0: must be above 0"),
         ({"schemes": ["nothing"]}, "nothing"),
         ({"memory_bytes": 1.0}, "a limit in bytes needs bytes of weights and activations"),
         ({"costs_of": "stage"}, "stages of schemes differ in size"),

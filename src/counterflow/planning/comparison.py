@@ -233,6 +233,7 @@ def compare(
     _refuse(
         costs_of,
         costs,
+        peak,
         memory_bytes,
         workers=workers,
         micro_batches=micro_batches,
@@ -324,7 +325,9 @@ def _of_placements(
         yield COMPUTED, Compared(found.simulation, micro_batches, found)
 
 
-def _refuse(costs_of: CostsOf, costs: Costs, memory_bytes: float | None, **counts: int) -> None:
+def _refuse(
+    costs_of: CostsOf, costs: Costs, peak: float | None, memory_bytes: float | None, **counts: int
+) -> None:
     """Refuse what cannot be compared.
 
     Raises:
@@ -335,6 +338,8 @@ def _refuse(costs_of: CostsOf, costs: Costs, memory_bytes: float | None, **count
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: must be 1 or more")
+    if peak is not None and not peak > 0:
+        raise ConfigError(f"peak={peak:g}: must be above 0")
     if memory_bytes is not None and costs.memory is None:
         raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
 

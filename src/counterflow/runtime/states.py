@@ -65,24 +65,33 @@ class States(ABC):
 
     # -- looking at it
 
-    @property
-    def whole_timeline(self) -> bool:
-        """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
-        return self._run.interpreter.whole_timeline
+    @contextmanager
+    def traced(self) -> Iterator[Callable[[], list[list[tuple[Op, float, float]]]]]:
+        """Time all ops of the steps in a ``with`` block, not only those of the last step.
 
-    @whole_timeline.setter
-    def whole_timeline(self, whole: bool) -> None:
-        self._run.interpreter.whole_timeline = whole
+        Steps of an asynchronous scheme, or without a barrier, overlap: a trace has several of them whole.
+
+        Yields:
+            The method ``timeline``, which all workers call in the block.
+
+        Examples:
+            with pipeline.traced() as timeline:
+                for inputs, targets in batches:
+                    pipeline.step(inputs, targets)
+                ops_by_worker = timeline()
+        """
+        with self._run.interpreter.trace():
+            yield self.timeline
 
     def timeline(self, replica: int = 0) -> list[list[tuple[Op, float, float]]]:
-        """The ops of the last step as they ran, by worker of a replica; all workers call it.
+        """The ops of the last step, or of a trace so far, by worker of a replica; all workers call it.
 
         Args:
             replica: whose; each worker may ask for another one.
 
         Returns:
-            By worker the ops in their order, with start and end in seconds. Those of asynchronous schemes
-            count micro-batches and versions from the last flush.
+            By worker the ops in their order, with start and end in seconds. Asynchronous schemes count
+            micro-batches and versions from the last flush, synchronous ones in each step from 0.
         """
         return timelines(self.transport, self._run.interpreter, self.ranks[replica])
 

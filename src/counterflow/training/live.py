@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Op, Schedule
@@ -55,6 +56,7 @@ class Live:
         """Steps since the pipeline was empty."""
         self._timed_until = 0
         """In asynchronous schemes the second step that is shown; 0: none is timed."""
+        self._tracing = ExitStack()
 
     def due(self) -> bool:
         """Whether it is time for one."""
@@ -79,7 +81,7 @@ class Live:
             self._show()
         elif not self._timed_until and self._in_a_row > self._pipeline.warm_up_steps:
             self._timed_until = done + _SETTLING + STEPS
-            self._pipeline.whole_timeline = True
+            self._tracing.enter_context(self._pipeline.traced())
 
     def show_if_timed(self, done: int) -> None:
         """Write what was timed, if this was the last step of it; all workers call it."""
@@ -90,7 +92,7 @@ class Live:
 
     def _end_timing(self) -> None:
         self._timed_until = 0
-        self._pipeline.whole_timeline = False
+        self._tracing.close()
 
     def _show(self, counts: Sequence[int] = ()) -> None:
         """Write the ops that were timed, or by worker the last ones, so many."""

@@ -267,12 +267,11 @@ class Trainer:
 
         In the run they would empty the pipeline where one that goes on from a checkpoint would not.
         """
-        self.pipeline.whole_timeline = True
-        for number in range(made, made + self.job.schedule.periods):
-            step = self._made(number)
-        self.pipeline.flush()
-        self.recorder.sample(step)
-        self.pipeline.whole_timeline = False
+        with self.pipeline.traced():
+            for number in range(made, made + self.job.schedule.periods):
+                step = self._made(number)
+            self.pipeline.flush()
+            self.recorder.sample(step)
 
     def _between_steps(self, done: int) -> bool:
         """Evaluate, save and copy to memory if it is time to; whether the run is to end here."""

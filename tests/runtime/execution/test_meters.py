@@ -12,6 +12,7 @@ from torch import nn
 from counterflow import Op, Pipeline, launch, schemes
 from counterflow.runtime.execution import interpreter
 from counterflow.runtime.execution.meters import EventClock
+from counterflow.schedule.ir import Schedule
 
 
 class _Event:
@@ -56,6 +57,38 @@ def test_a_timeline_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
         times = [seconds for _, start, end in row for seconds in (start, end)]
         assert times[0] >= 0
         assert times == sorted(times)
+
+
+def _traced(schedule: Schedule) -> list[tuple[int, int, list[list[tuple[Op, float, float]]]]]:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipeline = Pipeline(
+        layers,
+        nn.functional.mse_loss,
+        schedule,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+    pipeline.step(*batch)
+    with pipeline.traced() as timeline:
+        for _ in range(3):
+            pipeline.step(*batch)
+        pipeline.flush()
+        found = timeline()
+    pipeline.step(*batch)
+    pipeline.flush()
+    return [(len(row), len(last), [row]) for row, last in zip(found, pipeline.timeline(), strict=True)]
+
+
+@pytest.mark.parametrize("schedule", [schemes.dapple(2, 2), schemes.pipedream_2bw(2, 2, periods=4)], ids=str)
+def test_a_trace_has_all_steps_of_its_block(schedule: Schedule) -> None:
+    for whole, last, (row,) in launch(_traced, schedule, workers=2, transport="local")[0]:
+        # Of an asynchronous scheme the trace may begin with the rest of the step before.
+        assert whole == 12 if schedule.synchronous else whole >= 12
+        assert last < whole
+        starts = [start for _, start, _ in row]
+        assert starts == sorted(starts)
+        # An asynchronous scheme counts micro-batches on from step to step.
+        assert len({op for op, _, _ in row}) == (whole // 3 if schedule.synchronous else whole)
 
 
 def test_events_are_used_again() -> None:

@@ -125,7 +125,8 @@ def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
         if row.peak_bytes is not None:
             cells.append(byte_size(row.peak_bytes))
         table.add_row(*cells, row.remark)
-    out.print(table)
+    if rows:
+        out.print(table)
     for line in _below(found, rows):
         out.print(Text(line, style="dim"))
 

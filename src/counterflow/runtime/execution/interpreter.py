@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -76,8 +77,8 @@ class Interpreter:
         self.transport = transport
         self._precisions = [copy.precision for copy in stages.values() if not copy.precision.plain]
         self.saved = saved
-        self.whole_timeline = False
-        """Whether ``timeline`` has all since the pipeline was empty, and not only the last step."""
+        self.tracing = False
+        """Whether ``timeline`` has all ops since ``trace``, and not only those of the last step."""
         self._clock = clock_of(transport.device)
         self.in_flight = in_flight = InFlight(
             transport, slots=slots, clock=self._clock, compression=compression, saved=saved
@@ -137,7 +138,7 @@ class Interpreter:
         """
         self.in_flight.period_offset = period_offset
         ops = batch is not None or any(isinstance(task.action, Compute) for task in tasks)
-        if ops and not (self.whole_timeline and self.in_flight.batches):
+        if ops and not self.tracing:
             self._clock.start()
         if not self.in_flight.batches:
             self._forget_casts()
@@ -182,6 +183,16 @@ class Interpreter:
         place = next(place for place, each in enumerate(tasks) if each is task)
         action = shifted(task.action, self.in_flight.period_offset, self.schedule.micro_batches)
         return f"worker {self.worker}, action {place}: {action}"
+
+    @contextmanager
+    def trace(self) -> Iterator[None]:
+        """Keep the times of all ops from here on."""
+        self._clock.start()
+        self.tracing = True
+        try:
+            yield
+        finally:
+            self.tracing = False
 
     @property
     def began_seconds(self) -> float:

@@ -234,7 +234,7 @@ class Runner:
             self._told, self._compare = batch.told, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()
-        shown = self._offset if self.interpreter.whole_timeline or not self._flushes else 0
+        shown = self._offset if self.interpreter.tracing or not self._flushes else 0
         try:
             self.interpreter.run(
                 tasks, batch, period_offset=shown, drains=batch is None or not self._cut.drains
