@@ -319,7 +319,9 @@ class Picture {
     g.fillStyle = css("--faint");
     g.textAlign = "left";
     const most = m.unit === "bytes" ? bytes(m.most) : short(m.most) + " activations";
-    g.fillText("memory of each worker, a full row is " + most, LEFT, top - 12);
+    // As many words as there is room for, beside "peak".
+    const texts = [`memory of each worker, a full row is ${most}`, `memory, a full row is ${most}`, `full row: ${most}`];
+    g.fillText(texts.find(text => g.measureText(text).width <= this.plotWidth) ?? most, LEFT, top - 12);
     g.fillText("peak", LEFT + this.plotWidth + 8, top - 12);
     g.fillStyle = css("--ink");
     if (this.memoryRow < 16) g.font = this.font.replace("12px", "11px");
@@ -402,7 +404,8 @@ class Picture {
         this.t.move((grabbed - event.offsetX) / this.plotWidth);
         grabbed = event.offsetX;
       }
-      this.point(event);
+      if (this.moved?.to === undefined) this.point(event);
+      else { this.t.cursor = null; this.t.hide(); }
     });
     c.addEventListener("pointerup", () => {
       const moved = this.moved;
@@ -475,7 +478,7 @@ class Picture {
     if (d.start[i] < this.t.view.from || d.end[i] > this.t.view.to) this.t.look((d.start[i] + d.end[i] - span) / 2, (d.start[i] + d.end[i] + span) / 2);
     const place = this.canvas.getBoundingClientRect();
     const y = place.top + d.worker[i] * this.pitch + this.row;
-    this.t.show(this, { box: i, worker: d.worker[i] }, place.left + this.x((d.start[i] + d.end[i]) / 2), y);
+    this.t.show(this, { box: i, worker: d.worker[i], byKeys: true }, place.left + this.x((d.start[i] + d.end[i]) / 2), y);
     this.t.said.textContent = this.t.tip.textContent;
   }
 }
@@ -504,7 +507,7 @@ export class Timeline {
   // Draws other data in the same place; what is looked at, the chosen op and the focus stay as far as they can.
   update(data) {
     const focused = this.pictures.findIndex(p => p.canvas === document.activeElement);
-    const chosen = this.pointed?.box === undefined ? null : [this.pictures.indexOf(this.pointed.picture), this.pointed.picture.name(this.pointed.box)];
+    const chosen = !this.pointed?.byKeys ? null : [this.pictures.indexOf(this.pointed.picture), this.pointed.picture.name(this.pointed.box)];
     const whole = !this.data || (this.view.from === 0 && this.view.to === this.data.end) || this.view.from >= data.end;
     this.data = data;
     this.unit = data.unit === "F" ? ["F", 1] : data.end >= 1 ? ["s", 1] : data.end >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
@@ -559,7 +562,7 @@ export class Timeline {
         ["lasts", this.seconds(gap[2] - gap[1])]);
       else rows.push(["at", this.seconds(found.time, 4)]);
     }
-    this.pointed = { picture, box: found.box };
+    this.pointed = { picture, box: found.box, byKeys: found.byKeys };
     const table = make("table");
     for (const [name, value] of rows) {
       const line = make("tr");
