@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from counterflow.explore.app import application
 from counterflow.explore.asked import RunsAsked
 from counterflow.explore.follow import AT_ONCE, Pace, Runs
-from counterflow.explore.runs import difference, state_of
+from counterflow.explore.runs import State, difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
 from counterflow.simulation import ByteCosts, Costs, Span, simulate
@@ -150,8 +150,55 @@ def test_where_the_difference_is(server: TestClient, place: Path) -> None:
     assert found["figures"] == [["measured", "15 s"], ["predicted", "9 s"], ["difference", "6 s"]]
     assert found["parts"][0] == ["computing", "9 s", "6 s", "3 s"]
     assert [row["slow"] for row in found["rows"]] == [False, True]
+    assert found["remark"] == ""
     assert [row["saved"] for row in found["rows"]] == ["200 B", "100 B"]
     assert [chart["makespan"] for chart in found["picture"]["charts"]] == [15, 9]
+
+
+def test_a_worker_is_slow_beside_its_prediction_and_not_beside_another() -> None:
+    """Both quicker than predicted, one less so: neither is slow; both slower: both are, and it is said."""
+
+    def rows(*times: float) -> Any:
+        schedule, costs = timeline().schedule, timeline().costs
+        ran = simulate(schedule, Costs(forward=times, backward=tuple(2 * each for each in times)))
+        spans = tuple(Span(s.worker, s.op, s.start, s.end) for s in ran.timeline)
+        return difference(Timeline(schedule, costs, 3, spans, (200, 100)))
+
+    quick = rows(0.88, 0.72)
+    assert [(row["times"], row["slow"]) for row in quick["rows"]] == [("0.88", False), ("0.72", False)]
+    late = rows(1.5, 1.5)
+    assert [row["slow"] for row in late["rows"]] == [True, True]
+    assert late["remark"].startswith("Every worker is slower than predicted")
+
+
+def test_what_has_become_of_a_run(server: TestClient, place: Path) -> None:
+    """Its state has a name, and why it has no timeline is said by it; a state that changes is told again."""
+    lock = f"process 99999999 on {platform.node()}\n"
+    ran: dict[State, dict[str, Any]] = {
+        State.RUNNING: {"__lock": f"process {os.getpid()} on {platform.node()}\n"},
+        State.ENDED: {"summary__json": "{}"},
+        State.STOPPED: {"summary__json": '{"stopped": true}'},
+        State.KILLED: {"__lock": lock},
+        State.FAILED: {},
+    }
+    for state, files in ran.items():
+        run = run_at(place / state, **files)
+        if state is State.FAILED:
+            events.note(run, events.FAILED, attempt=0, step=2, message="no", lost=True, worker=1, action="")
+    told = {row["name"]: row["state"] for row in server.get("/api/runs").json()["runs"]}
+    assert told == {str(place / state): state.value for state in ran}
+    why = {state: look(server, place / state)["timeline"]["problems"][0].partition(": ")[2] for state in ran}
+    assert why == {
+        State.RUNNING: "the first one is written after some steps",
+        State.ENDED: "it has ended without one",
+        State.STOPPED: "it was stopped before one was written",
+        State.KILLED: "it was killed before one was written",
+        State.FAILED: "it failed before one was written",
+    }
+    running = place / State.RUNNING
+    version = look(server, running)["version"]
+    (running / ".lock").write_text(lock)
+    assert "killed" in look(server, running, timeline=version)["timeline"]["problems"][0]
 
 
 def window(slower: float = 1.0) -> Timeline:

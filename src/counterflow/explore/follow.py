@@ -34,7 +34,7 @@ from counterflow.training.metrics import Tail
 from counterflow.training.supervision.lock import LOCK
 
 from .asked import RunsAsked
-from .runs import about_of, events_of, pictured, state_of
+from .runs import State, about_of, events_of, no_timeline, pictured, state_of
 
 CURVES = ("loss", "validation_loss", "samples_per_second")
 
@@ -132,8 +132,8 @@ class _KnownRun:
 
     metrics: _Metrics
     begun: float = 0.0
-    state: str = ""
-    stamps: tuple[str, str] = ("never", "")
+    state: State = State.STOPPED
+    stamps: tuple[str, ...] = ("never",)
     """Of what its state is read from."""
     about: tuple[str, dict[str, Any]] = ("never", {})
     events: tuple[str, list[dict[str, str]]] = ("never", [])
@@ -229,7 +229,7 @@ class Runs:
             run.metrics.update()
         except OSError:  # it is no run, or has been removed
             return None
-        stamps = _stamp(path / LOCK), _stamp(path / SUMMARY)
+        stamps = _stamp(path / LOCK), _stamp(path / SUMMARY), _stamp(path / EVENTS)
         if stamps[0] or stamps != run.stamps:  # who has a lock may have gone without a word
             run.state, run.stamps = state_of(path), stamps
         run.begun = run.begun or _changed(path / CONFIG)
@@ -269,7 +269,8 @@ class Runs:
     def _timelines(self, paths: tuple[Path, ...]) -> _Drawn:
         """The last step of one run measured and predicted; of several, measured."""
         version = "/".join(
-            ".".join(_stamp(path / name) for name in (SCHEDULE, TIMELINE, LIVE)) for path in paths
+            ".".join([self._runs[path].state, *(_stamp(path / name) for name in (SCHEDULE, TIMELINE, LIVE))])
+            for path in paths
         )
         drawn = self._drawn.get(paths)
         now = time.monotonic()
@@ -286,6 +287,9 @@ class Runs:
         timelines, problems = {}, []
         for path in paths:
             run, stamp = self._runs[path], _stamp(path / SCHEDULE)
+            if not any((path / name).exists() for name in (TIMELINE, LIVE)):
+                problems.append(no_timeline(path, run.state))
+                continue
             try:
                 if run.schedule[0] != stamp:
                     run.schedule = stamp, read_schedule(path)

@@ -14,6 +14,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,54 @@ from counterflow.training.timeline import Timeline
 _LATELY_SECONDS = 120.0
 
 SLOW = 1.15
-"""A worker whose ops take so many times what is predicted, measured by the middle worker, is told as slow."""
+"""A worker whose ops take so many times what is predicted of them is told as slow."""
 
 
-def state_of(path: Path) -> str:
-    """``running``: somebody writes there. ``ended``: all steps were made. ``stopped``: neither."""
+class State(StrEnum):
+    """What has become of a run.
+
+    A run that ends takes its lock away; one that is killed cannot.
+    """
+
+    RUNNING = "running"
+    """Somebody writes there."""
+    ENDED = "ended"
+    """All steps were made."""
+    FAILED = "failed"
+    """A step failed, and nobody went on."""
+    KILLED = "killed"
+    """Whoever wrote there is gone without a word."""
+    STOPPED = "stopped"
+    """It was asked to end, or the rest is unknown."""
+
+
+def state_of(path: Path) -> State:
+    """What has become of a run, from its lock, its summary and its last event."""
     if _is_written(path):
-        return "running"
+        return State.RUNNING
     try:
         summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return "stopped"
-    return "stopped" if isinstance(summary, dict) and summary.get("stopped") else "ended"
+        summary = None
+    if summary is not None:
+        stopped = isinstance(summary, dict) and summary.get("stopped")
+        return State.STOPPED if stopped else State.ENDED
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # lines of another program
+        if any(event["event"] in (events.FAILED, events.GAVE_UP) for event in events.read(path)[-1:]):
+            return State.FAILED
+    return State.KILLED if (path / LOCK).exists() else State.STOPPED
+
+
+_NO_TIMELINE = {
+    State.RUNNING: "the first one is written after some steps",
+    State.ENDED: "it has ended without one",
+    State.FAILED: "it failed before one was written",
+}
+
+
+def no_timeline(path: Path, state: State) -> str:
+    """Why there is no timeline of a run."""
+    return f"{path} has no timeline: {_NO_TIMELINE.get(state, f'it was {state} before one was written')}"
 
 
 def _is_written(path: Path) -> bool:
@@ -127,6 +164,7 @@ def difference(timeline: Timeline) -> dict[str, Any]:
     was, should = timeline.sides()
     peaks = timeline.predicted().memory or ()
     unit = time_unit(was.seconds)
+    rows = list(_workers(unit, (was.busy, should.busy), timeline.saved_bytes, [use.peak for use in peaks]))
     return {
         "step": timeline.step,
         "title": f"Steps {timeline.step - 1} and {timeline.step}, asynchronous: measured and predicted"
@@ -141,10 +179,12 @@ def difference(timeline: Timeline) -> dict[str, Any]:
             [name, unit.text(took), unit.text(should.parts[name]), unit.text(took - should.parts[name])]
             for name, took in was.parts.items()
         ],
-        "rows": list(
-            _workers(unit, (was.busy, should.busy), timeline.saved_bytes, [use.peak for use in peaks])
-        ),
+        "rows": rows,
+        "remark": _ALL_SLOW if all(row["slow"] for row in rows) else "",
     }
+
+
+_ALL_SLOW = "Every worker is slower than predicted: the machine is slower or busier than when ops were timed."
 
 
 def _workers(
@@ -154,14 +194,13 @@ def _workers(
     peaks: Sequence[float],
 ) -> Iterator[dict[str, Any]]:
     ratios = [was / (should or 1.0) for was, should in zip(*busy, strict=True)]
-    middle = sorted(ratios)[(len(ratios) - 1) // 2] or 1.0
     for worker, ratio in enumerate(ratios):
         yield {
             "worker": f"P{worker}",
             "busy": unit.text(busy[0][worker]),
             "predicted": unit.text(busy[1][worker]),
             "times": f"{ratio:.2f}",
-            "slow": ratio > SLOW * middle,
+            "slow": ratio > SLOW,
             "saved": bytes_text(saved[worker]) if worker < len(saved) else "",
             "saved_predicted": bytes_text(peaks[worker] if worker < len(peaks) else 0.0),
         }

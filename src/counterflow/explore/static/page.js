@@ -48,12 +48,41 @@ export async function download(path, body) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-// A place for errors, read out when they come.
+// A place for errors, read out when they come; the box that one names is marked, in `form` if it has several.
 export class Errors {
-  constructor() { this.place = el("div", { role: "alert" }); }
+  constructor(form = document) { this.form = form; this.place = el("div", { role: "alert", class: "errors" }); }
   say(error) {
-    this.place.replaceChildren(...(error ? [el("div", { class: "error" }, error.message)] : []));
+    for (const box of this.form.querySelectorAll("[aria-invalid]")) box.removeAttribute("aria-invalid");
+    let said = error?.message ?? "";
+    const [, second = "", place, more] = /^(second schedule: )?([\w.]+)([=:].*)$/s.exec(said) ?? [];
+    const name = place?.split(".").at(-1), box = name && [...this.form.querySelectorAll(`input[name="${name}"]`)].at(second ? -1 : 0);
+    if (box) {
+      box.setAttribute("aria-invalid", "true");
+      said = `${second}${box.labels[0].textContent}${more}`;
+    }
+    this.place.replaceChildren(...(error ? [el("div", { class: "error" }, said)] : []));
   }
+}
+
+// A form beside what comes of it. In a narrow window the form is closed, so that the result is seen first.
+export function split(text, form, ...results) {
+  const wide = matchMedia("(min-width: 861px)"), side = el("details", { class: "side" }, el("summary", {}, text), form);
+  const fit = () => { side.open = wide.matches; };
+  wide.addEventListener("change", fit);
+  fit();
+  return el("div", { class: "split-page" }, side, el("div", {}, ...results));
+}
+
+// Soon, once the page is seen: a hidden one asks nothing.
+export async function seen(after) {
+  await new Promise(resolve => setTimeout(resolve, after));
+  if (document.hidden) await new Promise(resolve => document.addEventListener("visibilitychange", resolve, { once: true }));
+}
+
+// What the page shows has changed; for who waits for it.
+export function shownAgain() {
+  const { dataset } = document.documentElement;
+  dataset.shown = String(Number(dataset.shown || 0) + 1);
 }
 
 // A table in a box that scrolls; `columns` are [title, key or function, is text].

@@ -3,7 +3,7 @@
 // ask at the same moments, so that the server works out one answer for them.
 import { Timeline } from "./timeline.js";
 import { lines } from "./lines.js";
-import { Errors, ask, el, facts, table, tick } from "./page.js";
+import { Errors, ask, el, facts, shownAgain, split, table, tick } from "./page.js";
 
 const EVERY = 800, MOST = 2000;
 
@@ -11,14 +11,17 @@ export async function show(place) {
   const errors = new Errors(), list = el("div"), picture = el("div"), curves = el("div", { class: "sides" });
   const told = el("div"), known = new Map(), status = el("p", { class: "soft", role: "status" });
   let chosen = new URLSearchParams(location.search).getAll("run"), timeline = null, version = "", shown = "", seen = "", all = [];
-  place.append(el("h1", {}, "Runs"), errors.place, el("div", { class: "split-page" }, list,
-    el("div", {}, status, curves, picture, told)));
+  const narrow = matchMedia("(max-width: 860px)"), results = el("div");
+  const arrange = () => results.append(status, ...(narrow.matches ? [picture, curves] : [curves, picture]), told);
+  narrow.addEventListener("change", arrange);
+  arrange();
+  place.append(el("h1", {}, "Runs"), errors.place, split("Choose runs", list, results));
 
   async function refresh() {
     try {
       if (chosen.length) await look().catch(listOnly); else await listOnly();
       errors.say(null);
-      document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+      shownAgain();
     } catch (error) { errors.say(error); }
   }
 
@@ -26,7 +29,9 @@ export async function show(place) {
   async function listOnly() {
     const { runs, places } = await ask("/api/runs"), had = chosen;
     chosen = chosen.filter(name => runs.some(run => run.name === name));
-    if (!chosen.length && runs.length) chosen = [runs[0].name];
+    // The newest that has something to show, or is about to.
+    const first = runs.find(run => run.steps || run.state === "running") ?? runs[0];
+    if (!chosen.length && first) chosen = [first.name];
     if (chosen.length !== had.length) version = "";
     all = places;
     listed(runs);
@@ -68,12 +73,13 @@ export async function show(place) {
       else { fresh = true; if (run.added) run.curves = longer(had, run.curves); }
       known.set(run.name, run);
     }
-    const key = asked.join("\n");
+    const key = found.runs.map(run => `${run.name} ${run.state}`).join("\n");
     if (fresh || curves.dataset.of !== key) {
       curves.dataset.of = key;
       const curve = kind => found.runs.map(run => ({ name: run.name, steps: run.curves[kind][0], values: run.curves[kind][1] }));
-      curves.replaceChildren(lines("Training loss", curve("loss")), lines("Validation loss", curve("validation_loss")),
-        lines("Samples a second", curve("samples_per_second")));
+      const none = found.runs.some(run => run.state === "running") ? "nothing yet" : "none was recorded";
+      curves.replaceChildren(lines("Training loss", curve("loss"), none), lines("Validation loss", curve("validation_loss"), none),
+        lines("Samples a second", curve("samples_per_second"), none));
     }
     if (found.timeline) { version = found.version; drawn(found.timeline); }
     said(found.runs);
@@ -90,15 +96,15 @@ export async function show(place) {
     if (found.parts) measured.push(
       el("h2", {}, found.title), facts(found.figures),
       table("Where the difference is, the mean of all workers", [["mean of all workers", 0, true], ["measured", 1], ["predicted", 2], ["difference", 3]], found.parts),
-      el("h3", {}, "Workers"),
+      el("h3", {}, "Workers"), found.remark ? el("p", {}, found.remark) : "",
       table("Workers", [["worker", "worker"], ["computing", "busy"], ["predicted", "predicted"],
-        ["times", row => row.slow ? el("strong", { class: "wrong" }, `${row.times}, slow`) : row.times],
+        ["times the prediction", row => row.slow ? el("strong", { class: "wrong" }, `${row.times}, slow`) : row.times],
         ["saved for backward", "saved"], ["predicted", "saved_predicted"]], found.rows));
   }
 
   let before = "";
   function said(runs) {
-    const states = runs.map(run => `${run.name}: ${run.state}, step ${run.curves.loss[0].at(-1) ?? 0} of ${run.about.steps ?? "?"}`).join("; ");
+    const states = runs.map(run => `${run.name}: ${run.state}, step ${run.curves.loss[0].at(-1) ?? 0}${run.about.steps ? ` of ${run.about.steps}` : ""}`).join("; ");
     if (status.textContent !== states) status.textContent = states;
     const key = JSON.stringify([version, runs.map(run => [run.name, run.events])]);
     if (key === before) return;
