@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from counterflow.explore.app import application
 from counterflow.explore.serve import listening
+from counterflow.training import load_config
 
 from .test_runs import run_at, timeline
 
@@ -88,17 +89,32 @@ def seen(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+WIDE, PHONE = 1280, 390
+
+
+def narrow(page: Page, address: str) -> Page:
+    page.set_viewport_size({"width": PHONE, "height": 844})
+    return opened(page, address)
+
+
 def looks(page: Page, address: str) -> None:
-    """Wide and narrow, light and dark; pictures of it are kept where EXPLORE_PICTURES names a folder."""
-    for width in (1280, 420):
+    """Wide and narrow, light and dark, with what the page begins with, and the form that a phone opens.
+
+    Pictures of it are kept where EXPLORE_PICTURES names a folder.
+    """
+    for width in (WIDE, PHONE):
         page.set_viewport_size({"width": width, "height": 900})
-        opened(page, address)
+        opened(page, address).wait_for_selector("html[data-shown]", timeout=60_000)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
             seen(page)
             if folder := os.environ.get("EXPLORE_PICTURES"):
                 name = re.sub(r"[^a-z]+", "-", address.partition("?")[0].rpartition("/")[2])
                 page.screenshot(path=f"{folder}/{name}-{scheme}-{width}.png", full_page=True)
+    page.locator(".side > summary").click()
+    for inner in page.locator(".side details > summary").all():
+        inner.click()
+    seen(page)
 
 
 DAPPLE = "/schedules?a.scheme=dapple&a.stages=2&a.micro_batches=2"
@@ -130,6 +146,9 @@ def test_an_op_is_dragged_and_brought_back(page: Page, server: str) -> None:
     page.mouse.up()
     expect(page.locator("main")).to_contain_text("the workers wait in a circle")
     expect(page.locator("main")).to_contain_text("Breaks the rule “forward before its backward”")
+    assert page.locator("main").inner_text().count("the workers wait in a circle") == 1
+    expect(page.get_by_role("tooltip")).to_be_hidden()
+    seen(page)
     assert "a.moves=0.2.0" in page.url
     page.get_by_role("button", name="Undo move").click()
     expect(page.locator("main")).to_contain_text("As its scheme makes it.")
@@ -160,6 +179,8 @@ def test_by_keyboard_alone(page: Page, server: str) -> None:
 def test_runs_look_right(page: Page, server: str, runs: Path) -> None:
     looks(page, f"{server}/runs?run={runs / 'slow'}")
     expect(page.locator("main")).to_contain_text("2.00, slow")
+    marks = page.locator("svg.lines").first.locator("text").all_text_contents()
+    assert marks == ["1.5", "2", "2.5", "3", "0", "1", "2"]
     expect(page.get_by_role("img", name="Training loss")).to_be_visible()
 
 
@@ -178,6 +199,113 @@ def test_a_run_is_followed_and_compared_by_keys(page: Page, server: str, runs: P
     page.keyboard.press("Space")
     expect(page.locator("canvas")).to_have_count(2)
     expect(page.get_by_role("heading", name="slow: measured, step 3")).to_be_visible()
+    for place in ("path", ".keys line"):  # the legend has the strokes of the lines
+        strokes = page.locator("figure").first.locator(place)
+        assert strokes.evaluate_all("all => all.map(one => one.getAttribute('stroke-dasharray'))") == [
+            "",
+            "7 4",
+        ]
+
+
+def test_the_newest_run_that_has_something_is_chosen(page: Page, server: str, runs: Path) -> None:
+    """An empty one is not; of a run that was stopped it is said what it has not, and not that it may come."""
+    empty = run_at(runs / "empty", steps=0, config__toml="")
+    try:
+        opened(page, f"{server}/runs")
+        expect(page.get_by_role("checkbox", name="empty, stopped, step 0")).not_to_be_checked()
+        expect(page.get_by_role("checkbox", checked=True)).to_have_count(1)
+        opened(page, f"{server}/runs?run={empty}")
+        expect(page.locator("figure").first).to_contain_text("none was recorded")
+        expect(page.locator("main")).to_contain_text("no timeline: it was stopped before one was written")
+        expect(page.locator("main")).not_to_contain_text("nothing yet")
+    finally:
+        shutil.rmtree(empty)
+
+
+HIDE = "hidden => Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true })"
+
+
+def test_a_hidden_page_asks_nothing(page: Page, server: str) -> None:
+    """Neither for a run nor for a search; once it is seen again it goes on."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.route("**/api/plan", lambda route: route.fulfill(json={"job": "x"}))
+    going = {"state": "running", "error": "", "result": None, "progress": {"said": "still", "share": 1.0}}
+    page.route("**/api/job", lambda route: route.fulfill(json=going))
+    for address, path in (("/runs", "/api/run"), ("/plans", "/api/job")):
+        opened(page, server + address)
+        with page.expect_request(f"**{path}"):
+            pass
+        page.evaluate(HIDE, True)
+        page.wait_for_timeout(1000)  # what was asked before
+        asked.clear()
+        page.wait_for_timeout(1200)
+        assert asked == []
+        page.evaluate(HIDE, False)
+        with page.expect_request(f"**{path}"):
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    # A search that goes on has no full bar.
+    assert page.get_by_role("progressbar", name="Plan").get_attribute("value") is None
+
+
+def test_a_phone_shows_the_timeline_first(page: Page, server: str) -> None:
+    """The form opens by a click; what is written above the memory has room beside its peaks."""
+    page.add_init_script(
+        "window.written = []; const plain = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, ...more) {"
+        " if (this.textAlign === 'left') written.push([text, x, x + this.measureText(text).width]);"
+        " plain.call(this, text, x, ...more); };"
+    )
+    costs = "&activation_bytes=1234567"
+    narrow(page, server + DAPPLE + costs).wait_for_selector("html[data-shown]")
+    place = page.locator("canvas").bounding_box()
+    assert place is not None
+    assert place["y"] < 500
+    (_, _, right), (_, left, _) = page.evaluate(
+        "written.filter(one => /full row|^peak$/.test(one[0])).slice(-2)"
+    )
+    assert right < left
+    expect(page.get_by_label("scheme")).to_be_hidden()
+    page.get_by_text("Schedule, costs, limits").click()
+    expect(page.get_by_label("scheme")).to_be_visible()
+    page.set_viewport_size({"width": WIDE, "height": 900})
+    expect(page.get_by_label("scheme")).to_be_visible()
+
+
+def test_each_schedule_has_its_own_costs(page: Page, server: str) -> None:
+    """Costs of a stage are two models, which the page says, and one click makes one of them."""
+    opened(page, server + DAPPLE + "&b.scheme=zb-v&b.workers=2&b.micro_batches=2")
+    makespans = page.locator("dl.facts > div:first-child dd")
+    expect(makespans).to_have_text(["9 F", "14 F"])
+    expect(page.locator(".note")).to_contain_text(
+        "These are two models: with one micro-batch, all stages compute 6 F"
+    )
+    expect(page.locator(".note")).to_contain_text("zb-v has 4 stages on 2 workers")
+    page.get_by_role("button", name="Give costs of a worker's share").click()
+    expect(makespans).to_have_text(["9 F", "7 F"])
+    expect(page.locator(".note")).not_to_contain_text("two models")
+    second = page.get_by_role("group", name="Costs of the second")
+    second.get_by_text("Seconds", exact=True).click()
+    second.get_by_label("forward", exact=True).fill("2")
+    expect(makespans).to_have_text(["9 F", "9.5 s"])
+    expect(page).to_have_url(re.compile("costs_of=worker.*b.forward=2"))
+    opened(page, page.url)
+    expect(makespans).to_have_text(["9 F", "9.5 s"])
+
+
+@pytest.mark.parametrize("page", [422], indirect=True)
+def test_the_box_with_a_mistake_is_marked(page: Page, server: str) -> None:
+    opened(page, server + DAPPLE)
+    forward = page.get_by_label("forward", exact=True)
+    forward.fill("abc")
+    expect(page.get_by_role("alert")).to_contain_text("forward=abc: cannot read 'abc'")
+    expect(forward).to_have_attribute("aria-invalid", "true")
+    seen(page)
+    forward.fill("1")
+    expect(page.get_by_role("alert")).to_be_empty()
+    expect(forward).not_to_have_attribute("aria-invalid", "true")
+    opened(page, f"{server}/compare?workers=0&micro_batches=4")
+    expect(page.get_by_role("alert")).to_contain_text("workers: must be 1 or more")
 
 
 @pytest.mark.parametrize("page", [422], indirect=True)
@@ -201,12 +329,12 @@ def test_schemes_are_compared_and_one_is_opened(page: Page, server: str) -> None
     expect(rows).to_be_visible(timeout=60_000)
     seen(page)
     rows.get_by_role("button", name="zb-v").click()
-    expect(page.locator("dd").first).to_have_text("12.5 s")
-    expect(page).to_have_url(re.compile("a.scheme=zb-v.*forward=0.5"))
+    expect(page.locator("dd").first).to_have_text("12.5 F")
+    expect(page).to_have_url(re.compile("a.scheme=zb-v.*costs_of=worker"))
     opened(page, server + COMPARED)
     page.get_by_role("button", name="computed, two stages a worker in a V").click()
     expect(page).to_have_url(re.compile("a.file="))
-    expect(page.locator("dd").first).to_have_text("12.5 s")
+    expect(page.locator("dd").first).to_have_text("12.5 F")
 
 
 def test_a_plan_is_made_and_looked_at_by_keys(page: Page, server: str) -> None:
@@ -221,6 +349,29 @@ def test_a_plan_is_made_and_looked_at_by_keys(page: Page, server: str) -> None:
     _tab_to(page, "BUTTON", "2")
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name=first)).to_have_count(0)
+
+
+def test_plans_begin_with_one_that_opens_and_is_saved(page: Page, server: str, tmp_path: Path) -> None:
+    """With its costs: the schedule takes as long as the plan says, also where its order is computed."""
+    opened(page, f"{server}/plans")
+    expect(page.get_by_role("region", name="The best plan of every scheme")).to_be_visible()
+    planned = page.locator(".timeline p").first.inner_text()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save plan.toml").click()
+    saved.value.save_as(tmp_path / "plan.toml")
+    assert saved.value.suggested_filename == "plan.toml"
+    scheme = load_config(tmp_path / "plan.toml").schedule.scheme
+    page.get_by_role("button", name=str(scheme), exact=True).click()
+    expect(page).to_have_url(re.compile("a.costs=plan"))
+    expect(page.locator(".timeline p").first).to_have_text(planned)
+    expect(page.get_by_role("group", name="Costs", exact=True)).to_contain_text("The plan's costs")
+    seen(page)
+    page.get_by_label("seconds", exact=True).fill("1")
+    page.get_by_role("button", name="Compute the best order").click()
+    expect(page.locator("canvas")).to_have_count(2)
+    expect(page.get_by_role("group", name="Costs of the second")).to_contain_text("The plan's costs")
+    page.get_by_role("button", name="Give other costs").first.click()
+    expect(page.locator(".note")).to_contain_text("Only one of the two has a plan's costs")
 
 
 def test_an_order_is_computed_beside_its_schedule(page: Page, server: str) -> None:

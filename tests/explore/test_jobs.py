@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_no_more_than_two_at_a_time() -> None:
 
 
 def test_what_is_wrong_is_told_at_once(client: TestClient) -> None:
-    assert "forward=x" in refused(client, "/api/order", {"subject": DAPPLE, "costs": {"forward": "x"}})
+    wrong = {"subject": DAPPLE | {"costs": {"forward": "x"}}}
+    assert "forward=x" in refused(client, "/api/order", wrong)
     assert "unknown example" in refused(client, "/api/plan", {"example": "nothing"})
     assert "also give model, profile, cluster, mini_batch" in refused(client, "/api/plan", {})
     damaged = {"example": "chimera-bert48", "cluster": {"name": "mine.toml", "text": "name = 3"}}
@@ -95,7 +97,7 @@ def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
     )
     assert task_of(asked_).model == small.model
     seen: list[dict[str, Any]] = []
-    found = plan(asked_, seen.append)
+    found, kept = plan(asked_, seen.append)
     best = found["plans"][0]
     assert [scheme for scheme, *_ in found["rejected"]].count(best["scheme"]) == 1
     assert (
@@ -103,16 +105,28 @@ def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
         or abs(sum(s for _, s, _ in best["parts"]) - 1) < 1e-6
     )
     assert best["picture"]["charts"][0]["workers"] == best["workers"]
-    assert seen[-1]["done"] == seen[-1]["of"]
+    done = [one for one in seen if "done" in one]
+    assert done[-1]["done"] == done[-1]["of"]
+    assert [one["share"] for one in seen if one.get("done") == one.get("of")] == [None] * (
+        len(seen) - sum(one.get("done") != one.get("of") for one in seen)
+    )
+    assert [each.prediction.schedule for each in kept.plans] == [each["schedule"] for each in found["plans"]]
 
 
-def test_a_comparison_has_each_scheme_and_opens_with_costs_of_its_stages(client: TestClient) -> None:
-    asks = {"workers": 2, "micro_batches": 4, "costs": {"forward": "3", "weight_bytes": "1GiB"}, "seconds": 2}
+def test_a_comparison_has_each_scheme_and_opens_with_its_costs(client: TestClient) -> None:
+    costs = {"forward": "3", "weight_bytes": "1GiB"}
+    asks = {"workers": 2, "micro_batches": 4, "costs": costs, "seconds": 2}
     found = ended(client, asked(client, "/api/compare", asks))
     assert found["state"] == "done", found
     rows = {row["name"]: row for row in found["result"]["rows"]}
     assert rows["zb-v"]["scheme"] == "zb-v"
-    assert rows["zb-v"]["costs"] == {"forward": "1.5", "backward": "1", "weight_bytes": "536870912"}
+    zb_v = {
+        "scheme": "zb-v",
+        "options": rows["zb-v"]["options"],
+        "costs": costs | {"costs_of": "worker"},
+    }
+    (opened,) = asked(client, "/api/look", {"subjects": [zb_v]})["subjects"]
+    assert dict(opened["figures"])["makespan"] == rows["zb-v"]["step"]
     assert rows["zb-v"]["memory"] == "2 GiB"
     computed = rows["computed, two stages a worker in a V"]
     assert loads(computed["schedule"], "computed").stages == 4
@@ -124,6 +138,42 @@ def test_a_comparison_has_each_scheme_and_opens_with_costs_of_its_stages(client:
     assert "workers" in refused(client, "/api/compare", asks | {"workers": 0})
 
 
+def test_a_plan_opens_with_its_costs_and_is_saved(client: TestClient) -> None:
+    """To the last digit; who asks for the same plan again has it at once."""
+    asks = {"example": "hanayo-bert64", "mini_batch": 2}
+    job = asked(client, "/api/plan", asks)
+    found = ended(client, job)["result"]
+    assert asked(client, "/api/plan", asks) == job
+    for number in (0, len(found["plans"]) - 1):
+        opened = asked(client, "/api/plan/open", job | {"plan": number})
+        look = asked(client, "/api/look", {"subjects": [{"file": opened["file"]}]})
+        (chart,), (planned,) = look["picture"]["charts"], found["plans"][number]["picture"]["charts"]
+        assert all(chart[name] == planned[name] for name in ("heading", "start", "end", "memory", "bubbles"))
+        assert look["note"] == ""
+    saved = client.post("/api/plan/save", json=job | {"plan": 0})
+    assert saved.headers["content-disposition"] == 'attachment; filename="plan.toml"'
+    config = tomllib.loads(saved.text)
+    assert config["schedule"]["scheme"] == found["plans"][0]["scheme"]
+    for path in ("/api/plan/open", "/api/plan/save"):
+        assert "has found fewer" in refused(client, path, job | {"plan": 99})
+        assert "is not known" in refused(client, path, {"job": "x", "plan": 0})
+    dear = {"subjects": [{"file": opened["file"], "costs": {}}]}
+    assert asked(client, "/api/look", dear)["subjects"][0]["makespan"] != look["subjects"][0]["makespan"]
+
+
+def test_an_order_for_a_plan_is_computed_with_its_costs(client: TestClient) -> None:
+    """The computed order keeps them, and is no slower."""
+    job = asked(client, "/api/plan", {"example": "hanayo-bert64", "mini_batch": 2})
+    schemes_ = [plan["scheme"] for plan in ended(client, job)["result"]["plans"]]
+    opened = asked(client, "/api/plan/open", job | {"plan": schemes_.index("zb-h1")})
+    order_ = ended(client, asked(client, "/api/order", {"subject": {"file": opened["file"]}, "seconds": 1}))
+    given = {"name": "computed", "text": order_["result"]["schedule"], "like": opened["file"]}
+    computed = asked(client, "/api/file", given)
+    both = [{"file": opened["file"]}, {"file": computed["file"]}]
+    one, other = (told["makespan"] for told in asked(client, "/api/look", {"subjects": both})["subjects"])
+    assert other <= one < 100  # seconds, by the plan's costs
+
+
 def test_other_links_and_memory() -> None:
     cluster = load_example("mixpipe-bert48").cluster
     other = changed(cluster, link_speed=4.0, memory=2.0)
@@ -131,4 +181,5 @@ def test_other_links_and_memory() -> None:
     assert other.inside.seconds(1e6) == cluster.inside.seconds(1e6) / 4
     assert other.memory_bytes == 2 * cluster.memory_bytes
     assert changed(cluster, link_speed=1.0, memory=1.0) == cluster
+    assert other.name == f"{cluster.name}, links x4, memory x2"
     assert {"mixpipe-bert48", "chimera-bert48"} <= {one["name"] for one in known()}

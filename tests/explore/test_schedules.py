@@ -14,6 +14,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.registry import SCHEMES
 from counterflow.simulation import ByteCosts, Costs, simulate
+from counterflow.simulation.cost_texts import COSTS
 
 from .conftest import asked, refused
 
@@ -32,9 +33,45 @@ def test_every_scheme_comes_with_its_record(client: TestClient) -> None:
     assert chimera["depth"] == "stages"
 
 
+def test_every_cost_comes_with_its_record(client: TestClient) -> None:
+    """An address has options and costs side by side, so that no name may be both."""
+    costs = {cost["name"]: cost for cost in client.get("/api/schemes").json()["costs"]}
+    assert list(costs) == list(COSTS)
+    assert not costs.keys() & {option.name for scheme in SCHEMES.values() for option in scheme.options}
+    assert (costs["forward"]["usual"], costs["forward"]["group"]) == ("1", "seconds")
+    assert (costs["link"]["kind"], costs["link"]["words"][0]) == ("word", ["one-at-a-time"] * 2)
+    assert not any("--" in cost["help"] for cost in costs.values())
+
+
+def test_costs_of_a_stage_are_noted_and_those_of_a_model_are_one_model(client: TestClient) -> None:
+    zb_v = {"scheme": "zb-v", "options": {"workers": 2, "micro_batches": 2}}
+
+    def note(*subjects: dict[str, Any]) -> str:
+        return str(asked(client, "/api/look", {"subjects": list(subjects)})["note"])
+
+    assert note(DAPPLE) == ""
+    assert note(zb_v) == "Costs and activations are those of one stage, and zb-v has 4 stages on 2 workers."
+    assert note(DAPPLE, zb_v).startswith(
+        "These are two models: with one micro-batch, all stages compute 6 F in dapple and 12 F in zb-v."
+    )
+    half = {"costs": {"forward": "0.5", "backward": "1"}}
+    assert "two models" not in note(DAPPLE, zb_v | half)
+    share = {"costs": {"costs_of": "worker", "forward": "1", "backward": "2"}}
+    whole = {"costs": {"costs_of": "model", "forward": "2", "backward": "4"}}
+    for each in (share, whole):
+        assert note(DAPPLE, zb_v | each).startswith("Activations are those of one stage")
+        told = asked(client, "/api/look", {"subjects": [DAPPLE | each, zb_v | each]})["subjects"]
+        unit = "F" if each is share else "s"
+        assert [one["figures"][0][1] for one in told] == [f"9 {unit}", f"7 {unit}"]
+        assert [[row["copies"], row["of_share"]] for row in told[1]["rows"]] == [["1", "1.5"], ["1", "2"]]
+    assert "2 numbers are those of one placement's stages" in refused(
+        client, "/api/look", {"subjects": [DAPPLE | {"costs": {"costs_of": "worker", "forward": "1,2"}}]}
+    )
+
+
 def test_a_schedule_is_timed_as_the_simulator_times_it(client: TestClient) -> None:
     costs = {"forward": "1,2", "backward": "2.5", "p2p": 0.25, "activation_bytes": "1MiB"}
-    found = asked(client, "/api/look", {"subjects": [DAPPLE], "costs": costs})
+    found = asked(client, "/api/look", {"subjects": [DAPPLE | {"costs": costs}]})
     result = simulate(
         schemes.dapple(stages=2, micro_batches=2),
         Costs(forward=(1, 2), backward=2.5, p2p=0.25, memory=ByteCosts(activations=2**20)),
@@ -93,7 +130,7 @@ def test_moves_that_lead_nowhere(client: TestClient) -> None:
 
 
 def test_limits_are_drawn_and_told(client: TestClient) -> None:
-    look = {"subjects": [DAPPLE], "costs": {"activation_bytes": "1GiB"}, "memory": "2GiB,512MiB"}
+    look = {"subjects": [DAPPLE | {"costs": {"activation_bytes": "1GiB"}}], "memory": "2GiB,512MiB"}
     found = asked(client, "/api/look", look)
     assert [row["over"] for row in found["subjects"][0]["rows"]] == [False, True]
     assert found["picture"]["charts"][0]["limit"] == [2 * 2**30, 2**29]
@@ -131,7 +168,7 @@ def test_ten_pages_at_once(client: TestClient) -> None:
 
     def answer(number: int) -> Any:
         subject = {"scheme": "chimera", "options": {"stages": 4, "micro_batches": 4 + 2 * (number % 12)}}
-        found = asked(client, "/api/look", {"subjects": [subject], "costs": {"p2p": 0.01 * number}})
+        found = asked(client, "/api/look", {"subjects": [subject | {"costs": {"p2p": 0.01 * number}}]})
         return found["subjects"][0]["makespan"]
 
     alone = [answer(number) for number in range(60)]

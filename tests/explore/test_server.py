@@ -110,10 +110,11 @@ def test_sentences(client: TestClient) -> None:
     assert "subjects: Field required" in refused(client, "/api/look", {})
     unknown = {"subjects": [{"scheme": "chimaera"}]}
     assert "did you mean 'chimera'" in refused(client, "/api/look", unknown)
-    assert "forward=x: cannot read 'x'" in refused(client, "/api/look", look | {"costs": {"forward": "x"}})
-    assert "forward: 3 numbers for 2 stages" in refused(
-        client, "/api/look", look | {"costs": {"forward": "1,2,3"}}
-    )
+    wrong, short = (look["subjects"][0] | {"costs": {"forward": text}} for text in ("x", "1,2,3"))
+    assert "forward=x: cannot read 'x'" in refused(client, "/api/look", {"subjects": [wrong]})
+    assert "forward: 3 numbers for 2 stages" in refused(client, "/api/look", {"subjects": [short]})
+    second = refused(client, "/api/look", {"subjects": [*look["subjects"], wrong]})
+    assert second.startswith("second schedule: forward=x")
     assert "dapple needs micro_batches" in refused(
         client, "/api/look", {"subjects": [{"scheme": "dapple", "options": {"stages": 2}}]}
     )
@@ -175,12 +176,14 @@ def _body(chance: random.Random, path: str) -> bytes:
                 "link",
                 "overlap",
                 "replicas",
+                "costs_of",
                 "weight_bytes",
             ),
             chance.randrange(4),
         )
     }
-    body: dict[str, Any] = {"subjects": [subject], "costs": costs}
+    subject["costs"] = costs
+    body: dict[str, Any] = {"subjects": [subject]}
     if path == "/api/check":
         body = {"subject": subject}
     if path == "/api/run":

@@ -18,7 +18,13 @@ from .palette import HUES
 from .units import AmountUnit, time_unit
 
 
-def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = False) -> Chart:
+def chart_of(
+    simulation: Simulation,
+    *,
+    memory: bool = False,
+    messages: bool = False,
+    in_forwards: bool | None = None,
+) -> Chart:
     """The chart of a simulated schedule.
 
     Args:
@@ -26,6 +32,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
         messages: add every message between workers.
         memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
             forwards in (stage × micro-batch) units.
+        in_forwards: whether times are told in forwards; None: if the costs give no seconds.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> from counterflow.simulation import simulate
@@ -36,6 +43,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
     (['down pipe', 'up pipe'], 32)
     """
     schedule = simulation.schedule
+    in_forwards = simulation.costs.in_forwards if in_forwards is None else in_forwards
     unit, uses = _memory(simulation)
     peak = Memory(unit, uses).peak
     lanes, lane_of = _lanes(schedule)
@@ -43,7 +51,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
     boxes += [_sync_box(schedule, span) for span in simulation.syncs]
     return Chart(
         heading=_heading(schedule, simulation.costs),
-        summary=_summary(simulation, unit.text(peak)),
+        summary=_summary(simulation, unit.text(peak), in_forwards),
         workers=schedule.workers,
         makespan=simulation.makespan,
         lanes=lanes,
@@ -52,7 +60,7 @@ def chart_of(simulation: Simulation, *, memory: bool = False, messages: bool = F
         steady=_steady(simulation),
         messages=tuple(map(_arrow, simulation.messages)) if messages else (),
         bubbles=tuple(Bubble(gap.worker, gap.start, gap.end, gap.cause.value) for gap in simulation.gaps),
-        in_forwards=simulation.costs.in_forwards,
+        in_forwards=in_forwards,
     )
 
 
@@ -208,8 +216,8 @@ def _option(scheme: str, name: str, value: OptionValue) -> str:
     return known.told(value) if known else f"{name}={value}"
 
 
-def _summary(simulation: Simulation, peak: str) -> str:
-    unit = time_unit(simulation.makespan, in_forwards=simulation.costs.in_forwards)
+def _summary(simulation: Simulation, peak: str, in_forwards: bool) -> str:
+    unit = time_unit(simulation.makespan, in_forwards=in_forwards)
     bubbles = f"bubble ratio {percent(simulation.bubble_ratio)}"
     if simulation.steady_bubble_ratio is not None:
         bubbles += f" (steady {percent(simulation.steady_bubble_ratio)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -40,13 +40,15 @@ from .asked import (
     Look,
     Order,
     PlanAsked,
+    PlanFound,
     RunsAsked,
     Work,
 )
 from .follow import Pace, Runs
 from .jobs import Jobs
+from .kept import written
+from .plans import config_of, task_of
 from .plans import known as example_records
-from .plans import task_of
 from .schedules import Schedules
 
 STATIC = Path(__file__).parent / "static"
@@ -75,7 +77,6 @@ _JSON = "application/json"
 
 _Model = TypeVar("_Model", bound=Asked)
 _Scope = dict[str, Any]
-_Handler = Callable[[Request], Awaitable[Response]]
 
 
 class RefusedError(Exception):
@@ -99,29 +100,51 @@ def application(
         pace: how much may be taken from runs that are followed.
     """
     known, jobs = Schedules(), Jobs()
+    app = Starlette(
+        routes=[*_pages(), *_of_schedules(known), *_searches(known, jobs), *_followed(Runs(places, pace))],
+        exception_handlers=_SAID,
+        lifespan=_ending(jobs),
+    )
+    app.add_middleware(_Guard, token=token)
+    return app
 
-    def answers(model: type[_Model], answer: Callable[[_Model], Any]) -> _Handler:
-        """A handler that reads a body of this form and answers it in a thread."""
 
-        async def handler(request: Request) -> Response:
-            asked = _read(model, await _body(request))
-            return JSONResponse(await run_in_threadpool(answer, asked))
+def _answers(path: str, model: type[_Model], answer: Callable[[_Model], Any]) -> Route:
+    """The route of a request that has a body of this form and is answered in a thread."""
 
-        return handler
+    async def handler(request: Request) -> Response:
+        found = await run_in_threadpool(answer, _read(model, await _body(request)))
+        return found if isinstance(found, Response) else JSONResponse(found)
 
-    async def download(request: Request) -> Response:
-        asked = _read(Download, await _body(request))
-        content, media, name = await run_in_threadpool(known.download, asked)
-        attached = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return Response(content, media_type=media, headers=attached)
+    return Route(path, handler, methods=["POST"])
 
+
+def _attached(content: str | bytes, media: str, name: str) -> Response:
+    """An answer that a browser saves as a file."""
+    attached = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(content, media_type=media, headers=attached)
+
+
+def _of_schedules(known: Schedules) -> list[Route]:
     async def schemes(_request: Request) -> Response:
-        return JSONResponse({"schemes": of_schedules.records()})
+        return JSONResponse({"schemes": of_schedules.records(), "costs": of_schedules.costs()})
 
+    return [
+        Route("/api/schemes", schemes),
+        _answers("/api/look", Look, known.look),
+        _answers("/api/check", Check, known.check),
+        _answers("/api/file", File, lambda file: known.add(file.text, file.name, file.like)),
+        _answers("/api/download", Download, lambda asked: _attached(*known.download(asked))),
+    ]
+
+
+def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
     def order(asked: Order) -> dict[str, str]:
         """Begin to look for an order; what is wrong with the costs is told at once."""
-        asked.costs.costs()
-        return jobs.start(Work(order=asked, schedule=dumps(known.find(asked.subject).schedule)))
+        found = known.find(asked.subject)
+        found.costs(asked.subject)
+        planned = None if found.planned is None else written(found.planned)
+        return jobs.start(Work(order=asked, schedule=dumps(found.schedule), planned=planned))
 
     def plan(asked: PlanAsked) -> dict[str, str]:
         """Begin to plan; what is wrong with the files is told at once."""
@@ -134,26 +157,28 @@ def application(
         asked.memory_bytes()
         return jobs.start(Work(compare=asked))
 
+    def open_plan(asked: PlanFound) -> dict[str, Any]:
+        """Take a plan among the files, with its costs."""
+        plan = jobs.plans(asked).plans[asked.plan]
+        name = f"plan, {plan.schedule.scheme}"
+        return known.add_planned(plan, name) | {"name": name}
+
+    def save_plan(asked: PlanFound) -> Response:
+        text = config_of(jobs.plans(asked), asked.plan)
+        return _attached(text, "application/toml", "plan.toml")
+
     async def examples(_request: Request) -> Response:
         return JSONResponse({"examples": await run_in_threadpool(example_records)})
 
-    routes = [
-        *_followed(Runs(places, pace)),
-        *_pages(),
-        Route("/api/schemes", schemes),
-        Route("/api/look", answers(Look, known.look), methods=["POST"]),
-        Route("/api/check", answers(Check, known.check), methods=["POST"]),
-        Route("/api/file", answers(File, lambda file: known.add(file.text, file.name)), methods=["POST"]),
-        Route("/api/order", answers(Order, order), methods=["POST"]),
-        Route("/api/plan", answers(PlanAsked, plan), methods=["POST"]),
-        Route("/api/compare", answers(CompareAsked, compare), methods=["POST"]),
-        Route("/api/job", answers(JobAsked, jobs.look), methods=["POST"]),
+    return [
         Route("/api/examples", examples),
-        Route("/api/download", download, methods=["POST"]),
+        _answers("/api/order", Order, order),
+        _answers("/api/plan", PlanAsked, plan),
+        _answers("/api/plan/open", PlanFound, open_plan),
+        _answers("/api/plan/save", PlanFound, save_plan),
+        _answers("/api/compare", CompareAsked, compare),
+        _answers("/api/job", JobAsked, jobs.look),
     ]
-    app = Starlette(routes=routes, exception_handlers=_SAID, lifespan=_ending(jobs))
-    app.add_middleware(_Guard, token=token)
-    return app
 
 
 def _followed(runs: Runs) -> list[Route]:
@@ -227,7 +252,19 @@ def _read(model: type[_Model], body: bytes) -> _Model:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the request"
-        raise RefusedError(422, f"{place[:200]}: {first['msg']}") from None
+        limit = first.get("ctx", {})
+        said = _WRONG[first["type"]].format(**limit) if first["type"] in _WRONG else first["msg"]
+        raise RefusedError(422, f"{place[:200]}: {said}") from None
+
+
+_WRONG = {
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be {ge:g} or more",
+    "less_than_equal": "must be {le:g} or less",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+}
+"""What people meet who fill in a form, by pydantic's name."""
 
 
 # -- refusing

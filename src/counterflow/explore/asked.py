@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.placement import Placement
 from counterflow.simulation import Costs
 from counterflow.simulation.cost_texts import COSTS, bytes_of, costs_from, numbers_of, read
 from counterflow.simulation.costs import MOST_COST
+from counterflow.simulation.model_share import CostsOf, of_stages
 
 Text = Annotated[str, Field(max_length=20_000)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
@@ -27,14 +29,24 @@ class Asked(BaseModel):
 class _Costs(Asked):
     """Costs as a form has them: texts in the commands' own words; None or empty: not given."""
 
+    costs_of: Annotated[CostsOf, Field(strict=False)] | None = None
+
     def costs(self) -> Costs:
-        """What the simulator is fed with.
+        """The costs as they were given.
 
         Raises:
             ConfigError: a text says no number, or a negative one.
         """
-        given = {name: getattr(self, name) for name in type(self).model_fields}
+        given = {name: getattr(self, name) for name in COSTS}
         return costs_from(read({name: value for name, value in given.items() if value not in (None, "")}))
+
+    def of_stages(self, placement: Placement) -> Costs:
+        """What the simulator is fed with: costs of the stages of this placement.
+
+        Raises:
+            ConfigError: as ``costs``, or costs by stage where they are given for something else.
+        """
+        return of_stages(self.costs(), placement, self.costs_of or CostsOf.STAGE)
 
 
 _FORMS: dict[type, Any] = {str: Text, int: Annotated[int, Field(le=10**6)]}
@@ -61,19 +73,22 @@ class Move(Asked):
 
 
 class Subject(Asked):
-    """A schedule: of a scheme, or a file that the server was given; with moves made to it."""
+    """A schedule: of a scheme, or a file that the server was given; with moves made to it, and its costs.
+
+    Without costs, those that the file came with, which are a plan's, or the usual ones.
+    """
 
     scheme: Annotated[str, Field(max_length=100)] | None = None
     options: Annotated[dict[Annotated[str, Field(max_length=100)], Option], Field(max_length=50)] = {}
     file: Annotated[str, Field(max_length=100)] | None = None
     moves: Annotated[list[Move], Field(max_length=1000)] = []
+    costs: CostsAsked | None = None
 
 
 class Look(Asked):
-    """Schedules to be timed and drawn on one axis, with the same costs."""
+    """Schedules to be timed and drawn on one axis, each with its own costs."""
 
     subjects: Annotated[list[Subject], Field(min_length=1, max_length=2)]
-    costs: CostsAsked = CostsAsked()
     peak: Text | None = None
     memory: Text | None = None
     messages: bool = False
@@ -93,17 +108,17 @@ class Download(Look):
 
 
 class File(Asked):
-    """A schedule file's text."""
+    """A schedule file's text; ``like`` is a file whose costs, if a plan's, it has too."""
 
     name: Annotated[str, Field(max_length=300)]
     text: str
+    like: Annotated[str, Field(max_length=100)] | None = None
 
 
 class Order(Asked):
     """An order to be computed for a schedule's workload."""
 
     subject: Subject
-    costs: CostsAsked = CostsAsked()
     peak: Text | None = None
     memory: Text | None = None
     objective: Literal["makespan", "steady"] = "makespan"
@@ -117,7 +132,6 @@ class CompareAsked(Asked):
     workers: Annotated[int, Field(ge=1, le=64)]
     micro_batches: Annotated[int, Field(ge=1, le=256)]
     costs: CostsAsked = CostsAsked()
-    costs_of: Literal["worker", "model"] = "worker"
     peak: Annotated[float, Field(ge=0, le=MOST_COST)] | None = None
     memory: Text | None = None
     seconds: Annotated[float, Field(ge=0, le=600)] = 10.0
@@ -154,6 +168,13 @@ class PlanAsked(Asked):
     memory: Annotated[float, Field(gt=0, le=1e6)] = 1.0
 
 
+class PlanFound(Asked):
+    """One of the plans that a search found, by its place in the list."""
+
+    job: Annotated[str, Field(max_length=100)]
+    plan: Count
+
+
 class JobAsked(Asked):
     """A search that was begun; ``stop`` has it end with what it found."""
 
@@ -177,12 +198,16 @@ class RunsAsked(Asked):
 
 
 class Work(Asked):
-    """What a process of its own is told: one of the three, with the schedule's text for an order."""
+    """What a process of its own is told: one of the three, with the schedule's text for an order.
+
+    ``planned`` are a plan's costs for it, as ``kept.py`` writes them.
+    """
 
     order: Order | None = None
     plan: PlanAsked | None = None
     compare: CompareAsked | None = None
     schedule: str | None = None
+    planned: str | None = None
 
 
 def limits_of(peak: str | None, memory: str | None, schedule: Schedule) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from counterflow.drawing.units import bytes_text, compact, time_unit
 from counterflow.planning.comparison import Compared, Comparison
 from counterflow.planning.comparison import compare as compared
 from counterflow.schedule.formats import dumps
-from counterflow.simulation import Costs
-from counterflow.simulation.cost_texts import COSTS
-from counterflow.simulation.model_share import of_stages
+from counterflow.simulation.model_share import CostsOf
 
 from .asked import CompareAsked
 
@@ -31,11 +29,13 @@ def compare(asked: CompareAsked, tell: Callable[[dict[str, Any]], None]) -> dict
         asked.workers,
         asked.micro_batches,
         asked.costs.costs(),
-        costs_of=asked.costs_of,
+        costs_of=asked.costs.costs_of or CostsOf.WORKER,
         peak=asked.peak,
         memory_bytes=asked.memory_bytes(),
         seconds=asked.seconds,
-        report=lambda done, total, what: tell({"done": done, "of": total, "doing": what}),
+        report=lambda number, total, what: tell(
+            {"said": f"{number} of {total}: {what}", "share": (number - 1) / total}
+        ),
     )
     longest = max((row.step for row in found.best), default=1.0)
     return {
@@ -61,7 +61,6 @@ def _row(found: Comparison, row: Compared, longest: float) -> dict[str, Any]:
         "activations": compact(row.activations, 4),
         "weights": compact(row.weights, 4),
         "memory": "" if row.peak_bytes is None else bytes_text(row.peak_bytes),
-        "costs": _given(of_stages(found.costs, row.schedule.placement, found.costs_of)),
     }
     if row.computed is None:
         return told | {"scheme": row.scheme, "options": dict(row.schedule.options)}
@@ -76,14 +75,3 @@ def _remark(row: Compared) -> str:
         return ""
     gap = row.computed.gap
     return "proved best" if row.computed.proved else f"at most {percent(gap)} from the best"
-
-
-def _given(costs: Costs) -> dict[str, Any]:
-    """Costs of stages as the page of schedules has them: those that are not the usual ones."""
-    found = {}
-    for name, one in COSTS.items():
-        record = costs if one.record is Costs else costs.memory
-        value = one.default if record is None else getattr(record, one.field)
-        if value != one.default:
-            found[name] = value if one.asked.kind is not str else f"{value:.12g}"
-    return found

@@ -18,7 +18,8 @@ from typing import Any
 
 from counterflow.errors import ConfigError
 
-from .asked import JobAsked, Work
+from .asked import JobAsked, PlanFound, Work
+from .kept import KeptPlans, read
 
 MOST = 2
 """Searches at a time: each takes a core."""
@@ -28,13 +29,20 @@ _KEPT = 20
 
 
 class Job:
-    """One search. ``progress`` is the last that it told, ``result`` what it found."""
+    """One search.
+
+    ``asked`` is what it was told, ``progress`` the last that it told, ``result`` what it found for the page,
+    and ``kept`` what it found for the server.
+    """
 
     def __init__(self, work: Work) -> None:
         self.state = "running"
         self.progress: Any = None
         self.result: Any = None
         self.error = ""
+        self.kept: KeptPlans | None = None
+        self.asked = work.model_dump_json()
+        self._stopped = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "counterflow.explore.work"],
             stdin=subprocess.PIPE,
@@ -43,20 +51,27 @@ class Job:
             text=True,
             encoding="utf-8",
         )
-        Thread(target=self._follow, args=(work.model_dump_json(),), daemon=True).start()
+        Thread(target=self._follow, daemon=True).start()
 
-    def _follow(self, text: str) -> None:
+    @property
+    def serves_again(self) -> bool:
+        """Whether its result is the answer to who asks for the same: it was not stopped before its end."""
+        return self.state == "done" and not self._stopped
+
+    def _follow(self) -> None:
         with self._process as process:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(text)
+                process.stdin.write(self.asked)
                 process.stdin.close()
                 for line in process.stdout:
                     told = json.loads(line)
                     self.progress = told.get("progress", self.progress)
                     self.result = told.get("result", self.result)
                     self.error = told.get("error", self.error)
+                    if "kept" in told:
+                        self.kept = read(told["kept"])
             except (OSError, ValueError) as error:
                 self.error = self.error or str(error)
         if self.result is not None:
@@ -67,6 +82,7 @@ class Job:
     def stop(self) -> None:
         """Have it end with what it has found so far, as Ctrl-C does."""
         if self._process.poll() is None:
+            self._stopped = True
             self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
@@ -83,12 +99,16 @@ class Jobs:
         self._lock = Lock()
 
     def start(self, work: Work) -> dict[str, str]:
-        """Begin one; its name.
+        """Begin one, or find the one that was told the same and has its result; its name.
 
         Raises:
             ConfigError: as many as may run are running.
         """
+        asked = work.model_dump_json()
         with self._lock:
+            for name, job in self._jobs.items():
+                if job.asked == asked and job.serves_again:
+                    return {"job": name}
             running = sum(job.state == "running" for job in self._jobs.values())
             if running >= MOST:
                 raise ConfigError(f"{running} searches are running already; stop one, or wait for its end")
@@ -114,6 +134,17 @@ class Jobs:
             "error": job.error,
             "result": job.result if done else None,
         }
+
+    def plans(self, asked: PlanFound) -> KeptPlans:
+        """The plans that one is among.
+
+        Raises:
+            ConfigError: there is no such search, or it has found fewer plans.
+        """
+        kept = self.find(asked.job).kept
+        if kept is None or asked.plan >= len(kept.plans):
+            raise ConfigError(f"plan {asked.plan + 1}: that search has found fewer")
+        return kept
 
     def find(self, name: str) -> Job:
         """One of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,24 +17,32 @@ from counterflow.synthesis import synthesize
 from .asked import Order, limits_of
 
 
-def order(asked: Order, text: str, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def order(
+    asked: Order, text: str, tell: Callable[[dict[str, Any]], None], planned: Costs | None = None
+) -> dict[str, Any]:
     """Look for it.
 
     Args:
         asked: what is wanted.
         text: the schedule's file.
         tell: told of progress.
+        planned: a plan's costs for it, if no others are asked for.
 
     Raises:
         ConfigError: there is no such order, or the workload is of another kind than can be ordered.
     """
     schedule = loads(text, "the schedule")
-    costs = asked.costs.costs()
+    asked_costs = asked.subject.costs
+    costs = planned or Costs() if asked_costs is None else asked_costs.of_stages(schedule.placement)
     unit = time_unit(schedule.stages * 1.0, in_forwards=costs.in_forwards)
+
+    began = time.monotonic()
 
     def report(best: float, bound: float, doing: str) -> None:
         if math.isfinite(best):
-            tell({"best": unit.text(best), "bound": unit.text(bound), "doing": doing})
+            told = {"best": unit.text(best), "bound": unit.text(bound)}
+            share = (time.monotonic() - began) / (asked.seconds or 1.0)
+            tell(told | {"said": f"best {told['best']}, bound {told['bound']}: {doing}", "share": share})
 
     found = synthesize(
         workload_of(schedule, asked.split),

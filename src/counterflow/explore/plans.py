@@ -21,14 +21,19 @@ from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 
 from .asked import PlanAsked
+from .kept import KeptPlan, KeptPlans
+
+FIRST = "hanayo-bert64"
+"""The example that is planned where none is chosen: it takes a second."""
 
 _MOST_OPS = 8_000
 """Ops of a plan whose picture is sent."""
 
 
 def known() -> list[dict[str, Any]]:
-    """The examples."""
-    return [ExampleShown.model_validate(load_example(name)).model_dump() for name in EXAMPLES]
+    """The examples, the one to begin with first."""
+    names = sorted(EXAMPLES, key=lambda name: name != FIRST)
+    return [ExampleShown.model_validate(load_example(name)).model_dump() for name in names]
 
 
 def task_of(asked: PlanAsked) -> Task:
@@ -75,11 +80,13 @@ def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
         )
         for kind in cluster.kinds
     )
-    return replace(cluster, memory_bytes=cluster.memory_bytes * memory, kinds=kinds, **links)
+    told = [f"{what} x{times:g}" for what, times in (("links", link_speed), ("memory", memory)) if times != 1]
+    name = ", ".join([cluster.name, *told])
+    return replace(cluster, name=name, memory_bytes=cluster.memory_bytes * memory, kinds=kinds, **links)
 
 
-def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The best plan of every scheme, what limits each, and its picture.
+def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], KeptPlans]:
+    """The best plan of every scheme, what limits each, and its picture; and what is kept of them.
 
     Args:
         asked: what is planned.
@@ -90,7 +97,8 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
         PlanError: nothing fits.
     """
     task = task_of(asked)
-    cluster = changed(task.cluster, link_speed=asked.link_speed, memory=asked.memory)
+    task = replace(task, cluster=changed(task.cluster, link_speed=asked.link_speed, memory=asked.memory))
+    cluster = task.cluster
     found = search(
         task.model,
         task.profile,
@@ -98,14 +106,15 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
         task.mini_batch,
         Constraints(stale=asked.stale),
         count=1,
-        progress=lambda done, of, what: tell({"done": done, "of": of, "doing": what}),
+        progress=lambda done, of, what: tell({"done": done, "of": of} | _told(done, of, what)),
     )
+    tell({"said": "what would change the choice", "share": None})
     explained = why(found)
     larger = explained.in_more_memory
     each = f"of {cluster.devices} device{'' if cluster.devices == 1 else 's'}"
     if cluster.kinds:
         each = f"({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
-    return {
+    shown = {
         "heading": f"{task.model.name} on {cluster.name}",
         "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} {each}, "
         f"mini-batch {task.mini_batch:,}, "
@@ -126,6 +135,29 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
         ],
         "omitted": [f"{omission.what}: {omission.reason}" for omission in found.omissions],
     }
+    plans = ((each.play.schedule, each.play.costs, each.play.prediction()) for each in found.of_schemes)
+    return shown, KeptPlans(task, tuple(KeptPlan(*each) for each in plans))
+
+
+def _told(done: int, of: int, what: str) -> dict[str, Any]:
+    """How far a search is, in words and as a share; no share where it is not known."""
+    if what == "bounds":
+        return {"said": "bounds of all candidates", "share": None}
+    if done == of:
+        return {"said": f"all {of:,} candidates decided; now what {what} would give", "share": None}
+    return {"said": f"{done:,} of {of:,} candidates: {what}", "share": done / of}
+
+
+def config_of(kept: KeptPlans, number: int) -> str:
+    """A plan as the config with which ``counterflow train`` runs it.
+
+    Raises:
+        ConfigError: the model does not say how it is made, or a config cannot say what was planned.
+    """
+    from counterflow.training.planned import planned_config  # noqa: PLC0415 - only who saves one needs it
+
+    task, prediction = kept.task, kept.plans[number].prediction
+    return planned_config(task.model, task.profile, task.cluster, prediction).to_toml()
 
 
 def _row(found: Plan) -> dict[str, Any]:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import math
+import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
 from counterflow.drawing.page import page_data
 from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.fields import AskedField
 from counterflow.program.check import inspect
 from counterflow.program.lists import circle_of_ops
 from counterflow.program.player import load_numba
@@ -30,9 +33,13 @@ from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.scheme import DEPTH
-from counterflow.simulation import Cause, Costs, Simulation, simulate
+from counterflow.simulation import ByteCosts, Cause, Costs, Simulation, simulate
+from counterflow.simulation.cost_texts import COSTS
+from counterflow.simulation.model_share import CostsOf
+from counterflow.simulation.op_costs import per_stage
 
-from .asked import Check, Download, Look, Move, Subject, limits_of
+from .asked import Check, CostsAsked, Download, Look, Move, Subject, limits_of
+from .kept import KeptPlan, written
 
 MOST_OPS = 40_000
 """Ops of a schedule that the page shows; ``counterflow show`` draws larger ones."""
@@ -40,36 +47,83 @@ MOST_OPS = 40_000
 _KEPT = 32
 """Schedules, and files, that are kept."""
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A schedule, and whether a scheme made it as it stands, which always passes the checker."""
+    """A schedule with its costs, and whether a scheme made it as it stands, which always passes the checker.
+
+    ``planned`` are a plan's costs, which came with its file.
+    """
 
     schedule: Schedule
     own: bool
+    planned: Costs | None = None
+
+    def costs(self, subject: Subject) -> Costs:
+        """What the simulator is fed with.
+
+        Raises:
+            ConfigError: what is given as costs are none.
+        """
+        if subject.costs is None:
+            return self.planned or Costs()
+        return subject.costs.of_stages(self.schedule.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A schedule as the page shows it.
+
+    Attributes:
+        schedule: its orders.
+        costs: of its stages.
+        unit: what they were given for; None: they are a plan's.
+        chart: its picture.
+        told: what else is said of it.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    unit: CostsOf | None
+    chart: Chart
+    told: dict[str, Any]
 
 
 class Schedules:
     """What the page may name: schemes, and the files that it gave."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[str, Schedule] = OrderedDict()
+        self._files: OrderedDict[str, _Known] = OrderedDict()
         self._built: OrderedDict[str, Schedule] = OrderedDict()
         self._lock = Lock()
 
     # -- which schedule
 
-    def add(self, text: str, name: str) -> dict[str, Any]:
-        """Take a schedule file's text; what to call it from now on.
+    def add(self, text: str, name: str, like: str | None = None) -> dict[str, Any]:
+        """Take a schedule file's text, with a plan's costs if the file ``like`` has them; its key.
 
         Raises:
             ConfigError: it is none, or too large to be shown.
         """
-        schedule = loads(text, name)
+        planned = None if like is None else self.find(Subject(file=like)).planned
+        return self._added(loads(text, name), name, planned)
+
+    def add_planned(self, plan: KeptPlan, name: str) -> dict[str, Any]:
+        """Take a plan's schedule with the costs that it was planned with; likewise.
+
+        Raises:
+            ConfigError: it is too large to be shown.
+        """
+        return self._added(plan.schedule, name, plan.costs)
+
+    def _added(self, schedule: Schedule, name: str, planned: Costs | None) -> dict[str, Any]:
         _refuse_large(sum(map(len, schedule.orders)), name)
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        unique = dumps(schedule) + ("" if planned is None else written(planned))
+        key = hashlib.sha256(unique.encode()).hexdigest()[:16]
         with self._lock:
-            _keep(self._files, key, schedule)
+            _keep(self._files, key, _Known(schedule, own=False, planned=planned))
         return {"file": key, "workers": schedule.workers, "scheme": schedule.scheme}
 
     def find(self, subject: Subject) -> _Known:
@@ -79,26 +133,23 @@ class Schedules:
             ConfigError: there is none such, or a move leads nowhere.
         """
         with self._lock:
-            if subject.file is not None:
-                if subject.file not in self._files:
-                    raise ConfigError(
-                        f"file {subject.file}: is no longer known to this server; open it again"
-                    )
-                first, own = self._files[subject.file], False
+            if subject.file is None:
+                first = _Known(self._of_scheme(subject), own=True)
+            elif subject.file in self._files:
+                first = self._files[subject.file]
             else:
-                first, own = self._of_scheme(subject), not subject.moves
+                raise ConfigError(f"file {subject.file}: is no longer known to this server; open it again")
             if not subject.moves:
-                return _Known(first, own)
-            key = subject.model_dump_json()
+                return first
+            key = subject.model_dump_json(exclude={"costs"})
             if key not in self._built:
-                _keep(self._built, key, moved(first, subject.moves))
-            return _Known(self._built[key], own=False)
+                _keep(self._built, key, moved(first.schedule, subject.moves))
+            return replace(first, schedule=self._built[key], own=False)
 
     def _of_scheme(self, subject: Subject) -> Schedule:
         if subject.scheme is None:
             raise ConfigError("no schedule: give a scheme or a file")
-        plain = subject.model_copy(update={"moves": []})
-        key = plain.model_dump_json()
+        key = subject.model_dump_json(exclude={"costs", "moves"})
         if key not in self._built:
             _keep(self._built, key, build(subject.scheme, subject.options))
         return self._built[key]
@@ -111,20 +162,34 @@ class Schedules:
         Raises:
             ConfigError: what is asked makes no sense.
         """
-        costs = asked.costs.costs()
-        shown = [self._shown(subject, costs, asked) for subject in asked.subjects]
+        shown = [self._shown(index, asked) for index in range(len(asked.subjects))]
         return {
-            "picture": page_data([chart for chart, _ in shown]),
-            "subjects": [told for _, told in shown],
+            "picture": page_data([one.chart for one in shown]),
+            "subjects": [one.told for one in shown],
+            "note": _note(shown),
         }
 
     def charts(self, asked: Look) -> list[Chart]:
         """What is drawn."""
-        costs = asked.costs.costs()
-        return [self._shown(subject, costs, asked)[0] for subject in asked.subjects]
+        return [self._shown(index, asked).chart for index in range(len(asked.subjects))]
 
-    def _shown(self, subject: Subject, costs: Costs, asked: Look) -> tuple[Chart, dict[str, Any]]:
-        known = self.find(subject)
+    def _shown(self, index: int, asked: Look) -> _Shown:
+        """A schedule timed; what is wrong with the second one is said to be of the second."""
+        subject = asked.subjects[index]
+        try:
+            known = self.find(subject)
+            costs = known.costs(subject)
+            given = subject.costs or (None if known.planned else CostsAsked())
+            unit = None if given is None else given.costs_of or CostsOf.STAGE
+            # Shares of a forward are no seconds.
+            in_forwards = costs.in_forwards if given is None else given.costs().in_forwards
+            return _Shown(known.schedule, costs, unit, *self._timed(known, costs, asked, in_forwards))
+        except ConfigError as error:
+            raise ConfigError(f"second schedule: {error}") if index else error from None
+
+    def _timed(
+        self, known: _Known, costs: Costs, asked: Look, in_forwards: bool
+    ) -> tuple[Chart, dict[str, Any]]:
         schedule = known.schedule
         limits = limits_of(asked.peak, asked.memory, schedule)
         told: dict[str, Any] = {
@@ -138,9 +203,9 @@ class Schedules:
         try:
             result = simulate(schedule, costs)
         except ScheduleError as error:
-            chart = order_chart(schedule, costs)
+            chart = replace(order_chart(schedule, costs), in_forwards=in_forwards)
             return replace(chart, circle=_circle(schedule)), told | {"fails": str(error)}
-        chart = chart_of(result, memory=True, messages=asked.messages)
+        chart = chart_of(result, memory=True, messages=asked.messages, in_forwards=in_forwards)
         in_bytes = result.memory is not None
         limit = limits["memory_bytes"] if in_bytes else limits["peak"]
         each = _each(limit, schedule.workers)
@@ -214,6 +279,83 @@ def records() -> list[dict[str, Any]]:
     ]
 
 
+def costs() -> list[dict[str, Any]]:
+    """Every cost as its field says it, for the page's form."""
+    return [
+        {
+            "name": name,
+            "label": _LABELS.get(name, name.replace("_", " ")),
+            "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), one.asked.about),
+            "group": _group(one),
+            "kind": _KINDS.get(one.asked.kind, "word"),
+            "words": _words(one.asked.kind),
+            "usual": _usual(name, one),
+        }
+        for name, one in COSTS.items()
+    ]
+
+
+def _usual(name: str, one: AskedField) -> str:
+    """What stands in a box that is empty: what then holds, or how one gives bytes."""
+    if one.asked.metavar == "BYTES":
+        return "300MB"
+    if isinstance(one.default, (int, float)):
+        return f"{one.default:g}"
+    return {"input_gradient": "half", "weight_gradient": "rest"}.get(name, "")
+
+
+_LABELS = {"p2p": "message", "link": "links", "overlap": "messages"}
+_KINDS = {str: "text", float: "number", int: "number", bool: "flag"}
+"""How the page sends a cost of this kind."""
+
+
+def _group(one: AskedField) -> str:
+    """The part of the form that a cost stands in."""
+    if one.record is ByteCosts:
+        return "bytes"
+    return "seconds" if one.asked.metavar == "SECONDS" else "modes"
+
+
+def _words(kind: Any) -> list[list[str]]:
+    """What may be chosen, as it is sent and as it is shown."""
+    if kind is bool:
+        return [["true", "overlap compute"], ["false", "stop compute"]]
+    return [] if kind in _KINDS else [[word.value, word.value] for word in kind]
+
+
+def _note(shown: Sequence[_Shown]) -> str:
+    """What to know of costs of a stage, and of two schedules that compute two models; often nothing."""
+    parts = []
+    planned = sum(one.costs.ops is not None for one in shown)
+    if len(shown) == 2 and planned == 1:
+        parts.append("Only one of the two has a plan's costs, so these may be two models.")
+    elif len(shown) == 2 and not planned and not math.isclose(*map(_of_model, shown)):
+        took = [
+            time_unit(seconds, in_forwards=one.chart.in_forwards).text(seconds)
+            for one, seconds in zip(shown, map(_of_model, shown), strict=True)
+        ]
+        schemes = [one.schedule.scheme for one in shown]
+        parts.append(
+            f"These are two models: with one micro-batch, all stages compute {took[0]} in {schemes[0]} and "
+            f"{took[1]} in {schemes[1]}."
+        )
+    large = [one for one in shown if one.schedule.stages != one.schedule.workers]
+    if any(one.unit is CostsOf.STAGE or one.costs.memory is None for one in large):
+        what = "Costs and activations" if any(one.unit is CostsOf.STAGE for one in large) else "Activations"
+        sizes = (
+            f"{schedule.scheme} has {schedule.stages} stages on {schedule.workers} workers"
+            for schedule in (one.schedule for one in large)
+        )
+        parts.append(f"{what} are those of one stage, and {' and '.join(sizes)}.")
+    return " ".join(parts)
+
+
+def _of_model(one: _Shown) -> float:
+    """Seconds of a forward and a backward of one micro-batch in all stages."""
+    both = ("forward", one.costs.forward), ("backward", one.costs.backward)
+    return sum(sum(per_stage(name, value, one.schedule.stages)) for name, value in both)
+
+
 def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
     """The schedule of a scheme; workers said as another scheme says them are understood.
 
@@ -253,8 +395,8 @@ def _refuse_large(ops: int, name: str) -> None:
         )
 
 
-def _keep(kept: OrderedDict[str, Schedule], key: str, schedule: Schedule) -> None:
-    kept[key] = schedule
+def _keep(kept: OrderedDict[str, _T], key: str, one: _T) -> None:
+    kept[key] = one
     while len(kept) > _KEPT:
         kept.popitem(last=False)
 
@@ -275,7 +417,7 @@ def _each(limit: float | tuple[float, ...] | None, workers: int) -> tuple[float,
 
 def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> dict[str, Any]:
     """What the tables beside a picture show, in words."""
-    unit = time_unit(result.makespan, in_forwards=result.costs.in_forwards)
+    unit = time_unit(result.makespan, in_forwards=chart.in_forwards)
     rows = list(_workers(result, chart, limit))
     figures = [["makespan", unit.text(result.makespan)]]
     if result.steady_step is not None:
@@ -294,8 +436,8 @@ def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
 
 
 def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> Iterator[dict[str, Any]]:
-    unit = time_unit(result.makespan, in_forwards=result.costs.in_forwards)
-    memory = chart.memory
+    unit = time_unit(result.makespan, in_forwards=chart.in_forwards)
+    memory, share = chart.memory, result.schedule.workers / result.schedule.stages
     assert memory is not None
     for worker, use in enumerate(memory.workers):
         over = limit is not None and use.peak > limit[worker]
@@ -305,7 +447,8 @@ def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
             "idle": unit.text(max(0.0, result.idle[worker])),
             "bubbles": f"{100 * max(0.0, result.idle[worker]) / (result.makespan or 1.0):.1f} %",
             "activations": compact(result.peak_activations[worker]),
-            "copies": str(result.weight_copies[worker]),
+            "copies": compact(result.weight_copies[worker] * share),
+            "of_share": "" if share == 1 else compact(result.peak_activations[worker] * share),
             "memory": bytes_text(use.peak) if memory.unit is AmountUnit.BYTES else "",
             "over": over,
         }

@@ -54,14 +54,18 @@ def _work(work: Work, told: TextIO) -> None:
             _write(told, {"progress": progress})
 
     if work.order is not None:
-        from .orders import order  # noqa: PLC0415 - each needs another room
+        from .kept import read  # noqa: PLC0415 - each needs other rooms
+        from .orders import order  # noqa: PLC0415
 
         assert work.schedule is not None
-        _write(told, {"result": order(work.order, work.schedule, tell)})
+        costs = None if work.planned is None else read(work.planned)
+        _write(told, {"result": order(work.order, work.schedule, tell, costs)})
     if work.plan is not None:
+        from .kept import written  # noqa: PLC0415
         from .plans import plan  # noqa: PLC0415
 
-        _write(told, {"result": plan(work.plan, tell)})
+        result, kept = plan(work.plan, tell)
+        _write(told, {"result": result, "kept": written(kept)})
     if work.compare is not None:
         from .comparisons import compare  # noqa: PLC0415
 

@@ -1,7 +1,9 @@
 // Plans: an example or the user's files, links and memory changed, and the best plan of every scheme with its picture.
+// The page begins with a plan. Each opens in Schedules with its costs, and is saved as a config for counterflow train.
 import { Timeline } from "./timeline.js";
-import { Errors, ask, choice, el, field, percent, shares, table, tick } from "./page.js";
+import { Errors, ask, choice, download, el, field, percent, shares, shownAgain, split, table, tick } from "./page.js";
 import { search } from "./jobs.js";
+import { toAddress } from "./choices.js";
 
 const FILES = ["model", "profile", "cluster"];
 
@@ -9,7 +11,8 @@ export async function show(place) {
   const { examples } = await ask("/api/examples"), given = new URLSearchParams(location.search);
   const state = { example: given.get("example") ?? examples[0].name, mini_batch: given.get("mini_batch") || "", stale: given.has("stale"),
     link_speed: given.get("link_speed") || "1", memory: given.get("memory") || "1", files: {} };
-  const errors = new Errors(), found = el("div"), about = el("p", { class: "soft" });
+  const side = el("form", { "aria-label": "What is planned", onsubmit: event => { event.preventDefault(); run(); } });
+  const errors = new Errors(side), found = el("div"), about = el("p", { class: "soft" });
 
   const said = () => { about.textContent = examples.find(one => one.name === state.example)?.about ?? "From your own files."; };
   function changed() {
@@ -20,12 +23,12 @@ export async function show(place) {
     said();
   }
   const number = (label, name, placeholder) => {
-    const input = el("input", { type: "number", min: 1, value: state[name], placeholder, oninput: () => { state[name] = input.value; changed(); } });
+    const input = el("input", { type: "number", name, min: 1, value: state[name], placeholder, oninput: () => { state[name] = input.value; changed(); } });
     return field(label, input);
   };
   // A factor from 1/16 to 16, even on a scale of doublings.
   const factor = (label, name) => {
-    const text = el("input", { value: state[name], inputmode: "decimal", oninput: () => { state[name] = text.value; slider.value = Math.log2(Number(text.value)) || 0; changed(); } });
+    const text = el("input", { name, value: state[name], inputmode: "decimal", oninput: () => { state[name] = text.value; slider.value = Math.log2(Number(text.value)) || 0; changed(); } });
     const slider = el("input", { type: "range", min: -4, max: 4, step: 0.25, value: Math.log2(Number(state[name])) || 0, "aria-label": `${label}, slider`,
       oninput: () => { text.value = String(Number((2 ** slider.value).toPrecision(3))); state[name] = text.value; changed(); } });
     return field(label, text, { class: "cost", before: [slider] });
@@ -38,8 +41,8 @@ export async function show(place) {
   };
   const begin = () => ask("/api/plan", { example: state.example || null, mini_batch: state.mini_batch ? Number(state.mini_batch) : null, stale: state.stale,
     link_speed: Number(state.link_speed), memory: Number(state.memory), ...state.files });
-  const told = now => [`${now.done.toLocaleString("en")} of ${now.of.toLocaleString("en")}: ${now.doing}`, now.of ? now.done / now.of : null];
-  const side = el("form", { "aria-label": "What is planned", onsubmit: e => e.preventDefault() },
+  const { buttons, progress, run } = search("Plan", begin, async (answer, job) => shown(answer, job), errors);
+  side.append(
     el("fieldset", {}, el("legend", {}, "Model and cluster"),
       field("example", choice([...examples.map(one => [one.name]), ["", "none: my own files"]], state.example, value => { state.example = value; changed(); })), about,
       number("mini-batch", "mini_batch", "as given"),
@@ -47,24 +50,35 @@ export async function show(place) {
       tick("also asynchronous schemes", state.stale, value => { state.stale = value; changed(); })),
     el("fieldset", {}, el("legend", {}, "What if"), el("p", { class: "soft" }, "scale factors: 2 is twice as fast, or twice as large"),
       factor("links", "link_speed"), factor("memory", "memory")),
-    search("Plan", begin, told, async answer => shown(answer), errors));
-  place.append(el("h1", {}, "Plans"), errors.place, el("div", { class: "split-page" }, side, found));
+    buttons);
+  place.append(el("h1", {}, "Plans"), errors.place, split("Model, cluster, what if", side, progress, found));
   said();
+  if (state.example) run();
 
-  function shown(answer) {
-    const one = el("div");
-    const row = (plan, i) => el("button", { type: "button", onclick: () => pictured(plan, one), "aria-label": `Picture of ${plan.schedule}` }, i + 1);
-    const columns = [["", (plan) => row(plan, answer.plans.indexOf(plan))], ["scheme", "scheme", true], ["options", "choices", true], ["D", "workers"], ["W", "replicas"],
-      ["B", "samples"], ["N", "micro_batches"], ["recompute", "recompute", true], ["step", "step"], ["samples/s", "throughput"], ["bubbles", "bubbles"],
-      ["peak memory", "memory"], ["limited by", limit, true]];
+  function shown(answer, job) {
+    const one = el("div"), place = plan => ({ job, plan: answer.plans.indexOf(plan) });
+    async function open(plan) {
+      try {
+        const { file, name } = await ask("/api/plan/open", place(plan));
+        location.href = toAddress({ subjects: [{ file, name, planned: true, moves: [] }] }, "/schedules");
+      } catch (error) { errors.say(error); }
+    }
+    const save = plan => download("/api/plan/save", place(plan)).then(() => errors.say(null), error => errors.say(error));
+    const pictured = plan => picture(plan, one, [
+      el("button", { type: "button", class: "main", onclick: () => open(plan) }, "Open in Schedules"),
+      el("button", { type: "button", onclick: () => save(plan) }, "Save plan.toml")]);
+    const row = (plan, i) => el("button", { type: "button", onclick: () => pictured(plan), "aria-label": `Picture of ${plan.schedule}` }, i + 1);
+    const columns = [["", (plan) => row(plan, answer.plans.indexOf(plan))], ["scheme", plan => el("button", { type: "button", title: "Open in Schedules", onclick: () => open(plan) }, plan.scheme), true],
+      ["step", "step"], ["samples/s", "throughput"], ["bubbles", "bubbles"], ["peak memory", "memory"], ["limited by", limit, true],
+      ["D", "workers"], ["W", "replicas"], ["B", "samples"], ["N", "micro_batches"], ["recompute", "recompute", true], ["options", "choices", true]];
     found.replaceChildren(el("h2", {}, answer.heading), el("p", { class: "soft" }, answer.about),
       table("The best plan of every scheme", columns, answer.plans),
       ...answer.changes.map(text => el("p", {}, text)), answer.more_memory ? el("p", {}, answer.more_memory) : "",
       one,
       el("details", {}, el("summary", {}, "Search statistics"), table("Candidates", [["scheme", 0, true], ["candidates", 1], ["too large", 2], ["slower by bound", 3], ["simulated", 4]], answer.rejected),
         ...answer.omitted.map(text => el("p", { class: "soft" }, text))));
-    pictured(answer.plans[0], one);
-    document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+    pictured(answer.plans[0]);
+    shownAgain();
   }
 }
 
@@ -73,10 +87,10 @@ function limit(plan) {
   return beyond[1] > 1e-6 ? `${beyond[0]} ${percent(beyond[1])}` : "compute";
 }
 
-function pictured(plan, place) {
+function picture(plan, place, buttons) {
   const drawn = el("div");
   place.replaceChildren(el("h3", {}, `${plan.schedule}, ${plan.replicas} replica${plan.replicas === 1 ? "" : "s"}, micro-batches of ${plan.samples}, sync ${plan.sync}`),
-    el("p", { class: "soft" }, "Where its step goes"), shares("a step", plan.parts.map(([name, share, text]) => [name, share, text])),
+    el("div", { class: "bar" }, ...buttons), el("p", { class: "soft" }, "Where its step goes"), shares("a step", plan.parts.map(([name, share, text]) => [name, share, text])),
     ...plan.notes.map(note => el("p", { class: "soft" }, note)), drawn);
   if (plan.picture) new Timeline(drawn, plan.picture, { level: "h3" });
   else drawn.append(el("p", { class: "soft" }, "Too many ops for a picture here; counterflow show draws them."));

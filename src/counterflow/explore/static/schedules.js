@@ -1,8 +1,8 @@
 // Schedules: choose one or two, change costs and orders, see what comes of it. The address holds all choices.
 import { Timeline } from "./timeline.js";
-import { Errors, ask, download, el, facts, percent, shares, table } from "./page.js";
-import { fromAddress, subjectOf, toAddress } from "./choices.js";
-import { costForm, limitForm, subjectForm } from "./forms.js";
+import { Errors, ask, download, el, facts, percent, shares, shownAgain, split, table, tick } from "./page.js";
+import { fromAddress, scheduleOf, subjectOf, toAddress } from "./choices.js";
+import { limitForm, subjectForm } from "./forms.js";
 import { orderForm } from "./orders.js";
 
 const NOTED_EVERY = 200; // milliseconds
@@ -10,30 +10,26 @@ const FORMS = [["schedule", "Schedule file"], ["csv", "CSV of all ops"], ["png",
   ["html", "Offline page"], ["trace", "Perfetto trace"]];
 
 export async function show(place) {
-  const { schemes } = await ask("/api/schemes");
-  const state = fromAddress(location.search, schemes);
-  const errors = new Errors(), side = el("form", { "aria-label": "What is shown", onsubmit: e => e.preventDefault() });
+  const records = await ask("/api/schemes"), state = fromAddress(location.search, records);
+  const side = el("form", { "aria-label": "What is shown", onsubmit: e => e.preventDefault() }), errors = new Errors(side);
   const picture = el("div"), told = el("div", { class: "sides" }), bar = el("div", { class: "bar" });
-  const status = el("div", { class: "unseen", role: "status" });
-  place.append(el("h1", {}, "Schedules"), el("div", { class: "split-page" }, side,
-    el("div", {}, errors.place, bar, picture, help(), told, status)));
+  const status = el("div", { class: "unseen", role: "status" }), note = el("div");
+  place.append(el("h1", {}, "Schedules"), errors.place, split("Schedule, costs, limits", side, bar, note, picture, help(), told, status));
   let timeline = null, asking = false, stale = false, checks = 0, proved = [], noting = 0;
 
-  const request = () => ({ subjects: state.subjects.map(subjectOf), costs: state.costs, peak: state.peak || null,
+  const request = () => ({ subjects: state.subjects.map(subjectOf), peak: state.peak || null,
     memory: state.memory || null, messages: state.messages });
 
   function build() {
     const kept = memoryOf(side);
     side.replaceChildren(
-      ...state.subjects.map((subject, index) => subjectForm(state, index, schemes, { changed, rebuild: changedAll, errors })),
+      ...state.subjects.flatMap((_, index) => subjectForm(state, index, records, { changed, rebuild: changedAll, errors })),
       el("div", { class: "bar" }, state.subjects.length === 1
-        ? el("button", { type: "button", onclick: () => { state.subjects.push(structuredClone(state.subjects[0])); state.subjects[1].moves = []; changedAll(); } }, "Compare with another")
+        ? el("button", { type: "button", onclick: () => { state.subjects.push({ ...structuredClone(state.subjects[0]), moves: [] }); changedAll(); } }, "Compare with another")
         : el("button", { type: "button", onclick: () => { state.subjects.pop(); changedAll(); } }, "Without the second")),
-      costForm(state, changed), limitForm(state, changed),
-      orderForm(state, request, found => {
-        state.subjects[1] = { file: found.file, name: found.name, options: {}, moves: [] };
-        changedAll();
-      }, errors));
+      limitForm(state, changed),
+      el("fieldset", {}, el("legend", {}, "Picture"), tick("draw messages", state.messages, value => { state.messages = value; changed(); })),
+      orderForm(state, request, found => { state.subjects[1] = found; changedAll(); }, errors));
     kept();
     const form = el("select", { "aria-label": "Form of the download" }, ...FORMS.map(([name, text]) => el("option", { value: name }, text)));
     bar.replaceChildren(
@@ -63,21 +59,35 @@ export async function show(place) {
     if (asking) return;
     asking = true;
     try {
-      const wanted = request(), found = await ask("/api/look", wanted);
+      const asked = structuredClone(state.subjects), wanted = request(), found = await ask("/api/look", wanted);
       errors.say(null);
       if (timeline) timeline.update(found.picture);
       else timeline = new Timeline(picture, found.picture, { level: "h2", onMove: move });
       const kept = memoryOf(told);
-      told.replaceChildren(...found.subjects.map((one, index) => said(one, index, { subject: wanted.subjects[index], peak: wanted.peak })));
+      told.replaceChildren(...found.subjects.map((one, index) => said(one, index, { subject: scheduleOf(asked[index]), peak: wanted.peak })));
       kept();
+      noteOf(found.note);
       status.textContent = found.picture.charts.map(c => `${c.heading}: ${c.summary}`).join("; ");
-      document.documentElement.dataset.shown = String(Number(document.documentElement.dataset.shown || 0) + 1);
+      shownAgain();
     } catch (error) {
       errors.say(error);
     } finally {
       asking = false;
     }
     if (stale) await look();
+  }
+
+  // Costs of a stage beside a model that is cut into others; one click makes them those of a worker's share.
+  function noteOf(text) {
+    if (note.dataset.text === text) return;
+    note.dataset.text = text;
+    const same = () => {
+      for (const subject of state.subjects) if (!subject.planned && !subject.costs.costs_of) subject.costs.costs_of = "worker";
+      changedAll();
+    };
+    const ofStages = state.subjects.some(one => !one.planned && !one.costs.costs_of);
+    note.replaceChildren(...(text ? [el("p", { class: "note" }, text, " ",
+      ofStages ? el("button", { type: "button", onclick: same }, "Give costs of a worker's share") : null)] : []));
   }
 
   function move(index, worker, start, stop) {
@@ -89,26 +99,30 @@ export async function show(place) {
   function said(one, index, asked) {
     const verdict = el("div", { "aria-live": "polite" }), key = JSON.stringify(asked);
     const known = proved[index]?.key === key;
+    const fails = el("pre", { class: "wrong", hidden: true }, one.fails);  // the checker says it, unless it finds nothing
     const prove = async () => {
       verdict.replaceChildren(el("p", { class: "soft" }, "checking …"));
       if (proved[index]?.key !== key) proved[index] = { key, report: ask("/api/check", asked) };
       try {
-        verdict.replaceChildren(rules(await proved[index].report));
+        const report = await proved[index].report;
+        verdict.replaceChildren(rules(report));
+        fails.hidden = !report.ok;
         document.documentElement.dataset.checked = String(++checks);
       } catch (error) {
         proved[index] = null;
+        fails.hidden = false;
         verdict.replaceChildren(el("p", { class: "wrong" }, error.message));
       }
     };
     if (one.own && !known) verdict.append(el("p", { class: "soft" }, "As its scheme makes it. "), el("button", { type: "button", onclick: prove }, "Check it"));
     else prove();
     const columns = [["worker", "worker"], ["busy", "busy"], ["idle", "idle"], ["bubbles", "bubbles"],
-      ["peak activations", "activations"], ["weight copies", "copies"]];
+      ["peak activations", "activations"], ...(one.rows?.[0].of_share ? [["in a worker's shares", "of_share"]] : []), ["weight copies", "copies"]];
     if (one.rows?.some(row => row.memory))
       columns.push(["peak memory", row => row.over ? el("strong", { class: "wrong" }, `${row.memory}, too much`) : row.memory]);
     return el("section", { "aria-label": one.heading },
       el("h2", {}, one.heading),
-      one.fails ? el("pre", { class: "wrong" }, one.fails) : facts(one.figures),
+      one.fails ? fails : facts(one.figures),
       one.fails ? null : el("h3", {}, "Bubbles by cause, of all workers' time"),
       one.fails ? null : shares("bubbles", one.causes.map(([name, share]) => [name, share, percent(share)])),
       el("h3", {}, "The checker"), verdict,

@@ -1,0 +1,45 @@
+"""What a search keeps for the server, beside the result that the page gets: plans to be opened and saved.
+
+It goes from a search's process to the server, and a plan's costs from the server to a search, as text.
+
+Invariant: nothing that came from a page is read by ``read``: it is pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from counterflow.planning.prediction import Prediction
+from counterflow.planning.task import Task
+from counterflow.schedule.ir import Schedule
+from counterflow.simulation import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlan:
+    """A plan: its order, what the simulator is fed with for it, and what comes of it."""
+
+    schedule: Schedule
+    costs: Costs
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlans:
+    """What was planned, and the plans, in the order of the page's table."""
+
+    task: Task
+    plans: tuple[KeptPlan, ...]
+
+
+def written(kept: KeptPlans | Costs) -> str:
+    """It as text."""
+    return base64.b64encode(pickle.dumps(kept)).decode()
+
+
+def read(text: str) -> Any:
+    """What ``written`` wrote, in a process that the server started or that started this one."""
+    return pickle.loads(base64.b64decode(text))  # noqa: S301 - see the invariant
