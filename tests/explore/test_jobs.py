@@ -56,6 +56,21 @@ def test_one_that_fails_says_why_and_one_that_is_stopped_ends(client: TestClient
     assert ended(client, job, stop=True)["state"] == "stopped"
 
 
+def test_one_that_is_stopped_while_it_begins_says_nothing(
+    client: TestClient, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is it the answer to who asks for the same again."""
+    wanted = {"example": "mixpipe-bert48"}
+    begun = set()
+    for seconds in (0.1, 0.15, 0.2, 0.3):
+        job = asked(client, "/api/plan", wanted)
+        time.sleep(seconds)
+        assert ended(client, job, stop=True)["state"] == "stopped"
+        begun.add(job["job"])
+    assert len(begun) == 4
+    assert capfd.readouterr().err == ""
+
+
 def test_no_more_than_two_at_a_time() -> None:
     jobs = Jobs()
     work = Work(plan=PlanAsked(example="chimera-bert48"))

@@ -22,7 +22,10 @@ from counterflow.explore.serve import listening
 
 from .conftest import ASKS, refused
 
-PATHS = ("/api/look", "/api/check", "/api/file", "/api/download", "/api/run", "/api/job", "/api/compare")
+PATHS = (
+    *("/api/look", "/api/check", "/api/file", "/api/download", "/api/run", "/api/job", "/api/compare"),
+    *("/api/plan/open", "/api/plan/save"),
+)
 
 
 def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
@@ -190,6 +193,8 @@ def _body(chance: random.Random, path: str) -> bytes:
         body = {"runs": [{"name": chance.choice(ODD), "metrics": chance.choice(ODD)}]}
     if path == "/api/job":
         body = {"job": chance.choice(ODD), "stop": chance.choice(ODD)}
+    if path.startswith("/api/plan/"):
+        body = {"job": chance.choice(ODD), "plan": chance.choice(ODD)}
     if path == "/api/download":
         body["form"] = chance.choice(("csv", "schedule", *ODD))
     if path == "/api/file":

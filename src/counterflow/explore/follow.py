@@ -34,7 +34,7 @@ from counterflow.training.metrics import Tail
 from counterflow.training.supervision.lock import LOCK
 
 from .asked import RunsAsked
-from .runs import State, about_of, events_of, no_timeline, pictured, state_of
+from .runs import State, about_of, changed, events_of, no_timeline, pictured, state_of
 
 CURVES = ("loss", "validation_loss", "samples_per_second")
 
@@ -232,7 +232,7 @@ class Runs:
         stamps = _stamp(path / LOCK), _stamp(path / SUMMARY), _stamp(path / EVENTS)
         if stamps[0] or stamps != run.stamps:  # who has a lock may have gone without a word
             run.state, run.stamps = state_of(path), stamps
-        run.begun = run.begun or _changed(path / CONFIG)
+        run.begun = run.begun or changed(path / CONFIG)
         return run
 
     def _look(self, asked: RunsAsked) -> dict[str, Any]:
@@ -301,13 +301,6 @@ class Runs:
 
 def _json(found: dict[str, Any]) -> bytes:
     return json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _stamp(path: Path) -> str:

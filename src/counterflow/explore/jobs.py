@@ -42,7 +42,7 @@ class Job:
         self.error = ""
         self.kept: KeptPlans | None = None
         self.asked = work.model_dump_json()
-        self._stopped = False
+        self._begun = self._stopped = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "counterflow.explore.work"],
             stdin=subprocess.PIPE,
@@ -67,6 +67,7 @@ class Job:
                 process.stdin.close()
                 for line in process.stdout:
                     told = json.loads(line)
+                    self._begun = True
                     self.progress = told.get("progress", self.progress)
                     self.result = told.get("result", self.result)
                     self.error = told.get("error", self.error)
@@ -80,10 +81,10 @@ class Job:
             self.state = "failed" if self.error else "stopped"
 
     def stop(self) -> None:
-        """Have it end with what it has found so far, as Ctrl-C does."""
+        """Have it end with what it has found so far, as Ctrl-C does; at once if it has not begun."""
         if self._process.poll() is None:
             self._stopped = True
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGINT if self._begun else signal.SIGKILL)
 
     def end(self) -> None:
         """End it at once."""

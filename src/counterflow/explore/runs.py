@@ -89,7 +89,7 @@ def _is_written(path: Path) -> bool:
         if owner is None:
             return False
         if owner[2] != platform.node():
-            return time.time() - _changed(path / METRICS) < _LATELY_SECONDS
+            return time.time() - changed(path / METRICS) < _LATELY_SECONDS
         os.kill(int(owner[1]), 0)
     except PermissionError:  # of another user
         return True
@@ -98,7 +98,8 @@ def _is_written(path: Path) -> bool:
     return True
 
 
-def _changed(path: Path) -> float:
+def changed(path: Path) -> float:
+    """When a file was written last, in seconds since 1970; 0: it is not there."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -284,6 +284,7 @@ def costs() -> list[dict[str, Any]]:
     return [
         {
             "name": name,
+            "field": one.field,
             "label": _LABELS.get(name, name.replace("_", " ")),
             "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), one.asked.about),
             "group": _group(one),

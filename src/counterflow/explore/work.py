@@ -29,6 +29,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a server in the background ignores it
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as told:
         os.dup2(2, 1)  # whatever else is printed
+        # Whoever stops it before this ends the process at once.
+        _write(told, {"progress": {"said": "reading what is asked", "share": None}})
         try:
             _work(Work.model_validate_json(sys.stdin.read()), told)
         except CounterflowError as error:

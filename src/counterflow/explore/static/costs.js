@@ -30,7 +30,7 @@ function row(cost, given, set) {
   const value = given[cost.name], title = cost.help;
   if (cost.words.length)
     return field(cost.label, choice([["", "usual"], ...cost.words], value === undefined ? "" : String(value), text => set(cost, text), { name: cost.name }), { title });
-  const text = el("input", { name: cost.name, value: value ?? "", placeholder: cost.usual, oninput: () => set(cost, text.value) });
+  const text = el("input", { name: cost.name, "data-field": cost.field, value: value ?? "", placeholder: cost.usual, oninput: () => set(cost, text.value) });
   if (cost.group !== "seconds") return field(cost.label, text, { title });
   // As far as four times what is usual.
   const usual = Number.isNaN(Number(cost.usual)) ? 1 : Number(cost.usual);

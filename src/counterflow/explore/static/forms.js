@@ -79,6 +79,6 @@ export function limitForm(state, changed) {
 }
 
 function limit(state, name, label, placeholder, changed) {
-  const input = el("input", { name, value: state[name], placeholder, oninput: () => { state[name] = input.value; changed(); } });
+  const input = el("input", { name, "data-field": name === "memory" ? "memory_bytes" : name, value: state[name], placeholder, oninput: () => { state[name] = input.value; changed(); } });
   return field(label, input);
 }

@@ -55,7 +55,9 @@ export class Errors {
     for (const box of this.form.querySelectorAll("[aria-invalid]")) box.removeAttribute("aria-invalid");
     let said = error?.message ?? "";
     const [, second = "", place, more] = /^(second schedule: )?([\w.]+)([=:].*)$/s.exec(said) ?? [];
-    const name = place?.split(".").at(-1), box = name && [...this.form.querySelectorAll(`input[name="${name}"]`)].at(second ? -1 : 0);
+    // By what it is asked for by, or by the record's field.
+    const name = place?.split(".").at(-1), named = attribute => [...this.form.querySelectorAll(`input[${attribute}="${name}"]`)].at(second ? -1 : 0);
+    const box = name && (named("name") ?? named("data-field"));
     if (box) {
       box.setAttribute("aria-invalid", "true");
       said = `${second}${box.labels[0].textContent}${more}`;
