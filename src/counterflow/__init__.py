@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .carry import Carry
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
-    from .loss_sum import LossSum, whole_target
+    from .loss_sum import LossSum, next_target, whole_target
     from .planning.comparison import Comparison, compare
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mini_batch.entries import ENTRIES
@@ -70,6 +70,7 @@ __all__ = [
     "load_weights",
     "lower",
     "models",
+    "next_target",
     "plan",
     "predict",
     "same_model",
@@ -103,6 +104,7 @@ _LATE = {
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
     "models": "",
+    "next_target": "loss_sum",
     "plan": "verbs",
     "predict": "verbs",
     "same_model": "verification.same_model",

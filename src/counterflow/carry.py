@@ -49,8 +49,8 @@ class Carry(nn.Module):
         self._given: Any = NOTHING
         self._left: Any = NOTHING
         self._versions: list[int] = []
-        self._runs = self._ever_ran = False
-        """Whether this run is one of a slice, and whether any was."""
+        self._runs = self._expected = False
+        """Whether this run is one of a slice, and whether any will be."""
 
     def take(self, otherwise: Any = None) -> Any:
         """What the slice before left; ``otherwise`` if this is the first one, or the whole sequence.
@@ -58,7 +58,7 @@ class Carry(nn.Module):
         Raises:
             ConfigError: a user's own checkpoint asks for it again in the backward.
         """
-        return self._take(otherwise) if self._ever_ran else otherwise
+        return self._take(otherwise) if self._expected else otherwise
 
     def leave(self, state: Any) -> None:
         """Leave a state to the next slice.
@@ -66,8 +66,18 @@ class Carry(nn.Module):
         Args:
             state: tensors, numbers and None in tuples, lists and dicts; what is in it is not changed later.
         """
-        if self._ever_ran:
+        if self._expected:
             self._leave(state)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether this run of the layer is one of a slice."""
+        return self._runs
+
+    @property
+    def expects_slices(self) -> bool:
+        """Whether the layer is trained in slices; it may be evaluated in whole sequences."""
+        return self._expected
 
     # -- kept out of compiled code, which would take what it finds for constants
 
@@ -85,10 +95,14 @@ class Carry(nn.Module):
 
     # -- for the stage
 
+    def expect_slices(self, *, expected: bool) -> None:
+        """Note whether the layer is going to be trained in slices."""
+        self._expected = expected
+
     def begin(self, given: Any) -> None:
         """A slice runs; ``given`` is what the one before left, or ``NOTHING``."""
         self._given, self._left, self._versions = given, NOTHING, []
-        self._runs = self._ever_ran = True
+        self._runs = True
 
     def end(self) -> Any:
         """A slice has run: what it left, or ``NOTHING``.

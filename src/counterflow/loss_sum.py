@@ -6,8 +6,9 @@ It is what a model's loss function gives and reads, and the runtime reads and gi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,8 +29,22 @@ class LossSum(NamedTuple):
     metrics: Mapping[str, Tensor | float] = {}
 
 
-WHOLE = "counterflow_whole"
-"""The attribute under which a slice of a target has the whole one."""
+class SliceOf(NamedTuple):
+    """What a slice of a target is of.
+
+    Attributes:
+        whole: the target of the whole sequence.
+        start: the slice's first position in it.
+        dim: the dimension of the positions.
+    """
+
+    whole: Tensor
+    start: int
+    dim: int
+
+
+SLICE = "counterflow_slice"
+"""The attribute under which a slice of a target has a ``SliceOf``."""
 
 
 def whole_target(target: Tensor) -> Tensor:
@@ -41,5 +56,21 @@ def whole_target(target: Tensor) -> Tensor:
     Args:
         target: a tensor of the targets, as the loss function was given it.
     """
-    found: Any = getattr(target, WHOLE, target)
-    return found  # type: ignore[no-any-return]
+    of: SliceOf | None = getattr(target, SLICE, None)
+    return target if of is None else of.whole
+
+
+def next_target(target: Tensor, last: float) -> Tensor:
+    """The target one position further on, of the same shape; so a loss shifts targets that are a slice's.
+
+    Args:
+        target: a tensor of the targets, as the loss function was given it.
+        last: what the sequence's last position gets, one that does not count: -100 for torch's losses.
+    """
+    of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
+    length = target.shape[of.dim]
+    rest = of.whole.narrow(of.dim, of.start + 1, min(length, of.whole.shape[of.dim] - of.start - 1))
+    if rest.shape[of.dim] == length:
+        return rest
+    shape = (*target.shape[: of.dim], 1, *target.shape[of.dim + 1 :])
+    return torch.cat([rest, rest.new_full(shape, last)], of.dim)

@@ -15,7 +15,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 VOCABULARY, POSITIONS = 61, 12
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -27,9 +27,9 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.1,
 }
-_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_GROUPED = SIZES | {"num_key_value_heads": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_BERT = _SIZES | _NO_DROPOUT
+_BERT = SIZES | _NO_DROPOUT
 _WINDOW = {"sliding_window": 4}
 
 
@@ -60,7 +60,7 @@ def _distilbert() -> tf.DistilBertConfig:
 
 
 def _modernbert() -> tf.ModernBertConfig:
-    return tf.ModernBertConfig(**_SIZES, cls_token_id=1, sep_token_id=2, local_attention=8)
+    return tf.ModernBertConfig(**SIZES, cls_token_id=1, sep_token_id=2, local_attention=8)
 
 
 CAUSAL: dict[str, Callable[[], Any]] = {
@@ -92,7 +92,7 @@ CAUSAL: dict[str, Callable[[], Any]] = {
         )
     ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GROUPED, num_local_experts=4)),
-    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_SIZES)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SIZES)),
     "opt": lambda: tf.OPTForCausalLM(
         tf.OPTConfig(
             vocab_size=VOCABULARY,

@@ -326,12 +326,22 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.mT, target, reduction="sum")
 
 
+def shifted(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    return functional.cross_entropy(output[:, :-1].mT, target[:, 1:], reduction=reduction).mean()
+
+
+def shifted_from_the_whole(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.mT, cf.next_target(target, -100))
+
+
 def test_losses_that_are_no_mean_are_refused() -> None:
     schedule = schemes.dapple(stages=2, micro_batches=2, slices=2)
-    with pytest.raises(cf.ConfigError, match=r"no mean over positions: .* cf.whole_target\(target\)"):
+    with pytest.raises(cf.ConfigError, match=r"no mean over positions: .* counts in cf\.whole_target"):
         agreement(schedule, own, by_sample)
-    with pytest.raises(cf.ConfigError, match="the loss is no mean over samples"):
-        agreement(schedule, own, summed)
+    for loss in (summed, shifted, partial(shifted, reduction="none")):
+        with pytest.raises(cf.ConfigError, match="the loss is no mean over positions"):
+            agreement(schedule, own, loss)
+    assert agreement(schedule, own, shifted_from_the_whole).ok
     with pytest.raises(cf.ConfigError, match="per_micro_batch_loss: dapple has no loss of a whole"):
         agreement(schedule, own, per_micro_batch_loss=True)
 

@@ -13,8 +13,8 @@ in a way that this cannot follow is refused, by the first layer at the latest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,17 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.carry import Carry
 from counterflow.errors import ConfigError
 
 from .masks import forms_of, is_mask, masks_made, narrowed, widened
+from .slices import CAUSAL, EVERY, FULL, KINDS, attending
 from .stand_ins import HIDDEN, Absent, Called, Held, Note, unfollowed
 from .weights import Filling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_EVERY = "every_layer"
-"""The kind of the layers of models whose layers are all of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
     heads = [name for name, child in whole.named_children() if prefix and child is not base]
     filling = Filling(whole, getattr(model, "peft_config", None) or {})
     first = _First(whole, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
-    blocks = [_Block(block, kind) for block, kind in zip(repeated, kinds, strict=True)]
+    window = getattr(base.config, "sliding_window", None)
+    blocks = [_Block(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
     found = [first, *blocks, _Last(whole, path, [*after, *heads], prefix)]
     for layer in found:
         layer.fill_with(filling)
@@ -179,7 +179,7 @@ def _refuse(model: PreTrainedModel) -> None:
 def _kinds(model: PreTrainedModel, count: int) -> list[str]:
     """By repeated layer its kind; those of one kind take the same arguments."""
     told = getattr(model.config, "layer_types", None)
-    return list(told) if told is not None and len(told) == count else [_EVERY] * count
+    return list(told) if told is not None and len(told) == count else [EVERY] * count
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -255,6 +255,10 @@ class _First(Layer):
         """What has to be called; empty once it was."""
         self.wants_ids = "SequenceClassification" in type(model).__name__  # to look for the padding
         self.windows = [getattr(model.base_model.config, "sliding_window", None)]
+        self.before = Carry()
+        """Positions of earlier slices."""
+        self.causal: set[tuple[str, int]] = set()
+        """Kinds of layers, and lengths, whose masks were seen to be causal."""
         self.forms: dict[Any, tuple[str, bool] | None] = {}
         """By kind of layer, shape and what is given: what the mask is made of; None: of something else."""
         self.notes: list[Any] = []
@@ -275,6 +279,11 @@ class _First(Layer):
             raise ConfigError(
                 "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"
             )
+        beside = [name for name in ("attention_mask", "position_ids") if given.get(name) is not None]
+        if self.before.sliced:
+            self._place(given, beside)
+        plain = self.before.expects_slices and not beside
+        """Whether masks go nowhere, as all attention is causal and sees to it itself."""
         # A mask that is not needed for these samples is made for others: stages hand on the same for all.
         made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
@@ -294,6 +303,9 @@ class _First(Layer):
             if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
                 raise unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
         hidden = notes[0][0]
+        if plain:
+            self._refuse_masks(hidden, taken)
+            taken = pytree.tree_map(lambda leaf: None if is_mask(leaf, *hidden.shape[:2]) else leaf, taken)
         names = frozenset(name for name, value in given.items() if value is not None)
         for kind, its in taken.items():
             narrow = partial(
@@ -301,7 +313,48 @@ class _First(Layer):
             )
             taken[kind] = pytree.tree_map(narrow, its)
         ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
-        return {HIDDEN: hidden, "taken": taken, **ids}
+        return {HIDDEN: hidden, "taken": taken, **ids, **({CAUSAL: True} if plain else {})}
+
+    def _place(self, given: dict[str, Any], beside: Sequence[str]) -> None:
+        """Say where in the sequence a slice is.
+
+        Args:
+            given: what the model takes.
+            beside: what says, of the slice alone, where it is and what it sees.
+
+        Raises:
+            ConfigError: there is such a thing.
+        """
+        if beside:
+            raise ConfigError(
+                f"{beside[0]} is among the inputs, and slices see all earlier ones of their sequence; leave "
+                "it out: of padding at the end nothing is seen, and labels of -100 keep it out of the loss"
+            )
+        of = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if not isinstance(of, Tensor):
+            raise unfollowed("takes neither input_ids nor inputs_embeds")
+        start, length = self.before.take(0), of.shape[1]
+        self.before.leave(start + length)
+        given["position_ids"] = torch.arange(start, start + length, device=of.device)[None]
+
+    def _refuse_masks(self, hidden: Tensor, taken: Mapping[str, Any]) -> None:
+        """Refuse masks that are not causal, of which a slice's says nothing of earlier slices.
+
+        Raises:
+            ConfigError: there is one, or a kind of layer that is not known to be causal.
+        """
+        forms = ["causal", *(f"causal {window}" for window in self.windows if window)]
+        for kind, its in taken.items():
+            if (kind, hidden.shape[1]) in self.causal:
+                continue
+            masks = [leaf for leaf in pytree.tree_leaves(its) if is_mask(leaf, *hidden.shape[:2])]
+            known = kind in KINDS and all(any(narrowed(m, f, None) is not None for f in forms) for m in masks)
+            if not known:
+                raise ConfigError(
+                    f"layers of kind {kind} have masks that are neither causal nor causal within a window, "
+                    "which slices do not have; train without slices"
+                )
+            self.causal.add((kind, hidden.shape[1]))
 
     @contextmanager
     def _all_called(self) -> Iterator[None]:
@@ -351,14 +404,18 @@ class _First(Layer):
 class _Block(Layer):
     """A repeated layer."""
 
-    def __init__(self, block: nn.Module, kind: str) -> None:
+    def __init__(self, block: nn.Module, kind: str, window: int | None) -> None:
         super().__init__()
         self.block = block
         self.kind = kind
+        self.carry = Carry()
+        self.window = None if kind == FULL else window
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = widened(value["taken"][self.kind])
-        hidden = self.block(value[HIDDEN], *args, **kwargs)
+        ours = CAUSAL in value
+        with attending(self.carry, self.block, self.window) if ours else nullcontext():
+            hidden = self.block(value[HIDDEN], *args, **kwargs)
         if not isinstance(hidden, Tensor):
             raise unfollowed("has repeated layers that give more than one tensor")
         return {**value, HIDDEN: hidden}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import LossSum
+from counterflow.loss_sum import SLICE, LossSum, next_target
 
 IGNORED = -100
 """The label of what does not count."""
@@ -37,6 +37,8 @@ def loss(output: Any, labels: Tensor) -> LossSum:
         raise ConfigError(f"a {kind} has no logits; give the Pipeline a loss function of your own")
     logits = logits if logits.dtype is torch.float64 else logits.float()
     if "CausalLMOutput" in kind:
+        if hasattr(labels, SLICE):
+            return _counted(logits, next_target(labels, IGNORED))
         return _counted(logits[:, :-1], labels[:, 1:])
     if kind in ("MaskedLMOutput", "TokenClassifierOutput"):
         return _counted(logits, labels)

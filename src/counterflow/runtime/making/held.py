@@ -29,6 +29,7 @@ from ..stages.ownership import Owned
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
+from ..stages.skips import carries_in
 from ..stages.stage import StageCopy
 from ..torch_private import keeps_buffers
 from ..transport.base import Transport
@@ -125,6 +126,8 @@ def held_stages(
     owned.remade()
     if execution.deferred_batch_norm:
         defer(layer.module for layer in made)
+    for carry in (carry for layer in made for carry in carries_in(layer.module)):
+        carry.expect_slices(expected=schedule.workload.slices > 1)
     by_index = {layer.index: layer for layer in made}
     loss = by_index.get(LOSS)
     if loss is not None:

@@ -15,6 +15,7 @@ from ..stages.randomness import SampleRows
 from .feed import Feed
 from .loss_check import LossCheck
 from .losses import Losses
+from .position_check import PositionCheck
 from .samples import Dims
 from .slicing import SequenceDims
 from .told import Told
@@ -102,7 +103,7 @@ class Batch:
     kept: bool = False
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
-    checks: list[LossCheck] = field(default_factory=list)
+    checks: list[LossCheck | PositionCheck] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

@@ -22,6 +22,7 @@ from .feed import CopyStream, Feed
 from .given import Given, even, ready, whole
 from .loss_check import LossCheck, LossChecks
 from .losses import Losses
+from .position_check import PositionCheck, PositionChecks
 from .slicing import SequenceDims, lengths_of
 from .told import Call, Told
 
@@ -102,7 +103,7 @@ class Batches:
             )
         along = batching.target_sequence_dims
         outputs = along if isinstance(along, int) else 1
-        self._slice_checks = LossChecks(outputs, along, of_positions=True)
+        self._positions = PositionChecks(outputs, along)
         self._shapes: dict[int, Shapes] = {}
         self._settled: Settled = []
         """Lists of mini-batches that have shown to have their samples in their tensors."""
@@ -249,16 +250,13 @@ class Batches:
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _checks_of(self, agreed: Agreed, call: Call, run: PipelineState) -> list[LossCheck]:
+    def _checks_of(self, agreed: Agreed, call: Call, run: PipelineState) -> list[LossCheck | PositionCheck]:
         """What sees whether the loss is a mean over samples; none where that was seen, or does not matter."""
         keeps = run.waiting > 0 or call is Call.KEEP
-        sliced = self._slices > 1 and call.trains
+        sliced, evaluates = self._slices > 1 and call.trains, call is Call.EVALUATE
         units = self._peers.replicas * self._parts * sum(map(bool, agreed.sizes))
         if units == 1 and not keeps:
             return []
-        found = [
-            checks.of(agreed.kind, evaluates=call is Call.EVALUATE)
-            for checks in (self._checks, self._slice_checks if sliced else None)
-            if checks is not None
-        ]
-        return [check for check in found if check is not None]
+        of_samples = None if self._checks is None else self._checks.of(agreed.kind, evaluates=evaluates)
+        of_positions = self._positions.of(agreed.kind) if sliced else None
+        return [check for check in (of_samples, of_positions) if check is not None]

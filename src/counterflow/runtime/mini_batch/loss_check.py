@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import WHOLE
+from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
 from .losses import Entry, LossFunction, consistent, counted, elements_in
@@ -46,12 +46,10 @@ class LossChecks:
     Args:
         output_dims: where the samples of outputs are.
         target_dims: likewise of the targets.
-        of_positions: whether they are the positions of a slice's sequence, and not samples.
     """
 
-    def __init__(self, output_dims: Dims, target_dims: Dims, *, of_positions: bool = False) -> None:
+    def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
         self._dims = output_dims, target_dims
-        self._of_positions = of_positions
         self._seen: set[tuple[int, bool]] = set()
         self._told = False
 
@@ -60,7 +58,7 @@ class LossChecks:
         if (kind, evaluates) in self._seen or len(self._seen) == _KINDS:
             return None
         self._seen.add((kind, evaluates))
-        return LossCheck(*self._dims, self._undecided, of_positions=self._of_positions)
+        return LossCheck(*self._dims, self._undecided)
 
     def _undecided(self, why: str) -> None:
         """Warn, once, that a loss could not be looked at."""
@@ -78,18 +76,12 @@ class LossCheck:
         output_dims: where the samples of outputs are.
         target_dims: likewise of the targets.
         undecided: called with the reason if it cannot be told.
-        of_positions: whether they are the positions of a slice's sequence, and not samples.
     """
 
-    def __init__(
-        self,
-        output_dims: Dims,
-        target_dims: Dims,
-        undecided: Callable[[str], object],
-        *,
-        of_positions: bool = False,
-    ) -> None:
-        self.of_positions = of_positions
+    of_positions = False
+    """Whether it is about the positions of a slice's sequence, and not about samples."""
+
+    def __init__(self, output_dims: Dims, target_dims: Dims, undecided: Callable[[str], object]) -> None:
         self._output_dims, self._target_dims = output_dims, target_dims
         self._undecided = undecided
         self._samples = 0
@@ -105,7 +97,7 @@ class LossCheck:
     def begin(self, copy: StageCopy, function: LossFunction, output: Any, target: Any, samples: int) -> None:
         """Before a unit's loss is made, which may change what it is given."""
         self._samples, self._pair, self._single = samples, None, None
-        if samples == 1 and hasattr(next(iter(pytree.tree_leaves(target)), None), WHOLE):
+        if samples == 1 and hasattr(next(iter(pytree.tree_leaves(target)), None), SLICE):
             return  # two slices are not two samples of one kind
 
         def of(output: Any, target: Any, samples: int, unit: Unit) -> Entry:
@@ -168,10 +160,10 @@ class LossCheck:
             pytree.tree_map_only(Tensor, _copied, cut(tree, rows, dims))
             for tree, dims in ((output, self._output_dims), (target, self._target_dims))
         )
-        for own, of in zip(pytree.tree_leaves(its), pytree.tree_leaves(target), strict=False):
-            whole = getattr(of, WHOLE, None)
-            if whole is not None:
-                setattr(own, WHOLE, whole if self.of_positions else cut(whole, rows, self._target_dims))
+        for own, given in zip(pytree.tree_leaves(its), pytree.tree_leaves(target), strict=False):
+            of: SliceOf | None = getattr(given, SLICE, None)
+            if of is not None:
+                setattr(own, SLICE, of._replace(whole=cut(of.whole, rows, self._target_dims)))
         return found, its
 
     def _compare(self, whole: Entry, one: Entry, other: Entry) -> None:
@@ -196,13 +188,6 @@ class LossCheck:
         if not math.isfinite(sum(each)) or not largest:
             return
         if abs(found - halves) > rounding * largest:
-            if self.of_positions:
-                raise ConfigError(
-                    f"the loss is no mean over positions: of {self._samples} of a slice it is {found:g}, and "
-                    f"those of their halves, weighed by what they count, make {halves:g}; so the losses of "
-                    "slices do not make one process's. Let the loss function return a cf.LossSum: a sum, and "
-                    "what it is to be divided by; or divide by what counts in cf.whole_target(target)"
-                )
             raise ConfigError(
                 f"the loss is no mean over samples: of {self._samples_shown} it is {found:g}, and those of "
                 f"their halves, weighed by what they count, make {halves:g}; so the losses of micro-batches "

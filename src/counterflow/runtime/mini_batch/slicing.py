@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import WHOLE
+from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
 from .given import Given
@@ -92,7 +92,8 @@ def slice_of(tree: Any, unit: Unit, dims: Dims) -> Any:
         if not isinstance(own, Tensor) or own is whole:
             return own
         own = own.contiguous()
-        setattr(own, WHOLE, whole)
+        dim = next((d for d in range(own.dim()) if own.shape[d] != whole.shape[d]), 0)
+        setattr(own, SLICE, SliceOf(whole, rows.start, dim))
         return own
 
     return pytree.tree_map(noted, cut(tree, rows, dims), tree)

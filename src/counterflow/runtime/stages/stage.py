@@ -227,14 +227,23 @@ class StageCopy:
             return None
         return None if reads is not None and reads.any else output
 
-    def loss_apart(self, function: Callable[[Any, Any], Any], output: Any, target: Any) -> Any:
-        """What a loss function makes, without a graph, and random state and all buffers as they were.
+    def loss_apart(
+        self, function: Callable[[Any, Any], Any], output: Any, target: Any, *, graph: bool = False
+    ) -> Any:
+        """What a loss function makes, and random state and all buffers as they were.
+
+        Args:
+            function: the loss function.
+            output: of the last layer.
+            target: what it is compared with.
+            graph: whether what it makes has a graph.
 
         Raises:
             ConfigError: it draws random numbers, so that it would be another the next time.
         """
         then = self.buffers.now()
-        with torch.no_grad(), self.streams.kept(), self.buffers.as_then(then), self.means.watching():
+        mode = torch.set_grad_enabled(graph)
+        with mode, self.streams.kept(), self.buffers.as_then(then), self.means.watching():
             found = self.streams.unless_drawn(lambda: (function(output, target),))
         if self.buffers.now() is not then:
             self.buffers.restore(then)

@@ -1,0 +1,144 @@
+"""Whether the losses of slices make the loss of the whole sequence: seen in the first mini-batch of a kind.
+
+A slice's loss is compared with the losses of its two halves, each weighed as it would be in the mini-batch:
+what they weigh, their sums, and the gradient of every number of the output. So a loss is found that shifts
+its targets within what it is given, or divides by what counts in it.
+
+It cannot tell of a loss that draws random numbers, nor of one that the last layer makes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.errors import ConfigError
+from counterflow.loss_sum import SLICE, SliceOf
+
+from ..messages.values import Unit
+from .losses import Entry, LossFunction, elements_in
+from .samples import Dims, cut, samples_in
+
+if TYPE_CHECKING:
+    from ..stages.stage import StageCopy
+
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Numbers that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
+
+_KINDS = 256
+"""In so many kinds of mini-batches the loss is looked at."""
+
+
+class _Graded(NamedTuple):
+    """A loss as it enters the mini-batch's, what it weighs, and the gradients of the output's tensors."""
+
+    sum: float
+    weight: float
+    gradients: list[Tensor]
+
+
+class PositionChecks:
+    """One pipeline's.
+
+    Args:
+        output_dims: where the positions of outputs are.
+        target_dims: likewise of the targets.
+    """
+
+    def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
+        self._dims = output_dims, target_dims
+        self._seen: set[int] = set()
+
+    def of(self, kind: int) -> PositionCheck | None:
+        """What looks at a mini-batch's loss; None: another one of the kind was looked at."""
+        if kind in self._seen or len(self._seen) == _KINDS:
+            return None
+        self._seen.add(kind)
+        return PositionCheck(*self._dims)
+
+
+class PositionCheck:
+    """Of one mini-batch on one worker; arguments as of ``PositionChecks``."""
+
+    of_positions = True
+
+    def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
+        self._output_dims, self._target_dims = output_dims, target_dims
+
+    def begin(
+        self, copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int
+    ) -> None:
+        """Before a slice's loss is made.
+
+        Raises:
+            ConfigError: halves of it do not make the same, or it cannot be told.
+        """
+        if positions == 1:
+            return
+        if samples_in(output, self._output_dims, "outputs", whole=True) != positions:
+            raise ConfigError(
+                f"the last layer gives outputs without the {positions} positions of a slice, where "
+                f"target_sequence_dims={self._target_dims!r} says; say where they are, or take no slices"
+            )
+        half = positions // 2
+        whole, one, other = (
+            _graded(copy, function, *self._part(output, target, rows))
+            for rows in (slice(0, positions), slice(0, half), slice(half, positions))
+        )
+        dim = self._output_dims
+        gradients = [torch.cat(pair, dim) for pair in zip(one.gradients, other.gradients, strict=True)]
+        pairs = list(zip(whole.gradients, gradients, strict=True))
+        fits = _near(whole.weight, one.weight + other.weight, 1e-9) and all(_close(a, b) for a, b in pairs)
+        rounding = 1e-6 if all(a.dtype is torch.float64 for a, _ in pairs) else 1e-2
+        if not fits or not _near(whole.sum, one.sum + other.sum, rounding):
+            raise ConfigError(
+                f"the loss is no mean over positions: that of {positions} of a slice is not what their "
+                "halves make, so the losses of slices do not make one process's. Let the function return a "
+                "cf.LossSum: a sum, and what it is to be divided by; shift targets with cf.next_target, and "
+                "divide by what counts in cf.whole_target"
+            )
+
+    @staticmethod
+    def end(entry: Entry) -> bool:
+        """After it was made: whether nobody need look at the next one."""
+        del entry
+        return False
+
+    def _part(self, output: Any, target: Any, rows: slice) -> tuple[Any, Any, int]:
+        """Some positions, in memory of their own."""
+        found = pytree.tree_map_only(Tensor, _leaf, cut(output, rows, self._output_dims))
+        its = pytree.tree_map_only(Tensor, torch.clone, cut(target, rows, self._target_dims))
+        for own, given in zip(pytree.tree_leaves(its), pytree.tree_leaves(target), strict=False):
+            of: SliceOf | None = getattr(given, SLICE, None)
+            if of is not None:
+                setattr(own, SLICE, of._replace(start=of.start + rows.start))
+        return found, its, rows.stop - rows.start
+
+
+def _graded(copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int) -> _Graded:
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    found = copy.means.read(copy.loss_apart(function, output, target, graph=True), positions)
+    entry = found.entered(Unit(0), positions, 1.0, elements_in(output))
+    with torch.enable_grad():
+        made = torch.autograd.grad(found.loss * entry.by, leaves, allow_unused=True)
+    gradients = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, made, strict=True)
+    ]
+    return _Graded(float(found.loss.detach()) * entry.by, float(entry.weight) * entry.by, gradients)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _near(one: float, other: float, rounding: float) -> bool:
+    return not abs(one - other) > rounding * abs(one)  # also of what is not finite
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    rounding = _ROUNDING.get(one.dtype, 6e-2)
+    return not bool((one - other).abs().max() > rounding * one.abs().max())
