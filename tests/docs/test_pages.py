@@ -196,7 +196,7 @@ def test_from_a_profile_to_a_plan_to_a_run(run: Run, tmp_path: Path, monkeypatch
         *("model.toml", "profile.toml", "cluster.toml"),
     }
     assert "Trained 20 steps" in done.out
-    assert "by the plan" in done.out
+    assert "planned from the profile's costs" in done.out
 
 
 def test_planning(tmp_path: Path) -> None:

@@ -83,8 +83,11 @@ def test_then_what_came_of_it(trained: Path) -> None:
         "timeline.png",
     ):
         assert any(row.startswith(begin) for row in rows), begin
-    assert "measured   predicted" in out
-    (speed,) = [line.split()[-2:] for line in out.splitlines() if "by the plan" in line]
+    assert "measured   predicted   planned" in out
+    assert "measured in this run; predicted from ops timed at its start; planned from the profile" in out
+    (step,) = [line.split()[-2:] for line in out.splitlines() if "whole step" in line]
+    assert step == ["3200", "ms"]  # 16 samples at 5 a second
+    (speed,) = [line.split()[-2:] for line in out.splitlines() if "samples/s of these steps" in line]
     summary = json.loads((trained / "summary.json").read_text())
     assert speed == [f"{16 / summary['step_seconds']:.4g}", "5"]
     assert f"counterflow show {trained}" in out
@@ -94,9 +97,15 @@ def test_the_page_of_the_first_run_shows_the_same_rows(trained: Path) -> None:
     """But for those of a plan and of ops that were slower, and whichever workers share one."""
 
     def rows(text: str) -> list[str]:
-        table = text.partition("measured   predicted")[2].strip().partition("\n")[2].partition("\n\n")[0]
+        table = (
+            text.partition("measured   predicted")[2]
+            .partition("\n")[2]
+            .strip()
+            .partition("\n")[2]
+            .partition("\n\n")[0]
+        )
         found = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
-        often = ("by the plan", "the same, for ops as in the run")
+        often = ("samples/s of these steps", "measured in this run", "the same, for ops as in the run")
         return list(dict.fromkeys(row for row in found if row and not any(part in row for part in often)))
 
     page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text(encoding="utf-8")

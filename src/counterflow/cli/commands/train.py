@@ -191,6 +191,9 @@ def _print(summary: Summary, folder: Path) -> None:
     out.print(Text(f"\n{ended} in {duration(summary.seconds)} · {speed}", style="bold"))
     out.print(_losses(summary))
     out.print(_figures(summary))
+    if summary.planned_samples_per_second is not None:
+        said = "measured in this run; predicted from ops timed at its start; planned from the profile's costs"
+        out.print(Text(said, style="dim"))
     if about.shares_cores:
         out.print(
             Text(
@@ -229,7 +232,8 @@ def _losses(summary: Summary) -> Any:
 
 
 def _figures(summary: Summary) -> Any:
-    table = table_of("", "measured", "predicted")
+    planned = summary.planned_samples_per_second
+    table = table_of("", "measured", "predicted", *(() if planned is None else ("planned",)))
     together = summary.timed_together
     ops = "ops of a step" if together == 1 else f"ops of {together} steps, with warm-up and drain"
     table.add_row(ops, *map(_milliseconds, _pair(summary.ops_seconds)))
@@ -240,13 +244,18 @@ def _figures(summary: Summary) -> Any:
         table.add_row(row, "", _milliseconds(summary.as_ran_seconds))
     bubbles = "bubble ratio" if together == 1 else "bubble ratio, between warm-up and drain"
     table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
-    table.add_row("whole step, with syncs and updates", _milliseconds(summary.step_seconds), "")
-    if summary.planned_samples_per_second is not None:
-        over, speed = "over all steps", summary.samples_per_second
-        if together == 1:  # the first steps are slow: memory is counted, caches are cold
-            over, speed = "of the steps above", summary.about.samples / summary.step_seconds
-        planned = summary.planned_samples_per_second
-        table.add_row(f"samples/s {over}, and by the plan", f"{speed:.4g}", f"{planned:.4g}")
+    whole = "whole step, with syncs and updates"
+    if planned is None:
+        table.add_row(whole, _milliseconds(summary.step_seconds), "")
+    elif together == 1:
+        samples = summary.about.samples
+        table.add_row(whole, _milliseconds(summary.step_seconds), "", _milliseconds(samples / planned))
+        table.add_row(
+            "samples/s of these steps", f"{samples / summary.step_seconds:.4g}", "", f"{planned:.4g}"
+        )
+    else:  # steps overlap, so only the speed of all of them is the plan's number
+        table.add_row(whole, _milliseconds(summary.step_seconds), "", "")
+        table.add_row("samples/s over all steps", f"{summary.samples_per_second:.4g}", "", f"{planned:.4g}")
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():
