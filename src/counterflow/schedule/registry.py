@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError, hint
 
 from . import schemes
 from .ir import OptionValue, Schedule
-from .scheme import DEPTH, PERIODS, SLICES, Option, OptionType, Scheme
+from .scheme import DEPTH, PERIODS, SLICED, SLICES, Option, OptionType, Scheme
 
 SCHEMES: dict[str, Scheme] = {}
 """Every known scheme by its name; ``register`` adds to it."""
@@ -79,11 +79,16 @@ def scheme(name: str) -> Scheme:
 
 
 def options() -> dict[str, dict[str, Option]]:
-    """Every option by its name, then by scheme: workers first, then what several schemes have."""
+    """Every option by its name, then by scheme: workers first, then what several schemes have.
+
+    Also ``slices``, which every synchronous scheme accepts.
+    """
     found: dict[str, dict[str, Option]] = {name: {} for name in DEPTH}
     for known in SCHEMES.values():
         for option in known.options:
             found.setdefault(option.name, {})[known.name] = option
+        if known.option(PERIODS.name) is None:
+            found.setdefault(SLICES, {})[known.name] = SLICED
     names = sorted(found, key=lambda name: (name not in DEPTH, len(found[name]) < 2))
     return {name: found[name] for name in names if found[name]}
 

@@ -131,6 +131,7 @@ class Option:
 
 MICRO_BATCHES = Option("micro_batches", "1 or more", "N: micro-batches of a mini-batch", letter="N")
 PERIODS = Option("periods", "1 or more", "updates to play", default=8, noun="period")
+SLICED = Option(SLICES, "1 or more", "into how many slices of its sequence a micro-batch is cut", default=1)
 SPLIT = Option(
     "split",
     "true or false",

@@ -93,8 +93,8 @@ class _Layers:
         below = self.values.get("schedule")
         known = registry.find(str(name))
         if isinstance(below, dict) and known is not None and below.get("scheme", SCHEME) != name:
-            for key in registry.options():
-                if known.option(key) is None and key in below:
+            for key, schemes in registry.options().items():
+                if known.name not in schemes and key in below:
                     value = below.pop(key)
                     if (depth := known.in_place_of(key)) is not None:
                         below.setdefault(depth, value)

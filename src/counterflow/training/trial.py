@@ -91,7 +91,7 @@ def small_trial(
     replicas: int = 1,
     steps: int = 3,
     dtype: torch.dtype | str = torch.float64,
-    dropout: float = 0.1,
+    dropout: float | None = None,
     tied: bool | None = None,
     seed: int = 0,
 ) -> Trial:
@@ -102,16 +102,19 @@ def small_trial(
         replicas: pipeline groups, each with mini-batches of its own, the later ones larger.
         steps: mini-batches for each.
         dtype: of the weights, or its name in torch.
-        dropout: share dropped.
+        dropout: share dropped; None: 0.1, or nothing with slices, which draw each their own.
         tied: whether embedding and output layer share their weight; by default if there is a flush.
         seed: of weights and mini-batches.
     """
+    slices = schedule.workload.slices
+    if dropout is None:
+        dropout = 0.1 if slices == 1 else 0.0
     config = GPTConfig(
         layers=max(schedule.stages - 2, 1) + seed % 2,
         hidden=8,
         heads=2,
         vocabulary=17,
-        positions=4,
+        positions=4 if slices == 1 else 3 * slices + 1,
         dropout=dropout,
         tied=schedule.synchronous if tied is None else tied,
         deviation=0.3,
@@ -122,7 +125,7 @@ def small_trial(
         torch.manual_seed(seed)
         layers = list(nn.ModuleList(config.build()).to(dtype))
     generator = torch.Generator().manual_seed(seed + 1)
-    halves = max((op.parts for op in schedule.ops()), default=1)
+    halves = max((op.parts for op in schedule.ops()), default=1) if slices == 1 else 1
     fewest = schedule.micro_batches * halves
     # One sample more than fits evenly, and one more in each further replica.
     samples = [fewest + (1 if fewest > 1 else 0) + replica for replica in range(replicas)]

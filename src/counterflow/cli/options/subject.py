@@ -9,7 +9,7 @@ from counterflow.errors import ConfigError, ScheduleError
 from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
-from counterflow.schedule.scheme import DEPTH
+from counterflow.schedule.scheme import DEPTH, SLICES
 
 from ..output.console import note
 from .flags import SchemeOptions
@@ -91,7 +91,7 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
     """
     scheme = registry.scheme(name)
     names = [option.name for option in scheme.options]
-    extra = [option for option in given if option not in names and option not in DEPTH]
+    extra = [option for option in given if option not in names and option not in (*DEPTH, SLICES)]
     if extra:
         raise ConfigError(
             f"{scheme.name} has no {' and no '.join(map(flag, extra))}; "
@@ -122,7 +122,8 @@ def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -
     if not known:  # a file: what its scheme was built with
         known = dict(schedule.options)
     known[scheme.depth] = schedule.workers
-    options = {o.name: known[o.name] for o in scheme.options if o.name in known}
+    names = [*(o.name for o in scheme.options), SLICES]
+    options = {name: known[name] for name in names if name in known}
     try:
         return build(name, options)
     except ConfigError as error:
