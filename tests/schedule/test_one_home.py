@@ -119,7 +119,7 @@ def test_show(run: Run, tmp_path: Path) -> None:
 def test_help_and_the_list_of_schemes(run: Run) -> None:
     shown = run("simulate --help")
     assert "slices of the model on a worker, default 1 (queue)." in shown
-    assert "which comes first, default first-in (queue). One of first-in, last-in." in shown
+    assert "Which comes first, default first-in (queue). One of first-in, last-in." in shown
     assert "--no-halves" in shown
     assert "queue  a queue" in run("schemes")
 

@@ -53,7 +53,7 @@ def test_torch_is_not_imported() -> None:
 
 def test_every_option_of_every_scheme_is_a_key() -> None:
     options = {option.name for scheme in SCHEMES.values() for option in scheme.options}
-    assert set(ScheduleSection.keys_known()) == options | {"scheme", "file"}
+    assert set(ScheduleSection.keys_known()) == options | {"scheme", "file", "slices"}
 
 
 @pytest.mark.parametrize("name", SECTIONS)

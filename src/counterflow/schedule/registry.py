@@ -88,7 +88,7 @@ def options() -> dict[str, dict[str, Option]]:
         for option in known.options:
             found.setdefault(option.name, {})[known.name] = option
         if known.option(PERIODS.name) is None:
-            found.setdefault(SLICES, {})[known.name] = SLICED
+            found.setdefault(SLICES, {}).setdefault(known.name, SLICED)
     names = sorted(found, key=lambda name: (name not in DEPTH, len(found[name]) < 2))
     return {name: found[name] for name in names if found[name]}
 
@@ -107,8 +107,9 @@ def about(known: Mapping[str, Option]) -> str:
         default = (
             "" if option.usual is None or option.kind is OptionType.FLAG else f", default {option.usual}"
         )
-        schemes.setdefault(option.help + default, []).append(scheme)
-    return "; ".join(f"{text} ({', '.join(names)})" for text, names in schemes.items())
+        name = scheme if option is not SLICED else "every synchronous scheme"
+        schemes.setdefault(option.help + default, []).append(name)
+    return "; ".join(f"{text} ({', '.join(dict.fromkeys(names))})" for text, names in schemes.items())
 
 
 def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:

@@ -60,7 +60,6 @@ _SIZES = {
     "stages": "D: stages of each pipe. Every scheme accepts --stages or --workers.",
     "workers": "P: workers of the pipeline group, in place of --stages.",
     "micro_batches": "N: micro-batches of a mini-batch; of pipedream-2bw and wpipe, between updates.",
-    "slices": "Slices of its sequence in which each micro-batch runs, default 1; of synchronous schemes.",
 }
 """What is said of the options that all schemes have."""
 
