@@ -87,7 +87,9 @@ def _refuse_too_few(layers: int, stages: int) -> None:
     if stages < 1:
         raise ConfigError(f"stages={stages}: must be 1 or more")
     if layers < stages:
-        legal = f"1 to {layers} stages are legal" if layers else "there are no layers"
+        legal = (
+            f"choose at most {layers} stage{'s' if layers > 1 else ''}" if layers else "there are no layers"
+        )
         raise ConfigError(
             f"a model of {layers} layers for {stages} stages: every stage needs at least one layer; {legal}"
         )

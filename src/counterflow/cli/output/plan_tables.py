@@ -93,7 +93,9 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
     whole = width >= _room(plans, with_arrangement=with_arrangement)
     cells: dict[str, Callable[[Prediction], str]] = {
         "scheme": lambda p: p.configuration.scheme,
-        "options": lambda p: choices(p.configuration),
+        "options": lambda p: " ".join(
+            filter(None, ["data parallel" if _alone(p) else "", choices(p.configuration)])
+        ),
         "D": lambda p: str(p.workers),
         "W": lambda p: str(p.configuration.replicas),
         "T": lambda p: str(p.configuration.tensor_parallel),
@@ -238,14 +240,16 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
         return
     second = explained.second.play.prediction()
     ratio = second.step_seconds / best.step_seconds - 1
-    yield f"The second, {_short(second)}, is {ratio:.1%} slower"
+    alike = ratio < 5e-4
+    told = "takes the same time" if alike else f"is {ratio:.1%} slower"
+    yield f"The second, {_short(second)}, {told}"
     yield f"  {_parts(explained.second_parts)}"
     for change in explained.break_evens:
         word = "slower" if change.times > 1 else "faster"
         times = change.times if change.times > 1 else 1 / change.times
         yield f"  It wins if {change.what} are {times:.3g} times {word}"
-    if not explained.break_evens:
-        yield "  It stays behind even with messages or all-reduces 64 times faster or slower"
+    if not explained.break_evens and not alike:
+        yield "  It stays behind even with messages or all-reduces 64x faster or slower"
 
 
 def _parts(parts: Parts) -> str:
@@ -261,7 +265,13 @@ def _parts(parts: Parts) -> str:
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
     divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
-    return f"{plan.scheme} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
+    name = f"data parallelism by {plan.scheme}" if _alone(prediction) else plan.scheme
+    return f"{name} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
+
+
+def _alone(prediction: Prediction) -> bool:
+    """Whether each replica is one worker, so that there is no pipeline."""
+    return prediction.workers == 1 < prediction.configuration.replicas
 
 
 def _rest(plan: Configuration) -> str:
