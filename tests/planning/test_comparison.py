@@ -100,6 +100,18 @@ def test_costs_of_the_whole_model_are_those_of_all_workers_shares() -> None:
     assert (whole.costs_of, share.costs_of) == (CostsOf.MODEL, CostsOf.WORKER)
 
 
+def test_shares_of_a_forward_are_still_forwards() -> None:
+    placement = cf.schemes.zb_v(4, 8).placement
+    assert of_stages(cf.Costs(), placement, CostsOf.WORKER).time_unit == "F"
+    assert of_stages(cf.Costs(forward=2.0), placement, CostsOf.WORKER).time_unit == "s"
+
+
+@pytest.mark.parametrize(("field", "unit"), [("weights", "bytes"), ("casts", "bytes"), ("layers", "layers")])
+def test_bytes_below_nothing_are_refused(field: str, unit: str) -> None:
+    with pytest.raises(cf.ConfigError, match=f"{field}=-1.0: must be a finite number of {unit}, 0 or more"):
+        cf.ByteCosts(**{field: -1.0})
+
+
 def test_bytes_are_shared_out_and_messages_are_not() -> None:
     costs = cf.Costs(
         p2p=0.5, sync=4.0, memory=cf.ByteCosts(weights=8.0, inputs=3.0, activations=4.0, layers=12.0)

@@ -23,7 +23,6 @@ def chart_of(
     *,
     memory: bool = False,
     messages: bool = False,
-    in_forwards: bool | None = None,
 ) -> Chart:
     """The chart of a simulated schedule.
 
@@ -32,7 +31,6 @@ def chart_of(
         messages: add every message between workers.
         memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
             forwards in (stage × micro-batch) units.
-        in_forwards: whether times are told in forwards; None: if the costs give no seconds.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> from counterflow.simulation import simulate
@@ -43,7 +41,7 @@ def chart_of(
     (['down pipe', 'up pipe'], 32)
     """
     schedule = simulation.schedule
-    in_forwards = simulation.costs.in_forwards if in_forwards is None else in_forwards
+    in_forwards = simulation.costs.in_forwards
     unit, uses = _memory(simulation)
     peak = Memory(unit, uses).peak
     lanes, lane_of = _lanes(schedule)

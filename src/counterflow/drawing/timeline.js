@@ -140,13 +140,15 @@ class Picture {
     for (let w = 0; w < d.workers; w++) {
       if (pitch >= 11 || w % 2 === 0) {
         g.fillStyle = css("--ink");
-        g.fillText("P" + w, LEFT - 8, top + w * pitch + middle / 2 + 1);
+        g.fillText(w, LEFT - 8, top + w * pitch + middle / 2 + 1);
       }
       if (w && end > LEFT) { g.fillStyle = css("--line"); g.fillRect(LEFT, top + w * pitch, end - LEFT, 1); }
     }
     g.fillStyle = css("--faint");
     g.fillRect(LEFT, bottom, this.plotWidth, 1);
     if (d.makespan >= this.t.view.from && d.makespan <= this.t.view.to) g.fillRect(this.x(d.makespan), top, 1, bottom - top);
+    g.font = this.font.replace("12px", "11px");
+    g.fillText("worker", LEFT - 8, bottom + 14);
     g.font = this.font;
     g.textAlign = "center";
     const span = (this.t.view.to - this.t.view.from) / this.t.unit[1], most = Math.max(2, this.plotWidth / 70);
@@ -533,7 +535,7 @@ export class Timeline {
   seconds(value, digits) { return short(value / this.unit[1], digits) + " " + this.unit[0]; }
 
   show(picture, found, x, y) {
-    const d = picture.chart, rows = [["worker", "P" + found.worker]];
+    const d = picture.chart, rows = [["worker", String(found.worker)]];
     let title;
     if (found.box !== undefined) {
       const i = found.box, lane = d.lane[i] >= 0 ? d.lanes[d.lane[i]][0] : "", detail = d.texts[d.detail[i]];

@@ -12,8 +12,8 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.placement import Placement
 from counterflow.simulation import Costs
 from counterflow.simulation.cost_texts import COSTS, bytes_of, costs_from, numbers_of, read
-from counterflow.simulation.costs import MOST_COST
 from counterflow.simulation.model_share import CostsOf, of_stages
+from counterflow.simulation.op_costs import MOST_COST
 
 Text = Annotated[str, Field(max_length=20_000)]
 Count = Annotated[int, Field(ge=0, le=10**9)]

@@ -197,7 +197,7 @@ def _workers(
     ratios = [was / (should or 1.0) for was, should in zip(*busy, strict=True)]
     for worker, ratio in enumerate(ratios):
         yield {
-            "worker": f"P{worker}",
+            "worker": str(worker),
             "busy": unit.text(busy[0][worker]),
             "predicted": unit.text(busy[1][worker]),
             "times": f"{ratio:.2f}",

@@ -181,15 +181,11 @@ class Schedules:
             costs = known.costs(subject)
             given = subject.costs or (None if known.planned else CostsAsked())
             unit = None if given is None else given.costs_of or CostsOf.STAGE
-            # Shares of a forward are no seconds.
-            in_forwards = costs.in_forwards if given is None else given.costs().in_forwards
-            return _Shown(known.schedule, costs, unit, *self._timed(known, costs, asked, in_forwards))
+            return _Shown(known.schedule, costs, unit, *self._timed(known, costs, asked))
         except ConfigError as error:
             raise ConfigError(f"second schedule: {error}") if index else error from None
 
-    def _timed(
-        self, known: _Known, costs: Costs, asked: Look, in_forwards: bool
-    ) -> tuple[Chart, dict[str, Any]]:
+    def _timed(self, known: _Known, costs: Costs, asked: Look) -> tuple[Chart, dict[str, Any]]:
         schedule = known.schedule
         limits = limits_of(asked.peak, asked.memory, schedule)
         told: dict[str, Any] = {
@@ -203,9 +199,10 @@ class Schedules:
         try:
             result = simulate(schedule, costs)
         except ScheduleError as error:
-            chart = replace(order_chart(schedule, costs), in_forwards=in_forwards)
-            return replace(chart, circle=_circle(schedule)), told | {"fails": str(error)}
-        chart = chart_of(result, memory=True, messages=asked.messages, in_forwards=in_forwards)
+            return replace(order_chart(schedule, costs), circle=_circle(schedule)), told | {
+                "fails": str(error)
+            }
+        chart = chart_of(result, memory=True, messages=asked.messages)
         in_bytes = result.memory is not None
         limit = limits["memory_bytes"] if in_bytes else limits["peak"]
         each = _each(limit, schedule.workers)
@@ -443,7 +440,7 @@ def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
     for worker, use in enumerate(memory.workers):
         over = limit is not None and use.peak > limit[worker]
         yield {
-            "worker": f"P{worker}",
+            "worker": str(worker),
             "busy": unit.text(result.busy[worker]),
             "idle": unit.text(max(0.0, result.idle[worker])),
             "bubbles": f"{100 * max(0.0, result.idle[worker]) / (result.makespan or 1.0):.1f} %",

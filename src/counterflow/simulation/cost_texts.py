@@ -12,8 +12,8 @@ from typing import Any
 from counterflow.errors import ConfigError
 from counterflow.fields import asked_fields
 
-from .costs import MOST_COST, Costs
-from .op_costs import ByteCosts
+from .costs import Costs
+from .op_costs import MOST_COST, ByteCosts
 
 COSTS = asked_fields(Costs, ByteCosts)
 """What people may give, by the names of flags and of the page's forms."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -11,7 +10,7 @@ from counterflow.errors import ConfigError
 from counterflow.fields import asked
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
-from .op_costs import ByteCosts, OpCosts, PerStage, StageBytes, StageOps
+from .op_costs import ByteCosts, OpCosts, PerStage, StageBytes, StageOps, refuse_negative
 
 PerLink = float | Sequence[Sequence[float]]
 """One number for every pair of workers, or ``table[sender][receiver]``."""
@@ -66,6 +65,7 @@ class Costs:
         ops: what ops cost, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
             in ``memory``; so devices may differ, and doubled ops cost what was measured.
         memory: byte costs, or bytes by stage with what ``recompute`` makes of them; None leaves memory out.
+        relative: whether times are in forwards and not in seconds; None: if no time was given.
 
     Raises:
         ConfigError: a cost is negative or not a number.
@@ -129,6 +129,7 @@ class Costs:
     )
     ops: OpCosts | None = None
     memory: ByteCosts | StageBytes | None = None
+    relative: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_mode", parse_mode(Sync, "sync_mode", self.sync_mode))
@@ -145,26 +146,28 @@ class Costs:
             "statistics",
         ):
             if (value := getattr(self, name)) is not None:
-                _refuse_negative(name, value)
+                refuse_negative(name, value)
         for _, seconds in self.sync_crossings or ():
-            _refuse_negative("sync_crossings", seconds)
+            refuse_negative("sync_crossings", seconds)
         for _, seconds in self.ties:
-            _refuse_negative("ties", seconds)
-        _refuse_negative("message_bytes", self.message_bytes, "bytes")
-        _refuse_negative("skip_bytes", self.skip_bytes, "bytes")
+            refuse_negative("ties", seconds)
+        refuse_negative("message_bytes", self.message_bytes, "bytes")
+        refuse_negative("skip_bytes", self.skip_bytes, "bytes")
         for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):
             for row in [links] if isinstance(links, (int, float)) else links:
-                _refuse_negative(name, row)
+                refuse_negative(name, row)
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas}: must be 1 or more")
 
     @property
     def in_forwards(self) -> bool:
-        """Whether no seconds were given: then the unit of time is F, one forward.
+        """Whether the unit of time is F, one forward: ``relative``, or whether no seconds were given.
 
         >>> Costs().in_forwards, Costs(p2p=0.1).in_forwards
         (True, False)
         """
+        if self.relative is not None:
+            return self.relative
         for name, usual in _TIMES.items():
             value = getattr(self, name)
             if value is not usual and not (isinstance(value, (int, float)) and value == usual):
@@ -197,17 +200,7 @@ _NO_TIMES = frozenset(
         "replicas",
         "recompute",
         "memory",
+        "relative",
     }
 )
 _TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
-
-MOST_COST = 1e30
-"""The largest cost: sums of as many as there are ops stay numbers."""
-
-
-def _refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
-    for number in [value] if isinstance(value, (int, float)) else value:
-        if not math.isfinite(number) or number < 0:
-            raise ConfigError(f"{name}={number}: must be a finite number of {unit}, 0 or more")
-        if number > MOST_COST:
-            raise ConfigError(f"{name}={number:g}: must be {MOST_COST:g} {unit} or less")

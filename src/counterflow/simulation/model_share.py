@@ -53,7 +53,7 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
         raise ConfigError(f"costs of ops are those of one schedule's stages; give costs of a {unit}")
     share = (placement.workers if unit is CostsOf.WORKER else 1) / placement.stages
     memory = None if costs.memory is None else _divided(costs.memory, share, unit)
-    return replace(_divided(costs, share, unit), memory=memory)
+    return replace(_divided(costs, share, unit), memory=memory, relative=costs.in_forwards)
 
 
 def _divided(record: Record, share: float, unit: CostsOf) -> Record:

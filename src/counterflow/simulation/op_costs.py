@@ -5,8 +5,9 @@ The simulator asks once for each different piece of work, so it may be asked of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import add
 from typing import TYPE_CHECKING, Protocol
 
@@ -56,6 +57,23 @@ class OpCosts(Protocol):
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """What it adds to its worker's memory when it starts, and when it has ended (below 0: it frees)."""
+
+
+MOST_COST = 1e30
+"""The largest cost: sums of as many as there are ops stay numbers."""
+
+
+def refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
+    """Refuse a cost that is below 0, infinite, or so large that sums of it are.
+
+    Raises:
+        ConfigError: one of its numbers is.
+    """
+    for number in [value] if isinstance(value, (int, float)) else value:
+        if not math.isfinite(number) or number < 0:
+            raise ConfigError(f"{name}={number}: must be a finite number of {unit}, 0 or more")
+        if number > MOST_COST:
+            raise ConfigError(f"{name}={number:g}: must be {MOST_COST:g} {unit} or less")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +138,11 @@ class ByteCosts:
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
     casts: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if (value := getattr(self, each.name)) is not None:
+                refuse_negative(each.name, value, "layers" if each.name == "layers" else "bytes")
 
 
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:

@@ -32,7 +32,7 @@ from counterflow.schedule.formats import parse_op
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation import ByteCosts, Cause, Costs, OpCosts, Piece, Simulation, Span, simulate
-from counterflow.simulation.costs import MOST_COST
+from counterflow.simulation.op_costs import MOST_COST
 from counterflow.simulation.timed_schedule import Played, timed
 
 if TYPE_CHECKING:
