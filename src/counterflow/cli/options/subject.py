@@ -80,7 +80,8 @@ def load(path: str) -> Schedule:
     """
     from counterflow.schedule.formats import loads
 
-    return loads(read_text(path, "is a directory, not a schedule file"), path)
+    either = " or folder; give a scheme of 'counterflow schemes', a schedule file or, to show, a run's folder"
+    return loads(read_text(path, "is a directory, not a schedule file", if_missing=either), path)
 
 
 def build(name: str, given: dict[str, OptionValue]) -> Schedule:
