@@ -13,7 +13,6 @@ import numpy as np
 
 from counterflow.errors import DeadlockError
 from counterflow.schedule.graph import OpGraph
-from counterflow.schedule.workload import SkipLink
 
 from .player import Floats, Ints, Lasting, Lists, Times, play
 
@@ -48,10 +47,20 @@ class Messages:
 
 def messages_of(graph: OpGraph) -> Messages:
     """The messages between workers."""
-    numbers: dict[SkipLink | None, int] = {s: n for n, s in enumerate(graph.schedule.workload.skips)}
-    rows = [(s, numbers.get(skip, -1), t) for s, t, skip in graph.messages]
-    makers, skips, takers = np.array(sorted(rows), dtype=np.int64).reshape(-1, 3).T
     worker = np.array(graph.worker, dtype=np.int64)
+    takes = [node for node, source in enumerate(graph.source) if source is not None]
+    takers = np.array(takes, dtype=np.int64)
+    makers = np.array([source for source in graph.source if source is not None], dtype=np.int64)
+    between = worker[makers] != worker[takers]
+    makers, takers = makers[between], takers[between]
+    skips = np.full(len(makers), -1, dtype=np.int64)
+    if graph.by_skips:
+        numbers = {skip: number for number, skip in enumerate(graph.schedule.workload.skips)}
+        rows = [(source, taker, numbers[skip]) for source, taker, skip in graph.by_skips]
+        further = np.array(rows, dtype=np.int64).T
+        makers, takers, skips = map(np.concatenate, zip((makers, takers, skips), further, strict=True))
+    order = np.lexsort((takers, skips, makers))
+    makers, takers, skips = makers[order], takers[order], skips[order]
     return Messages(makers, takers, worker[makers], worker[takers], skips)
 
 

@@ -10,8 +10,10 @@ either, but a message. When ops run is the player's to say (``program/player.py`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, count, product
 from typing import Any
 
 from counterflow.errors import ScheduleError
@@ -22,8 +24,8 @@ from .workload import SkipLink
 _TAKES = {kind: (kind.takes, -kind.takes.goes) if kind.takes else (None, 0) for kind in OpKind}
 """What an op takes of another stage: the product, and how many stages further on it is made."""
 
-_Key = tuple[int, tuple[int, ...], int, int, int]
-"""Stage, micro-batches, pipe, part, parts."""
+_Unit = tuple[tuple[int, ...], int, int, int]
+"""Micro-batches, pipe, part, parts: what flows from stage to stage."""
 
 
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
@@ -34,76 +36,108 @@ def outside(schedule: Schedule, op: Op) -> ScheduleError:
     )
 
 
-class OpGraph:
-    """The ops of a schedule as numbered nodes with their inputs.
+class Nodes:
+    """The ops of any schedule, right or wrong, as numbered nodes: worker by worker in order.
 
-    Nodes are numbered worker by worker in order: ``first[w]`` is worker w's first node and
-    ``first[w + 1]`` one past its last. ``source[n]`` is the node whose output node n takes, or None;
-    it may sit on the same worker (then no message is sent).
-
-    Raises:
-        ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
+    Attributes:
+        schedule: whose ops they are.
+        ops: of each node.
+        first: each worker's first node, and one past the last of all.
+        worker: of each node.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.ops: list[Op] = list(schedule.ops())
+        self.ops: list[Op] = [*chain.from_iterable(schedule.orders)]
         self.first: list[int] = [0]
         self.worker: list[int] = []
         for worker, order in enumerate(schedule.orders):
             self.first.append(self.first[-1] + len(order))
             self.worker += [worker] * len(order)
-        self._columns: tuple[Any, ...] = tuple(zip(*self.ops, strict=True)) or ((),) * len(Op._fields)
-        """The ops' fields, each of all of them."""
+
+    @cached_property
+    def columns(self) -> tuple[Any, ...]:
+        """The fields of ``Op``, each of all ops."""
+        return tuple(zip(*self.ops, strict=True)) or ((),) * len(Op._fields)
+
+
+class OpGraph:
+    """The ops of a schedule as numbered nodes (``Nodes``) with their inputs.
+
+    ``source[n]`` is the node whose output node n takes, or None; it may sit on the same worker (then no
+    message is sent).
+
+    Args:
+        schedule: the orders.
+        nodes: its ops, if they are numbered already.
+
+    Raises:
+        ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
+    """
+
+    def __init__(self, schedule: Schedule, nodes: Nodes | None = None) -> None:
+        nodes = Nodes(schedule) if nodes is None else nodes
+        self.schedule, self.ops, self.first, self.worker = schedule, nodes.ops, nodes.first, nodes.worker
+        self._columns = nodes.columns
         self._of_kind: dict[OpKind, list[int]] = {kind: [] for kind in OpKind}
         for node, kind in enumerate(self._columns[0]):
             self._of_kind[kind].append(node)
+        numbers: defaultdict[_Unit, int] = defaultdict(count().__next__)
+        units = [*map(numbers.__getitem__, zip(*self._columns[2:6], strict=True))]
+        self._units: dict[_Unit, int] = dict(numbers)
+        """Their numbers."""
+        many = len(numbers)
+        self._keys = [stage * many + unit for stage, unit in zip(self._columns[1], units, strict=True)]
+        """Of each node, the number of its stage and unit."""
         self._makers = self._made()
         self.source: list[int | None] = self._sources()
 
-    def _made(self) -> dict[Product, dict[_Key, int]]:
-        """By product and what it is of, its node."""
+    def _units_before(self, stage: int) -> int:
+        """The number of a stage and the unit 0: by how much the keys of a unit differ from stage to stage."""
+        return stage * len(self._units)
+
+    def _made(self) -> dict[Product, dict[int, int]]:
+        """By product, its node by what it is of."""
         _, stages, _, pipes, _, _, _ = self._columns
-        within = range(self.schedule.stages), range(self.schedule.pipes)
-        if not all(
-            stage in within[0] and pipe in within[1] for stage, pipe in {*zip(stages, pipes, strict=True)}
-        ):
-            raise outside(
-                self.schedule,
-                next(op for op in self.ops if op.stage not in within[0] or op.pipe not in within[1]),
-            )
-        keys = [*zip(*self._columns[1:6], strict=True)]
-        makers: dict[Product, dict[_Key, int]] = {}
-        for product in Product:
-            nodes = [node for kind, its in self._of_kind.items() if product in kind.makes for node in its]
-            makers[product] = dict(zip(map(keys.__getitem__, nodes), nodes, strict=True))
-            if len(makers[product]) != len(nodes):
-                raise self._made_twice(product, keys, nodes)
+        known = {*product(range(self.schedule.stages), range(self.schedule.pipes))}
+        if not known.issuperset(zip(stages, pipes, strict=True)):
+            raise outside(self.schedule, next(op for op in self.ops if (op.stage, op.pipe) not in known))
+        makers: dict[Product, dict[int, int]] = {}
+        alike: dict[tuple[OpKind, ...], Product] = {}
+        """By the kinds that make a product and are there, the first product that they make."""
+        for made in Product:
+            kinds = tuple(kind for kind, its in self._of_kind.items() if its and made in kind.makes)
+            if kinds in alike:  # unless backwards are split, one op makes both gradients
+                makers[made] = makers[alike[kinds]]
+                continue
+            alike[kinds] = made
+            nodes = [*chain.from_iterable(map(self._of_kind.__getitem__, kinds))]
+            makers[made] = dict(zip(map(self._keys.__getitem__, nodes), nodes, strict=True))
+            if len(makers[made]) != len(nodes):
+                raise self._made_twice(made, nodes)
         return makers
 
-    def _made_twice(self, product: Product, keys: Sequence[_Key], nodes: Iterable[int]) -> ScheduleError:
-        first: dict[_Key, int] = {}
-        node = next(node for node in sorted(nodes) if first.setdefault(keys[node], node) != node)
+    def _made_twice(self, made: Product, nodes: Iterable[int]) -> ScheduleError:
+        first: dict[int, int] = {}
+        node = next(node for node in sorted(nodes) if first.setdefault(self._keys[node], node) != node)
         return ScheduleError(
-            f"{self.schedule}: the {product.value} of {self.ops[node]} is made twice; run the checker"
+            f"{self.schedule}: the {made.value} of {self.ops[node]} is made twice; run the checker"
         )
 
     def _sources(self) -> list[int | None]:
         sources: list[int | None] = [None] * len(self.ops)
-        _, stages, batches, pipes, parts, of, _ = self._columns
-        last = self.schedule.stages - 1
+        stages, keys, last = self._columns[1], self._keys, self.schedule.stages - 1
         for kind, nodes in self._of_kind.items():
-            product, step = _TAKES[kind]
-            if product is None:
+            taken, step = _TAKES[kind]
+            if taken is None:
                 continue
-            makers = self._makers[product]
+            makers, away = self._makers[taken], self._units_before(step)
             end = last if step > 0 else 0
             for node in nodes:
-                stage = stages[node]
-                if stage != end:
-                    source = makers.get((stage + step, batches[node], pipes[node], parts[node], of[node]))
+                if stages[node] != end:
+                    source = makers.get(keys[node] + away)
                     if source is None:
-                        raise self._no_input(node, stage + step)
+                        raise self._no_input(node, stages[node] + step)
                     sources[node] = source
         return sources
 
@@ -124,14 +158,16 @@ class OpGraph:
             if op.kind.whole:
                 outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
         needs: list[list[int]] = []
-        for (kind, stage, batches, pipe, part, parts, _), source in zip(self.ops, self.source, strict=True):
+        for op, source, key in zip(self.ops, self.source, self._keys, strict=True):
+            kind, stage, batches, pipe, part, parts, _ = op
             taken = [] if source is None else [source]
             if kind.first is Product.OUTPUT:
                 taken.append(outputs[pipe, stage, batches[0], part if sliced else 0])
             elif kind.first is not None:
-                taken.append(self._makers[kind.first][stage, batches, pipe, part, parts])
+                taken.append(self._makers[kind.first][key])
             if sliced and kind.carries and kind.gives and 0 <= part - kind.carries < parts:
-                taken.append(self._makers[kind.gives][stage, batches, pipe, part - kind.carries, parts])
+                slice_before = self._units[batches, pipe, part - kind.carries, parts]
+                taken.append(self._makers[kind.gives][self._units_before(stage) + slice_before])
             needs.append(taken)
         return needs
 
@@ -143,13 +179,17 @@ class OpGraph:
     @cached_property
     def messages(self) -> list[tuple[int, int, SkipLink | None]]:
         """The (producer, consumer) nodes that sit on different workers, by consumer, then those of skips."""
-        chain: list[tuple[int, int, SkipLink | None]] = [
+        between: list[tuple[int, int, SkipLink | None]] = [
             (source, node, None)
             for node, source in enumerate(self.source)
             if source is not None and self.worker[source] != self.worker[node]
         ]
-        skips = self.schedule.workload.skips
-        return chain + [message for skip in skips for message in self._skipping(skip)]
+        return between + self.by_skips
+
+    @cached_property
+    def by_skips(self) -> list[tuple[int, int, SkipLink]]:
+        """The same of skips alone, one after another."""
+        return [message for skip in self.schedule.workload.skips for message in self._skipping(skip)]
 
     def _skipping(self, skip: SkipLink) -> Iterator[tuple[int, int, SkipLink]]:
         """The (producer, consumer) nodes of a skip that sit on different workers."""
@@ -168,7 +208,7 @@ class OpGraph:
             before, after = (skip.source, skip.target)[:: takes.goes]
             if op.stage != after:
                 continue
-            source = self._makers[takes].get((before, *op[2:6]))
+            source = self._makers[takes].get(self._keys[node] + self._units_before(before - after))
             if source is None:
                 raise self._no_input(node, before)
             yield source, node, skip

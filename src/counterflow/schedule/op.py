@@ -141,4 +141,9 @@ class Op(NamedTuple):
     @property
     def boundary(self) -> int:
         """The stage whose output it gives to another stage, or the gradient of whose output."""
-        return self.stage if self.kind.gives is Product.OUTPUT else self.stage - 1
+        return boundary(self.kind, self.stage)
+
+
+def boundary(kind: OpKind, stage: int) -> int:
+    """The stage whose output, or the gradient of whose output, an op of this kind and stage gives."""
+    return stage if kind.gives is Product.OUTPUT else stage - 1

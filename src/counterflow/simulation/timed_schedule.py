@@ -8,12 +8,13 @@ by the player (``program/player.py``). The gradient syncs of a synchronous sched
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import count
 from operator import add
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,10 @@ from counterflow.program.sync import (
     needs_sync,
     plan_syncs,
 )
-from counterflow.schedule.graph import OpGraph, outside
-from counterflow.schedule.ir import Op, OpKind, Product, Schedule
+from counterflow.schedule.graph import Nodes, OpGraph, outside
+from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.op import boundary
 from counterflow.schedule.residency import peak_activations, version_lives
 
 from .costs import Costs, Link, PerLink
@@ -45,10 +47,6 @@ KEPT_MODELS = 8
 _kept: list[TimedSchedule] = []
 _keeping = Lock()
 """Held while that list is looked at or changed: threads may simulate at one time."""
-
-
-_BEFORE = {kind: int(kind.gives is not Product.OUTPUT) for kind in OpKind}
-"""By kind of op, whether what it gives is about the output of the stage before (``Op.boundary``)."""
 
 
 class Played(NamedTuple):
@@ -109,15 +107,15 @@ class TimedSchedule:
     """A schedule's lists as arrays."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.ops = list(schedule.ops())
-        lengths = [len(order) for order in schedule.orders]
-        self.first = [0, *accumulate(lengths)]
-        """Each worker's first op, and one past the last of all."""
-        self.worker = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-        """Of each op."""
+        self.schedule, self.nodes = schedule, Nodes(schedule)
+        self.ops, self.first = self.nodes.ops, self.nodes.first
         self._links: dict[object, tuple[Ints, int]] = {}
         self._before: tuple[Lasting, Times] | None = None
+
+    @cached_property
+    def worker(self) -> Ints:
+        """Of each op."""
+        return np.array(self.nodes.worker, dtype=np.int64)
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -126,7 +124,7 @@ class TimedSchedule:
         Raises:
             ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
         """
-        return OpGraph(self.schedule)
+        return OpGraph(self.schedule, self.nodes)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -146,9 +144,10 @@ class TimedSchedule:
     @cached_property
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
-        makers = [self.ops[node] for node in self.messages.makers.tolist()]
-        stages = np.array([op.stage - _BEFORE[op.kind] for op in makers], dtype=np.int64)
-        return stages, np.array([len(op.micro_batches) / op.parts for op in makers])
+        pieces, which = self.pieces
+        made_by = which[self.messages.makers]
+        stages = np.array([boundary(piece.kind, piece.stage) for piece in pieces], dtype=np.int64)
+        return stages[made_by], np.array([piece.work for piece in pieces])[made_by]
 
     @cached_property
     def lists(self) -> Lists:
@@ -224,16 +223,16 @@ class TimedSchedule:
         """
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         stages = range(self.schedule.stages)
-        kinds, of, batches, _, _, parts, _ = zip(*self.ops, strict=True) if self.ops else ((),) * 7
+        kinds, of, batches, _, _, parts, _ = self.nodes.columns
         each = [1] * len(self.ops)
-        if any(count > 1 for count in shares.values()):
+        if any(several > 1 for several in shares.values()):
             each = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
-        keys = [*zip(kinds, of, self.worker.tolist(), map(len, batches), parts, each, strict=True)]
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        which = [*map(numbers.__getitem__, keys)]
+        numbers: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)
+        keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, each, strict=True)
+        which = np.fromiter(map(numbers.__getitem__, keys), dtype=np.int64, count=len(self.ops))
         if not all(key[1] in stages for key in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
-        return [Piece(*key) for key in numbers], np.array(which, dtype=np.int64)
+        return [Piece(*key) for key in numbers], which
 
     def seconds(self, costs: Costs) -> Floats:
         """How long each op lasts.

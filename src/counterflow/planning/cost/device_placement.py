@@ -58,10 +58,15 @@ def devices(
     >>> devices(bidirectional(4), 2, Arrangement.COPIES_INSIDE)
     ((0, 4, 6, 2), (1, 5, 7, 3))
     """
+    return tuple(map(tuple, _devices(placement, replicas, arrangement, cluster, nodes).tolist()))
+
+
+def _devices(
+    placement: Placement, replicas: int, arrangement: Arrangement, cluster: Cluster | None, nodes: Runs
+) -> Ints:
+    """``devices`` as an array."""
     found = _places(placement, replicas, arrangement)
-    if cluster is not None and nodes:
-        found = devices_in_row(cluster, nodes)[found]
-    return tuple(map(tuple, found.tolist()))
+    return devices_in_row(cluster, nodes)[found] if cluster is not None and nodes else found
 
 
 def mesh(
@@ -264,7 +269,7 @@ def holding(
 ) -> Holding:
     """What some workers of each replica are on, and what broadcasts among all of them take."""
     place = placement, replicas, arrangement
-    ranks = np.sort(np.array(devices(*place, cluster, nodes))[:, list(workers)].ravel())
+    ranks = np.sort(_devices(*place, cluster, nodes)[:, list(workers)].ravel())
     node = _nodes(cluster, *place, nodes)[:, list(workers)].ravel()
     having, counts = np.unique(node, return_counts=True)
     sends = broadcasts(cluster, counts.tolist(), _Like(cluster).nodes(having))

@@ -265,11 +265,14 @@ def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
 @lru_cache(maxsize=1024)
 def _shifts(stages: int, may: tuple[int, ...]) -> Ints:
     """What no move, then a layer's from some stages to each other one, adds to where stages begin, by row."""
-    rows = [np.zeros((1, stages + 1), dtype=np.int64)]
-    for stage in may:
-        found = np.zeros((stages, stages + 1), dtype=np.int64)
-        for other in range(stages):
-            found[other, stage + 1 : other + 1] = -1
-            found[other, other + 1 : stage + 1] = 1
-        rows.append(np.delete(found, stage, axis=0))
-    return np.concatenate(rows)
+    none = np.zeros((1, stages + 1), dtype=np.int64)
+    return np.concatenate((none, *(_shifts_from(stages, stage) for stage in may)))
+
+
+@lru_cache(maxsize=1024)
+def _shifts_from(stages: int, stage: int) -> Ints:
+    """What a layer's move from a stage to each other one adds to where stages begin, by row."""
+    to, begin = np.delete(np.arange(stages), stage)[:, np.newaxis], np.arange(stages + 1)
+    down = (stage < begin) & (begin <= to)
+    up = (to < begin) & (begin <= stage)
+    return up.astype(np.int64) - down
