@@ -142,7 +142,9 @@ class _ByParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, window: int | None, queries: Tensor, *flat: Tensor) -> Tensor:
         groups = queries.shape[1] // flat[0].shape[1]
-        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        samples, heads, positions, width = queries.shape
+        # With the heads beside each other, as the projection after it takes them: it then saves no copy.
+        output = queries.new_empty(samples, positions, heads, width).transpose(1, 2)
         total = queries.new_empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
         for group in range(groups):
             its = _group(queries, group, groups)

@@ -265,8 +265,8 @@ def test_what_earlier_slices_left_is_saved_once() -> None:
     for slices in (1, 4, 8):
         schedule = schemes.dapple(stages=4, micro_batches=8, slices=slices)
         most.append(max(cf.launch(_peak, schedule, workers=4, transport="local")))
-    assert most[1] < 0.47 * most[0]
-    assert most[2] < 0.38 * most[0]
+    assert most[1] < 0.45 * most[0]
+    assert most[2] < 0.355 * most[0]
 
 
 # -- what is refused
