@@ -365,3 +365,18 @@ def test_slices_are_what_their_program_draws() -> None:
     found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert found.attempted >= 6
     assert not found.failed
+
+
+def test_long_sequences(run: Run) -> None:
+    page = DOCS / "long-sequences.md"
+    found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted >= 2
+    assert not found.failed
+    (commands,) = blocks("long-sequences.md", "sh")
+    lines = commands.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        answer = run(*shlex.split(line.removeprefix("counterflow ")))
+        assert answer.code == 0, answer
+    layer = blocks("long-sequences.md", "python")[1]
+    exec(layer + "\nRecurrent()(torch.ones(1, 2, 32))", {"cf": cf, "nn": torch.nn, "torch": torch})

@@ -167,3 +167,13 @@ def test_the_dockerfile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("", *json.loads(words["CMD"]), "--help").code == 0
     shown = next(line for line in lines if "docker run" in line)
     assert run("", *shlex.split(shown.partition(" counterflow ")[2]), "--dry-run").code == 0
+
+
+def test_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """It compares with one process by itself."""
+    runpy.run_path(str(EXAMPLES / "long_sequences.py"), run_name="__main__")
+    found = re.fullmatch(
+        r"as one process: True\nsaved: ([\d.]+) MB whole, ([\d.]+) MB in 8 slices\n", capsys.readouterr().out
+    )
+    assert found
+    assert float(found[2]) < 0.65 * float(found[1])
