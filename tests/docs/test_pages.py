@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import runpy
 import shlex
@@ -40,6 +41,30 @@ DOCS = Path(__file__).parents[2] / "docs"
 def blocks(page: str, language: str) -> list[str]:
     """The code blocks of a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, right, look = blocks("ten-minutes.md", "python")
+    (tmp_path / "own.py").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    work = importlib.import_module("own").work
+    runs = blocks("ten-minutes.md", "console")[0].splitlines()
+    for command, printed in zip(runs[::2], runs[1::2], strict=True):
+        scheme = command.split('"')[1]
+        losses, evaluated = launch(work, scheme, workers=2, transport="local", timeout_seconds=60)[0]
+        said = f"{scheme}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, evaluated {evaluated:.4f}"
+        assert said == printed
+    exec(right, {})
+    exec(look, {})
+    same, agreement, *rows = capsys.readouterr().out.splitlines()
+    assert same.startswith("SameModel: the same (")
+    assert re.fullmatch(r"Agreement: they agree \(loss .*; within 1e-10\)", agreement)
+    assert rows == blocks("ten-minutes.md", "text")[1].splitlines()
+    assert (tmp_path / "zb-v.png").is_file()
+    assert (tmp_path / "saved").is_dir()
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

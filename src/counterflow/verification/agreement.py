@@ -63,6 +63,13 @@ class Agreement:
         errors = self.loss_error, self.norm_error, self.gradient_error, self.weight_error
         return all(error <= self.tolerance for error in errors)
 
+    def __str__(self) -> str:
+        errors = (
+            f"loss {self.loss_error:.1e}, norm {self.norm_error:.1e}, gradients {self.gradient_error:.1e}"
+        )
+        told = f"{errors}, weights {self.weight_error:.1e}; within {self.tolerance:g}"
+        return f"Agreement: they {'agree' if self.ok else 'DIFFER'} ({told})"
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
