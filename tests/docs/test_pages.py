@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -355,7 +356,7 @@ def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     small = "[model]\nlayers = 2\nhidden = 16\nheads = 2\npositions = 16\n[pipeline]\ntransport = 'local'\n"
     few = f"{section}steps = 2\nsamples = 16\nthreads = 1\n[schedule]\nstages = 2\n"
     Path("my.toml").write_text(small + few)
-    callback, loop = blocks("logging.md", "python")
+    callback, loop, profiled = blocks("logging.md", "python")
     exec(callback, {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines() == [
         "chimera with 2 workers",
@@ -367,6 +368,14 @@ def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(cf, "launch", on_threads)
     exec(loop, {"__name__": "__main__"})
     assert list(Path("board").iterdir())
+    (tmp_path / "profiled.py").write_text(profiled)
+    subprocess.run([sys.executable, "profiled.py"], check=True, timeout=120)
+    for worker in (0, 1):
+        names = {
+            event.get("name")
+            for event in json.loads(Path(f"worker-{worker}.json").read_text())["traceEvents"]
+        }
+        assert {f"Forward F3.{worker}", f"InputGradient I3.{worker}", f"WeightGradients W0.{worker}"} <= names
 
 
 def test_the_life_of_a_schedule() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from counterflow import Op, Pipeline, launch, schemes
+from counterflow import Op, Pipeline, launch, lower, schemes
 from counterflow.runtime.execution import interpreter
 from counterflow.runtime.execution.meters import EventClock
 from counterflow.schedule.ir import Schedule
@@ -89,6 +89,29 @@ def test_a_trace_has_all_steps_of_its_block(schedule: Schedule) -> None:
         assert starts == sorted(starts)
         # An asynchronous scheme counts micro-batches on from step to step.
         assert len({op for op, _, _ in row}) == (whole // 3 if schedule.synchronous else whole)
+
+
+def _profiled() -> list[str]:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipeline = Pipeline(
+        layers, nn.functional.mse_loss, schemes.zb_h1(1, 2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+    pipeline.step(*batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        pipeline.step(*batch)
+    return [event.name for event in found.events()]
+
+
+def test_a_profiler_shows_every_action_by_name() -> None:
+    (names,) = launch(_profiled, workers=1, transport="local")
+    program = [str(action) for action in lower(schemes.zb_h1(1, 2)).actions[0]]
+    assert "InputGradient I0.0" in program
+    ops = [name for name in names if name in program]
+    assert ops == [name for name in program if name in set(ops)]
+    assert {
+        name for name in program if name.split()[0] in ("Forward", "InputGradient", "WeightGradients")
+    } <= set(ops)
 
 
 def test_events_are_used_again() -> None:

@@ -9,9 +9,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, cast
 
 import torch
+from torch.profiler import record_function
 
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
@@ -145,18 +147,19 @@ class Interpreter:
         if batch is not None:
             self.in_flight.take_in(batch)
         status, now = self.transport.status, time.monotonic
+        run = _run_named if torch.autograd._profiler_enabled() else _RUN  # noqa: SLF001 - there is no other
         task: Task | None = None
         try:
             around = self._precisions[0].step() if self._precisions else NOTHING
             with torch.set_grad_enabled(batch is None or batch.training), around:
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    task.run()
+                    run(task)
                 if batch is not None and batch.await_total is not None:
                     batch.total = batch.await_total()
                 for task in tasks.rest:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    task.run()
+                    run(task)
             self.in_flight.end_ops()
             if drains:
                 self.drain()
@@ -206,6 +209,15 @@ class Interpreter:
             (shifted_op(op, offset, count) if offset else op, start, end)
             for op, offset, start, end in self._clock.ran()
         ]
+
+
+_RUN = methodcaller("run")
+
+
+def _run_named(task: Task) -> None:
+    """Run a task under the name of its action, which a profiler or NVTX is to show."""
+    with record_function(str(task.action)):
+        task.run()
 
 
 def timelines(
