@@ -147,7 +147,7 @@ class Interpreter:
         if batch is not None:
             self.in_flight.take_in(batch)
         status, now = self.transport.status, time.monotonic
-        run = _run_named if torch.autograd._profiler_enabled() else _RUN  # noqa: SLF001 - there is no other
+        run = _run_named if torch.autograd._profiler_enabled() else _RUN  # type: ignore[attr-defined]  # noqa: SLF001
         task: Task | None = None
         try:
             around = self._precisions[0].step() if self._precisions else NOTHING
