@@ -111,8 +111,9 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
     samples = split_points(samples_in(inputs, pipeline.batching.input_dims), count)[1]
-    # What one backward computes is measured: halves do not cost half of a whole to the byte.
-    parts = max((op.parts for op in pipeline.schedule.ops()), default=1)
+    # What one backward computes is measured: halves do not cost half of a whole to the byte. Of slices a
+    # whole micro-batch is, for which each worker has room: they cost their shares, and see what is before.
+    parts = pipeline.schedule.workload.sample_parts
     unit = Unit(0, 0, parts).rows(samples)
     rows = SampleRows(0, samples, unit.start, unit.stop)
     taken: dict[int, Any] = {}

@@ -106,6 +106,12 @@ class Workload:
         """Micro-batches of all periods together."""
         return self.micro_batches * self.periods
 
+    @property
+    def sample_parts(self) -> int:
+        """The most parts into which backwards divide a micro-batch's samples; a slice has all of them."""
+        parts = (share.parts for one in self.passes for share in one.shares)
+        return 1 if self.slices > 1 else max(parts, default=1)
+
     def period_of(self, op: Op) -> int:
         """The period whose gradients ``op`` adds to, or whose samples it reads."""
         return op.micro_batches[0] // self.micro_batches

@@ -163,7 +163,7 @@ class RunConfig(Section):
     def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:
         """A micro-batch, or a half of one, has a sample; and a mini-batch fits into some memory."""
         samples, positions = self.train.samples, self.model.positions
-        parts = max((op.parts for op in schedule.ops()), default=1)
+        parts = schedule.workload.sample_parts
         least = parts * schedule.micro_batches
         if samples < least:
             halves = f", each in {parts} parts" if parts > 1 else ""

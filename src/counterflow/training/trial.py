@@ -125,8 +125,7 @@ def small_trial(
         torch.manual_seed(seed)
         layers = list(nn.ModuleList(config.build()).to(dtype))
     generator = torch.Generator().manual_seed(seed + 1)
-    halves = max((op.parts for op in schedule.ops()), default=1) if slices == 1 else 1
-    fewest = schedule.micro_batches * halves
+    fewest = schedule.micro_batches * schedule.workload.sample_parts
     # One sample more than fits evenly, and one more in each further replica.
     samples = [fewest + (1 if fewest > 1 else 0) + replica for replica in range(replicas)]
     batches = [[config.sample(count, generator=generator) for count in samples] for _ in range(steps)]

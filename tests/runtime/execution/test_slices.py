@@ -102,6 +102,25 @@ class CountedPositions(nn.Module):
         return found
 
 
+class Attending(nn.Module):
+    """Attention in which heads share keys, within a window perhaps."""
+
+    def __init__(self, key_heads: int, window: int | None = None) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values = (
+            nn.Linear(WIDTH, 2 * heads) for heads in (4, key_heads, key_heads)
+        )
+        self.window = window
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (map_(x).unflatten(2, (-1, 2)) for map_ in (self.queries, self.keys, self.values))
+        queries, keys, values = (tensor.transpose(1, 2) for tensor in made)
+        mixed = cf.attend(self.carry, queries, keys, values, window=self.window)
+        found: Tensor = x + mixed.transpose(1, 2).flatten(2)
+        return found
+
+
 class Sideways(nn.Module):
     """A linear layer that hands on the positions before the samples, or takes them so."""
 
@@ -206,6 +225,48 @@ def test_options_with_slices(scheme: str) -> None:
     ):
         found = agreement(schedule, make, loss, **options)
         assert found.ok, (options, found)
+
+
+def test_attention_of_groups_and_windows() -> None:
+    for heads, window in ((4, None), (2, None), (1, 3), (2, 9)):
+        layers = partial(between, *[partial(Attending, heads, window)] * 3)
+        for scheme in ("1f1b", "zb-h1"):
+            schedule = schedule_of(f"{scheme}(stages=3, micro_batches=3, slices=4)", {})
+            assert agreement(schedule, layers, steps=1).ok, (heads, window, scheme)
+
+
+def _frozen() -> list[nn.Module]:
+    layers = own()
+    for layer in layers[:3]:
+        layer.requires_grad_(False)
+    return layers
+
+
+def _skipping() -> list[nn.Module]:
+    skip = cf.Skip("past")
+
+    class Loads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.past, self.recurrent = skip.loader(), Recurrent()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, past = self.past(x)
+            found: Tensor = self.recurrent(x) + 2 * past
+            return found
+
+    return between(lambda: nn.Sequential(Recurrent(), skip.saver()), nn.GELU, Convolved, Loads)
+
+
+def test_frozen_layers_and_skip_connections() -> None:
+    for make in (_frozen, _skipping):
+        for text in (
+            "1f1b(stages=4, micro_batches=2, slices=3)",
+            "zb-h1(stages=3, micro_batches=3, slices=2)",
+        ):
+            for recompute in ("none", "layer"):
+                found = agreement(schedule_of(text, {}), make, steps=1, recompute=recompute)
+                assert found.ok, (make, text, recompute, found)
 
 
 def test_lower_precisions() -> None:

@@ -90,7 +90,7 @@ class Batches:
         self._schedule, self._batching, self._role = schedule, batching, role
         self._digest_every = execution.digest_every
         self._peers, self._copies = peers, copies
-        self._parts = max(op.parts for op in schedule.ops())
+        self._parts = schedule.workload.sample_parts
         self._agreement = Agreement(peers, schedule.micro_batches, execution.digest_every)
         self._checks = (
             None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
@@ -254,7 +254,8 @@ class Batches:
         """What sees whether the loss is a mean over samples; none where that was seen, or does not matter."""
         keeps = run.waiting > 0 or call is Call.KEEP
         sliced, evaluates = self._slices > 1 and call.trains, call is Call.EVALUATE
-        units = self._peers.replicas * self._parts * sum(map(bool, agreed.sizes))
+        parts = self._slices if sliced else self._parts
+        units = self._peers.replicas * parts * sum(map(bool, agreed.sizes))
         if units == 1 and not keeps:
             return []
         of_samples = None if self._checks is None else self._checks.of(agreed.kind, evaluates=evaluates)
