@@ -328,7 +328,10 @@ class _Search:
         return not any(links.crossed)
 
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
-        """Refuse, prune or simulate each; those that memory refuses are given back."""
+        """Prune, refuse or simulate each; those that memory refuses are given back.
+
+        What is too slow is not asked for its memory, which takes longer to walk than its ops to play.
+        """
         refused = []
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
         played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
@@ -351,20 +354,21 @@ class _Search:
                 tally.slower += 1
             else:
                 known, quickest = played.get(alike, (None, None))
-                if known is None:
-                    play = self.predictor.play(self._configuration(candidate), self.mini_batch)
-                else:
+                if known is not None:
                     play = known.with_zero_stage(candidate.zero_stage)
+                else:
+                    play = self.predictor.play(self._configuration(candidate), self.mini_batch)
                 played[alike] = play, quickest
-                if not play.fits:
+                limit = self.best.limit(scheme)
+                if quickest is None and not self.best.needs(scheme, least_seconds(play, limit)):
+                    tally.slower += 1
+                elif not play.fits:
                     tally.refuse(_too_large(scheme, play))
                     refused.append(candidate)
                 elif quickest is not None:
                     tally.simulated += 1
                     play = quickest.with_zero_stage(candidate.zero_stage)
                     self.best.add(scheme, Plan(play.seconds, candidate.place, play))
-                elif not self.best.needs(scheme, least_seconds(play, self.best.limit(scheme))):
-                    tally.slower += 1
                 else:
                     tally.simulated += 1
                     plan = self._quickest(play, candidate.place)
