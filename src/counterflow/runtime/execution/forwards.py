@@ -138,7 +138,8 @@ class RunForward(RunOp):
         if not copy.checked:
             self._outputs.check(copy, batch, spare, given.unit, (inputs, tensors, joints))
         stash = Stash(inputs, tensors, (), given.buffers, held, None, given.by_skips, joints)
-        stash.loss = tensors[0].detach() if copy.last else None
+        if self._sliced and copy.last:
+            stash.loss = tensors[0].detach()
         self._in_flight.over.append(stash)
         self._in_flight.stashes[self.stage, given.unit] = stash
         return found, self._outputs.handed_on(tensors)
@@ -175,7 +176,8 @@ class RunForward(RunOp):
     def _stashed(self, given: ForwardInput, again: Again, tensors: list[Tensor]) -> list[Tensor]:
         """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
         stash = Stash(tensors_in(again.value), [], (), given.buffers, [], None, given.by_skips)
-        stash.loss = tensors[0].detach() if self.copy.last else None
+        if self._sliced and self.copy.last:
+            stash.loss = tensors[0].detach()
         if self.copy.trains or any(t.requires_grad for t in stash.inputs):
             stash.edges, stash.again = None, again
             self._in_flight.hold(stash.inputs, stash.held)
