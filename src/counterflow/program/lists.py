@@ -112,6 +112,29 @@ def instant(lists: Lists, nodes: Floats | None = None) -> Lasting:
     return Lasting(none if nodes is None else nodes, none, messages, messages, lanes)
 
 
+def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: Floats) -> Lasting:
+    """How long everything takes in lists that have more in them than ops and the messages between workers.
+
+    What a further message says is known as soon as its maker is done with all messages between workers.
+
+    Args:
+        lasting: the ops, and the messages between workers.
+        lists: what is played.
+        ops: of each node, which op it is; -1: none.
+        messages: of each message, which one between workers it is; -1: none.
+        seconds: of each node that is no op.
+    """
+    nodes, busy = seconds.copy(), np.zeros(len(seconds))
+    nodes[ops >= 0], busy[ops >= 0] = lasting.nodes[ops[ops >= 0]], lasting.busy[ops[ops >= 0]]
+    late, travel = np.zeros(len(messages)), np.zeros(len(messages))
+    late[: lists.made[-1]] = np.repeat(busy, np.diff(lists.made))
+    lanes = np.full(len(messages), -1, dtype=np.int64)
+    between, which = messages >= 0, messages[messages >= 0]
+    late[between], travel[between] = lasting.late[which], lasting.travel[which]
+    lanes[between] = lasting.lanes[which]
+    return Lasting(nodes, busy, late, travel, lanes)
+
+
 def played(lists: Lists, lasting: Lasting) -> Times:
     """A play without a limit, in which all lists begin at 0 and lanes are free."""
     lanes = int(lasting.lanes.max(initial=-1)) + 1
@@ -128,18 +151,22 @@ def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[
     Raises:
         DeadlockError: workers wait for each other in a circle.
     """
-    lists = lists_of_ops(graph, messages_of(graph))
-    times = played(lists, instant(lists, np.array(durations, dtype=np.float64)))
+    lists, times = _instantly(graph, np.array(durations, dtype=np.float64))
     refuse_stuck(graph, lists, times)
     return times.start.astype(int).tolist(), times.end.astype(int).tolist()
+
+
+def _instantly(graph: OpGraph, durations: Floats | None = None) -> tuple[Lists, Times]:
+    """The orders, played with messages that take no time."""
+    lists = lists_of_ops(graph, messages_of(graph))
+    return lists, played(lists, instant(lists, durations))
 
 
 def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
     """A circle of (op that waits, op it waits for), as places among all ops; [] if all orders end."""
     stuck = _before_their_own(graph)
     if not stuck:
-        lists = lists_of_ops(graph, messages_of(graph))
-        stuck = _stuck_ops(graph, lists, played(lists, instant(lists)))
+        stuck = _stuck_ops(graph, *_instantly(graph))
     return graph.circle(stuck) if stuck else []
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from counterflow.errors import ConfigError, DeadlockError
 from counterflow.program.action_lists import ActionLists, action_lists, circle
 from counterflow.program.actions import Compute, Program, StartSync, Summed
-from counterflow.program.lists import played
+from counterflow.program.lists import played, spread
 from counterflow.program.player import Floats, Lasting, Times
 
 from .costs import Costs
@@ -76,7 +76,6 @@ class _Player:
                 op, skip = about
                 key = place[op], -1 if skip is None else skips.index(skip), int(lists.lists.receivers[at])
                 self.message[at] = number[key]
-        self.makers = np.repeat(np.arange(first[-1]), np.diff(lists.lists.made))
         self.sums = int(first[workers])
 
     def play(self, seconds: Floats) -> tuple[Played, float]:
@@ -89,19 +88,9 @@ class _Player:
         return self._read(times, ready), float(times.clocks.max(initial=0.0))
 
     def _lasting(self, ready: Ready) -> Lasting:
-        ops, nodes = self.op >= 0, np.zeros(len(self.op))
-        nodes[ops] = ready.lasting.nodes[self.op[ops]]
-        nodes[self.sums :] = [self._sum_seconds(start) for start in self.lists.starts]
-        busy = np.zeros(len(nodes))
-        busy[ops] = ready.lasting.busy[self.op[ops]]
-        late, travel = np.zeros(len(self.message)), np.zeros(len(self.message))
-        late[: len(self.makers)] = busy[self.makers]  # what is started, is so behind the op's messages
-        lanes = np.full(len(self.message), -1, dtype=np.int64)
-        sent = self.message >= 0
-        which = self.message[sent]
-        late[sent], travel[sent] = ready.lasting.late[which], ready.lasting.travel[which]
-        lanes[sent] = ready.lasting.lanes[which]
-        return Lasting(nodes, busy, late, travel, lanes)
+        seconds = np.zeros(len(self.op))
+        seconds[self.sums :] = [self._sum_seconds(start) for start in self.lists.starts]
+        return spread(ready.lasting, self.lists.lists, self.op, self.message, seconds)
 
     def _sum_seconds(self, start: object) -> float:
         costs, stages = self.costs, self.model.schedule.stages

@@ -17,10 +17,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from counterflow.errors import ConfigError
-from counterflow.program.lists import Messages, lists_of, lists_of_ops, messages_of, refuse_stuck
+from counterflow.program.lists import Messages, lists_of, lists_of_ops, messages_of, refuse_stuck, spread
 from counterflow.program.player import Floats, Ints, Lasting, Lists, Times, play
 from counterflow.program.sync import (
     GradientSync,
@@ -94,13 +93,11 @@ class Awaited(NamedTuple):
         syncs: in the order in which they run on each worker's lane.
         lists: the orders, and behind them the syncs.
         places: of each message of ``lists`` which one between workers it is, or -1.
-        begins: whether it says that a worker is ready for a sync.
     """
 
     syncs: list[GradientSync]
     lists: Lists
     places: Ints
-    begins: NDArray[np.bool_]
 
 
 class TimedSchedule:
@@ -137,11 +134,6 @@ class TimedSchedule:
         return messages_of(self.graph)
 
     @cached_property
-    def several(self) -> bool:
-        """Whether some op makes several messages."""
-        return len(np.unique(self.messages.makers)) < len(self.messages.makers)
-
-    @cached_property
     def sent(self) -> tuple[Ints, Floats]:
         """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
         pieces, which = self.pieces
@@ -164,27 +156,25 @@ class TimedSchedule:
         syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
         messages, workers = self.messages, self.schedule.workers
         columns = (row.tolist() for row in (messages.makers, messages.takers, messages.receivers))
-        rows = [
-            (maker, at, taker, to, False) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))
-        ]
+        rows = [(maker, at, taker, to) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))]
         before: dict[int, int] = {}
         for number, sync in enumerate(syncs):
             node, its = len(self.ops) + number, workers + number
             for worker, last in sync.last:
                 if last is not None:
-                    rows.append((self.first[worker] + last, -1, node, its, True))
+                    rows.append((self.first[worker] + last, -1, node, its))
                 user = users.get((worker, sync.stage, sync.period))
                 if user is not None:
-                    rows.append((node, -1, self.first[worker] + user, worker, False))
+                    rows.append((node, -1, self.first[worker] + user, worker))
             earlier = {before[worker] for worker in sync.workers if worker in before}
-            rows += [(other, -1, node, its, False) for other in earlier]
+            rows += [(other, -1, node, its) for other in earlier]
             before |= dict.fromkeys(sync.workers, node)
         rows.sort()
-        makers, places, takers, receivers, begins = (
+        makers, places, takers, receivers = (
             np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
         )
         first = [*self.first, *(len(self.ops) + number for number in range(1, len(syncs) + 1))]
-        return Awaited(syncs, lists_of(first, makers, takers, receivers), places, begins == 1)
+        return Awaited(syncs, lists_of(first, makers, takers, receivers), places)
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
@@ -346,8 +336,7 @@ class TimedSchedule:
         busy, waited = np.zeros(len(seconds)), none
         if not costs.overlap and not free:  # the messages of one op go one after another
             np.add.at(busy, self.messages.makers, travel)
-            if self.several:
-                waited = self.messages.before_of_op(travel)
+            waited = self.messages.before_of_op(travel)
         if free or costs.link is not Link.ONE_AT_A_TIME:
             apart = np.full(len(travel), -1, dtype=np.int64)
             lasting, links = Lasting(seconds, busy, travel + waited, none, apart), 0
@@ -358,17 +347,12 @@ class TimedSchedule:
 
     def _with_syncs(self, costs: Costs, ready: Ready) -> Ready:
         """The same with a list for each sync."""
-        syncs, lists, places, begins = self.awaited
+        syncs, lists, places = self.awaited
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
-        nodes, busy, late, travel, lanes = ready.lasting
-        makers = np.repeat(np.arange(len(self.ops) + len(syncs)), np.diff(lists.made))
-        busy = np.concatenate((busy, np.zeros(len(syncs))))
-        between, at = places >= 0, places[places >= 0]
-        delays, travels = np.where(begins, busy[makers], 0.0), np.zeros(len(places))
-        which = np.full(len(places), -1, dtype=np.int64)
-        delays[between], travels[between], which[between] = late[at], travel[at], lanes[at]
-        nodes = np.concatenate((nodes, [lasts[sync.stage] for sync in syncs]))
-        return ready._replace(lists=lists, lasting=Lasting(nodes, busy, delays, travels, which))
+        seconds = np.concatenate((np.zeros(len(self.ops)), [lasts[sync.stage] for sync in syncs]))
+        ops = np.arange(len(seconds))
+        ops[len(self.ops) :] = -1
+        return ready._replace(lists=lists, lasting=spread(ready.lasting, lists, ops, places, seconds))
 
     def played(
         self,
