@@ -1,7 +1,9 @@
 """When gradient syncs begin and end, on a lane beside each worker's compute.
 
 Invariant: a worker's syncs run one after another in the planned order, none before all of its members are
-ready. What it does not do: decide that order, or let ops wait for a sync.
+ready. What it does not do: decide that order, or let ops wait for a sync. Syncs that share ways slow each
+other, which no list says; the others the player could play as lists, to the last bit alike and no quicker (32
+syncs in 174 µs and 184 here, 8 in 36 and 34).
 """
 
 from __future__ import annotations
