@@ -9,8 +9,8 @@ until the backward of the stage that takes it.
 A profile without the peaks of ops is not that exact: there each worker has an allowance for messages, and
 what its ops leave is added up (``allowed``).
 
-The walk needs the order of a worker's actions, not when they happen: the player's times (in units) decide only
-how early receives are posted.
+The walk needs the order of a worker's actions, not when they happen: the player's times (in units) decide
+only how early receives are posted.
 
 Invariant: every byte is in one part. Not walked: skips (``skips_in_flight``), messages of other shapes than
 the micro-batch's.
