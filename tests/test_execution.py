@@ -42,17 +42,17 @@ def test_values_come_in_one_form() -> None:
     [
         (
             {"zero_stage": 2},
-            "zero_stage = 2: must be a whole number, 0 to 1 (1: of the workers that hold a weight one keeps "
-            "its optimiser state, updates it and sends it to the others (ZeRO stage 1))",
+            "zero_stage = 2: must be a whole number, 0 to 1 (1: one of the workers that hold a weight "
+            "keeps its optimiser state, updates the weight and sends it to the others (ZeRO stage 1))",
         ),
-        ({"zero_stage": True}, "zero_stage = True: must be a whole number, 0 to 1 (1: of the"),
+        ({"zero_stage": True}, "zero_stage = True: must be a whole number, 0 to 1 (1: one of the"),
         (
             {"recompute": "all"},
-            "recompute = 'all': must be one of none, stage, layer (what is computed again",
+            "recompute = 'all': must be one of none, stage, layer (what a backward computes again",
         ),
-        ({"clip_norm": -1.0}, "clip_norm = -1.0: must be a number, 0 or more (largest norm of the whole"),
+        ({"clip_norm": -1.0}, "clip_norm = -1.0: must be a number, 0 or more (maximum norm of the whole"),
         ({"barrier": 1}, "barrier = 1: must be true or false (whether steps end on all workers"),
-        ({"autocast": torch.float16}, "autocast=torch.float16 wants its losses scaled"),
+        ({"autocast": torch.float16}, "autocast=torch.float16 needs scaled losses"),
         ({"autocast": torch.float32}, "autocast = torch.float32: must be bfloat16"),
         ({"timeout_seconds": 0}, "timeout_seconds = 0: must be a number of seconds, more than 0"),
         ({"barier": False}, "barier: Execution has no such option; did you mean barrier?"),
@@ -77,8 +77,8 @@ def test_records_and_keywords_go_together() -> None:
     [
         ({"clip_norm": 2.0}, "clip_norm is given twice: 2.0, and 1.0 in execution; give it once"),
         ({"input_dims": 0}, "input_dims is given twice: 0, and 1 in batching; give it once"),
-        ({"clip": 2.0}, "clip: there is no such option; did you mean clip_norm?"),
-        ({"optimiser": 1}, "optimiser: there is no such option; did you mean optimizer?"),
+        ({"clip": 2.0}, "clip: unknown option; did you mean clip_norm?"),
+        ({"optimiser": 1}, "optimiser: unknown option; did you mean optimizer?"),
     ],
 )
 def test_what_is_given_twice_or_unknown_is_refused(flat: dict[str, Any], told: str) -> None:
@@ -141,5 +141,5 @@ def test_a_plan_reads_the_record() -> None:
 
 def test_a_pipeline_refuses_an_option_before_anything_starts() -> None:
     wrong: dict[str, Any] = {"clip": 1.0}
-    with pytest.raises(cf.ConfigError, match="clip: there is no such option; did you mean clip_norm"):
+    with pytest.raises(cf.ConfigError, match="clip: unknown option; did you mean clip_norm"):
         cf.Pipeline([], None, cf.schemes.gpipe(2, 2), optimizer=torch.optim.Adam, **wrong)

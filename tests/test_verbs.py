@@ -34,11 +34,11 @@ def test_plan_takes_an_example_records_or_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "plan needs model, profile, cluster, mini_batch; give them, or an example's name"),
-        ({"example": "chimera-bert48", "depth": (4,)}, "depth: plan has no such limit; its limits: schemes"),
+        ({}, "plan needs model, profile, cluster, mini_batch; give these, or the name of an example"),
+        ({"example": "chimera-bert48", "depth": (4,)}, "depth: unknown limit; plan accepts schemes"),
         (
             {"example": "chimera-bert48", "constraints": Constraints(), "depths": (4,)},
-            "depths: given beside constraints",
+            "depths: given in addition to constraints",
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_train_takes_a_config_or_its_keys(tmp_path: Path) -> None:
     done = cf.train(steps=2, workers=2, scheme="dapple", out=tmp_path / "run", keys=keys)
     assert done is not None
     assert (done.summary.steps, done.folder) == (2, tmp_path / "run")
-    with pytest.raises(cf.ConfigError, match="is changed by load_config or model_copy; leave out"):
+    with pytest.raises(cf.ConfigError, match="is changed by its model_copy; leave out"):
         cf.train(load_config(), steps=2)
 
 
@@ -94,5 +94,5 @@ def test_simulate_check_and_draw_take_a_schemes_name() -> None:
     cf.check("hanayo(stages=4, micro_batches=4)")
     assert cf.lower("dapple", **sizes).schedule == cf.schemes.dapple(2, 4)
     assert cf.draw("dapple", **sizes) is not None
-    with pytest.raises(cf.ConfigError, match="draw: there is no option workers"):
+    with pytest.raises(cf.ConfigError, match="draw: unknown option workers"):
         cf.draw(cf.simulate("dapple", **sizes), workers=2)

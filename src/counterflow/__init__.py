@@ -114,11 +114,12 @@ _LATE = {
     "verify": "verbs",
     "whole_target": "loss_sum",
 }
-"""By name the module that has it, of those that need torch or take a while; empty: it is a package."""
+"""For each name that needs torch or loads slowly, the module that defines it; empty: the name is a package.
+"""
 
 
 def __dir__() -> list[str]:
-    """All public names, those of ``_LATE`` as well."""
+    """All public names, including those of ``_LATE``."""
     return sorted([*__all__, "__version__"])
 
 

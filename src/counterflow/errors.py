@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 
 class CounterflowError(Exception):
-    """Base class of all errors Counterflow raises on purpose."""
+    """Base class of all errors that Counterflow raises on purpose."""
 
 
 class ConfigError(CounterflowError, ValueError):
@@ -34,11 +34,11 @@ class WorkerError(CounterflowError):
     """A worker died, hung or raised while a schedule was running.
 
     Attributes:
-        consequence: it only tells that another worker is gone or late.
-        told: another worker tells of the same.
-        lost: a worker, a device or a link is gone: the same again may go well.
-        worker: the rank to blame; None: nobody knows.
-        action: what that worker did, as far as was heard.
+        consequence: whether the error only follows from another worker that is gone or late.
+        told: whether another worker reports the same error.
+        lost: whether a worker, a device or a link is gone, so a restart may succeed.
+        worker: the rank to blame; None: unknown.
+        action: what that worker was doing, as far as it is known.
     """
 
     consequence: bool = False
@@ -49,15 +49,15 @@ class WorkerError(CounterflowError):
 
 
 def hint(name: str, known: Collection[str], shown: Collection[str] | None = None) -> str:
-    """How an error goes on that refuses a name: with the known one that was perhaps meant, and all of them.
+    """The end of an error that refuses a name: the known name that was perhaps meant, and all known names.
 
     >>> hint("dappel", ["dapple", "gpipe"]), hint("?", ["dapple"])
     ("; did you mean 'dapple'? Known: dapple, gpipe", '. Known: dapple')
 
     Args:
-        name: what was given.
-        known: what may be.
-        shown: those of them that are listed; None: all.
+        name: the name that was given.
+        known: all legal names.
+        shown: the legal names that are listed; None: all.
     """
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else "."

@@ -1,4 +1,4 @@
-"""Packages that come with an extra, and what to say where one is missing."""
+"""Packages that belong to an extra, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .errors import ConfigError
 
 
 def imported(name: str, extra: str = "hf") -> Any:
-    """A package that not every installation has.
+    """Import a package that not every installation has.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package is not installed.
 
     >>> imported("json").dumps(1)
     '1'

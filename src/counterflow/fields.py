@@ -1,7 +1,7 @@
-"""What people give of a record: how a flag of a command and a form of the page ask for its fields.
+"""How a flag of a command and a form of the page ask for the fields of a record.
 
-Invariant: a field says it where it stands, so a record, its flags and its form cannot differ. Not here: what
-a value may be, which is the record's own business.
+Invariant: this is stated where the field is defined, so a record, its flags and its form cannot differ. Legal
+values are checked by the record, not here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Asked:
     """How a field is asked for.
 
     Attributes:
-        about: what it is, as a sentence.
-        kind: what is given: a number, a flag, one of an enum's words, a text that is read; or a list of such,
-            if it may be repeated.
-        metavar: what stands for the value: ``SECONDS`` or ``BYTES`` say how a text is read, too.
-        name: what it is asked for by, if that is not the field's name.
-        divided: the least it may be, if it grows with the stage's share of the model; None: it does not.
-        least: the smallest legal number; None: whatever the record takes.
-        most: the largest.
+        about: meaning of the field, as a sentence.
+        kind: type of the value: a number, a flag, one of an enum's words, a text to parse; or a list of
+            these, if the option may be repeated.
+        metavar: placeholder for the value; ``SECONDS`` and ``BYTES`` also say how a text is parsed.
+        name: name of the option, if it is not the field's name.
+        divided: minimum, if the value grows with the stage's share of the model; None: it does not.
+        least: minimum; None: the record decides.
+        most: maximum; None: the record decides.
     """
 
     about: str
@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class AskedField:
-    """A field with how it is asked for."""
+    """A field and how it is asked for."""
 
     record: type
     field: str
@@ -47,23 +47,23 @@ class AskedField:
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
+        """Name of the option."""
         return self.asked.name or self.field
 
 
 def asked(default: Any, about: str, kind: Any = str, **more: Any) -> Any:
     """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``.
 
-    With ``MISSING`` of ``dataclasses`` in place of a default they must give it.
+    A field whose default is ``MISSING`` of ``dataclasses`` is required.
     """
     return field(default=default, metadata={"asked": Asked(about, kind, **more)})
 
 
 def asked_fields(*records: type) -> dict[str, AskedField]:
-    """The fields of these dataclasses that people may give, by what they are asked for by.
+    """The fields of these dataclasses that people may give, by option name.
 
     Raises:
-        ConfigError: two have one name.
+        ConfigError: two fields have the same option name.
     """
     found: dict[str, AskedField] = {}
     for record in records:

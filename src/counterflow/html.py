@@ -1,6 +1,7 @@
-"""Facts and tables as HTML, which is what objects show of themselves in notebooks.
+"""Facts and tables as HTML: how objects show themselves in notebooks.
 
-Invariant: every text is escaped, and nothing refers to anything outside. Knows nobody.
+Invariant: every text is escaped, and nothing outside the page is referenced. This module imports no other
+room.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from html import escape
 
 
 def titled(title: str, *parts: str) -> str:
-    """A title in bold above parts that are HTML."""
+    """A bold title above parts that are HTML."""
     return f"<div><p><b>{escape(title)}</b></p>{''.join(parts)}</div>"
 
 

@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first used: they need torch, or take a while.
+"""Names of a package that are imported when they are first used, because they need torch or load slowly.
 
-Invariant: importing the package imports none of them. Knows nobody.
+Invariant: importing the package imports none of them. This module imports no other room.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     'JSONDecoder'
 
     Args:
-        package: its name.
-        homes: by name, the module within the package that has it; empty: it is such a module.
+        package: name of the package.
+        homes: module within the package that defines each name; empty: the name is itself a module.
     """
 
     def attribute(name: str) -> Any:

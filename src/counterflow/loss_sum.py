@@ -1,6 +1,6 @@
-"""A loss that is a sum and what it weighs, and the targets of which a slice has a part.
+"""A loss as a sum and its weight, and targets of which a slice has a part.
 
-It is what a model's loss function gives and reads, and the runtime reads and gives.
+A model's loss function returns the former and reads the latter; the runtime does the reverse.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 class LossSum(NamedTuple):
-    """A loss that is normalised over the whole mini-batch: by tokens that count, say.
+    """A loss that is normalised over the whole mini-batch, for instance by the number of tokens that count.
 
     The mini-batch's loss is the sum of all ``sum`` divided by that of all ``weight``, over micro-batches and
-    replicas, and so are the gradients; a micro-batch of weight 0 is one of many.
+    replicas, and so are the gradients; micro-batches of weight 0 are allowed.
 
     Attributes:
-        sum: over what counts, not its mean; 0 where nothing counts.
-        weight: how much counts, 0 or more.
-        metrics: likewise sums, told divided by the weight in ``Step.metrics``.
+        sum: sum of the losses that count, not their mean; 0 if nothing counts.
+        weight: weight of the sum, such as its number of tokens; 0 or more.
+        metrics: further sums, which ``Step.metrics`` reports divided by the weight.
     """
 
     sum: Tensor
@@ -30,7 +30,7 @@ class LossSum(NamedTuple):
 
 
 class SliceOf(NamedTuple):
-    """What a slice of a target is of.
+    """The target of which a slice is a part.
 
     Attributes:
         whole: the target of the whole sequence.
@@ -44,17 +44,17 @@ class SliceOf(NamedTuple):
 
 
 SLICE = "counterflow_slice"
-"""The attribute under which a slice of a target has a ``SliceOf``."""
+"""Attribute of a slice of a target that contains its ``SliceOf``."""
 
 
 def whole_target(target: Tensor) -> Tensor:
-    """The target of the whole sequence, where a loss function is given a slice's; else the target itself.
+    """The target of the whole sequence if the target is that of a slice; otherwise the target itself.
 
-    A loss that divides by what counts in each sample needs it to know how much that is: what it returns for
-    a slice is divided by what counts in the whole sample, times the whole length over the slice's.
+    A loss that divides by the number of tokens that count in each sample needs it: its value for a slice is
+    divided by that number in the whole sample, times the whole length over the slice's.
 
     Args:
-        target: a tensor of the targets, as the loss function was given it.
+        target: a tensor of the targets that the loss function was given.
     """
     of: SliceOf | None = getattr(target, SLICE, None)
     return target if of is None else of.whole
@@ -64,7 +64,7 @@ def next_target(target: Tensor, last: float) -> Tensor:
     """The target one position further on, of the same shape; so a loss shifts targets that are a slice's.
 
     Args:
-        target: a tensor of the targets, as the loss function was given it.
+        target: a tensor of the targets that the loss function was given.
         last: what the sequence's last position gets, one that does not count: -100 for torch's losses.
     """
     of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))

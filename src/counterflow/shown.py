@@ -1,7 +1,7 @@
-"""What the models of ``--json`` are made of.
+"""Parts of the models of ``--json``.
 
-Invariant: a key has one description, and reads its value from the library's record. A record that is shown as
-it stands needs no model: its docstring says what its attributes are. What it does not do: print.
+Invariant: a key has one description, and reads its value from the library's record. A record that is shown
+unchanged needs no model: its docstring describes its attributes. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -28,60 +28,60 @@ Options = Annotated[dict[str, bool | int | str], BeforeValidator(dict)]
 
 
 def exact(value: float) -> int | float:
-    """A count as JSON should show it: 5 rather than 5.0, but 2.5 as it is."""
+    """A number as JSON should show it: 5 rather than 5.0, but 2.5 unchanged."""
     return int(value) if float(value).is_integer() else value
 
 
 Count = Annotated[int | float, BeforeValidator(exact)]
-"""A number that is whole as a rule."""
+"""A number that is usually whole."""
 
 
 def said(text: str, *places: str) -> Any:
-    """What a key means, for the page, and where its value is if not under the key's own name.
+    """Meaning of a key, for the page, and where its value is found if not under the key's own name.
 
     Args:
-        text: what it means.
-        places: attributes of the record, dotted; the first that is there.
+        text: meaning of the key.
+        places: dotted attributes of the record; the first that exists is read.
     """
     return Field(description=text, validation_alias=_choices(*places) if places else None)
 
 
 def reads(*places: str) -> ConfigDict:
-    """The setting of a model whose keys are attributes of these attributes of the record, or its own."""
+    """Setting of a model whose keys are attributes of the record, or of these attributes of the record."""
     names = AliasGenerator(validation_alias=lambda key: _choices(key, *(f"{one}.{key}" for one in places)))
     return ConfigDict(alias_generator=names)
 
 
 def _choices(*places: str) -> AliasChoices:
-    """The places of a value; numbers in them are indices."""
+    """Places of a value; numbers in them are indices."""
     paths = ([int(part) if part.isdigit() else part for part in one.split(".")] for one in places)
     return AliasChoices(*(AliasPath(str(first), *rest) for first, *rest in paths))
 
 
 class Part(BaseModel):
-    """An object inside of what a command prints."""
+    """An object inside a command's output."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True, populate_by_name=True)
 
     @classmethod
     def of(cls, **found: Any) -> Self:
-        """What reads these records by their names."""
+        """A model of this class that reads the named records."""
         return cls.model_validate(SimpleNamespace(**found))
 
 
 class Result(Part):
-    """What a command prints. Keys that do not apply are left out."""
+    """Output of a command. Keys that do not apply are omitted."""
 
     format: Annotated[Literal[1], said("the version of this form")] = 1
 
 
 def result_of(doc: str, base: type[Result], *records: type, **more: Any) -> type[Result]:
-    """The model of what shows the attributes of records side by side.
+    """A model that shows the attributes of several records side by side.
 
     Args:
-        doc: what prints it.
-        base: what it has before them.
-        records: dataclasses; an attribute that is one of them is not shown for itself.
+        doc: docstring: what prints the model.
+        base: model whose keys come first.
+        records: dataclasses; an attribute that contains one of them is not shown itself.
         more: further keys, annotated.
     """
     fields: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def result_of(doc: str, base: type[Result], *records: type, **more: Any) -> type
 
 
 def meanings(shown: type) -> dict[str, str]:
-    """What each key of a model or a record means: a record's docstring says it of its attributes."""
+    """Meaning of each key of a model or record; a record's docstring describes its attributes."""
     if issubclass(shown, BaseModel):
         named = {name: field.description for name, field in shown.model_fields.items()}
     else:
@@ -110,7 +110,7 @@ _NONE = re.compile(r"\bNone\b")
 
 
 def sections(*shown: type) -> dict[type, str]:
-    """Of models, and of all that they show inside of them, a table of their keys, for the page."""
+    """For each model, and each model inside it, a table of its keys, for the page."""
     found: dict[type, str] = {}
     waiting = list(shown)
     for one in waiting:

@@ -1,7 +1,7 @@
 """Values as TOML text by tomlkit, for configs and messages.
 
-Invariant: ``tomllib`` reads back what was written, value for value. Only what a config holds can be
-written: true and false, numbers, texts, paths, and lists of them.
+Invariant: ``tomllib`` reads back what was written, value for value. Only values of a config can be written:
+true and false, numbers, texts, paths, and lists of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from counterflow.errors import ConfigError
 
 
 def dumps(value: object) -> str:
-    r"""One value as it stands right of ``key =``.
+    r"""A value as it stands to the right of ``key =``.
 
     Raises:
-        ConfigError: TOML has no such value.
+        ConfigError: TOML cannot express the value.
 
     >>> print(dumps([1, 2.5, True, 'a "b"\n']))
     [1, 2.5, true, "a \"b\"\n"]
@@ -29,13 +29,13 @@ def dumps(value: object) -> str:
 
 
 _SHOWN = 60
-"""Characters of a value that a message shows."""
+"""Maximum characters of a value that a message shows."""
 
 _LARGEST = 2**63 - 1
 
 
 def shown(value: object) -> str:
-    """A value in a message: as TOML if it can be, and no longer than a line; the time it takes is bounded.
+    """A value in a message: as TOML if possible, at most a line long, in bounded time.
 
     >>> shown(None)
     'not given'
@@ -52,7 +52,7 @@ def shown(value: object) -> str:
 
 
 def _begin(value: object, depth: int = 3) -> object:
-    """The first parts of a value, as much as is shown of it."""
+    """The first parts of a value, as many as are shown."""
     if isinstance(value, int) and abs(value) > 10**_SHOWN:
         return f"a number of {value.bit_length():,} bits"
     if isinstance(value, (str, PurePath)):
@@ -63,7 +63,7 @@ def _begin(value: object, depth: int = 3) -> object:
 
 
 def has_only_legal_numbers(values: object) -> bool:
-    """Whether all whole numbers have the 64 bits of TOML; tomllib reads longer ones."""
+    """Whether all whole numbers fit in TOML's 64 bits; tomllib also reads longer ones."""
     if isinstance(values, Mapping):
         return all(has_only_legal_numbers(value) for value in values.values())
     if isinstance(values, list):
@@ -72,7 +72,7 @@ def has_only_legal_numbers(values: object) -> bool:
 
 
 def _plain(value: object) -> bool | float | str | list[object]:
-    """The value in the types that tomlkit knows."""
+    """The value as types that tomlkit knows."""
     if isinstance(value, (str, PurePath)):
         text = str(value)
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -82,4 +82,4 @@ def _plain(value: object) -> bool | float | str | list[object]:
         return value
     if isinstance(value, Sequence):
         return [_plain(part) for part in value]
-    raise ConfigError(f"{value!r} cannot be written as TOML; give a text, a number, true, false or a list")
+    raise ConfigError(f"{value!r} cannot be written as TOML; use a text, a number, true, false or a list")

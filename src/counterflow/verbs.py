@@ -1,6 +1,6 @@
-"""The verbs that need a whole model, as functions: plan, predict, verify, train; records in, records out.
+"""The verbs that need a whole model, as functions from records to records: plan, predict, verify, train.
 
-Each calls one function of its room. What commands do beside (flags, bars, tables) is in ``cli``. The other
+Each calls one function of its room. Flags, bars and tables of commands are in ``cli``. The other
 verbs are functions of their own rooms: ``simulate``, ``check``, ``draw``, ``compare``, ``synthesize``.
 """
 
@@ -51,17 +51,17 @@ def plan(
 
     Args:
         model: what is trained, as a record or a TOML file.
-        profile: what its layers cost on a device; likewise.
-        cluster: the devices and their links; likewise.
+        profile: costs of its layers on a device, as a record or a TOML file.
+        cluster: the devices and their links, as a record or a TOML file.
         mini_batch: samples of one update, over all replicas.
         example: a paper's run by its name (``counterflow plan --list``), in place of what is not given.
-        constraints: what a plan has to be.
+        constraints: constraints on a plan.
         count: how many of the best plans are returned, 1 or more.
         progress: called with candidates decided, candidates in all, and the current activity.
         limits: fields of ``Constraints``, in place of the record.
 
     Returns:
-        The best plans (``best``), the best of each scheme, and what became of all candidates.
+        The best plans (``best``), the best of each scheme, and statistics of the search.
 
     Raises:
         ConfigError: an input is missing or damaged, or a limit is unknown or not legal.
@@ -80,13 +80,13 @@ def plan(
     task = Task.of(
         example,
         {name: value for name, value in given.items() if value is not None},
-        lambda missing: f"plan needs {', '.join(missing)}; give them, or an example's name",
+        lambda missing: f"plan needs {', '.join(missing)}; give these, or the name of an example",
     )
     if constraints is not None and limits:
-        raise ConfigError(f"{', '.join(limits)}: given beside constraints; put them into the record")
+        raise ConfigError(f"{', '.join(limits)}: given in addition to constraints; put them into the record")
     if unknown := limits.keys() - set(Constraints.__dataclass_fields__):
         known = ", ".join(Constraints.__dataclass_fields__)
-        raise ConfigError(f"{min(unknown)}: plan has no such limit; its limits: {known}")
+        raise ConfigError(f"{min(unknown)}: unknown limit; plan accepts {known}")
     constraints = constraints or Constraints(**limits)
     return search(
         task.model, task.profile, task.cluster, task.mini_batch, constraints, count=count, progress=progress
@@ -108,12 +108,13 @@ def predict(
 
     Args:
         model: what is trained, as a record or a TOML file.
-        profile: what its layers cost on a device; likewise.
-        cluster: the devices and their links; likewise.
-        configuration: how it is trained; or the name of a scheme, with the three that follow.
-        mini_batch: samples that the step is counted for; None: those of one update.
-        replicas: pipeline groups.
-        samples: of a micro-batch.
+        profile: costs of its layers on a device, as a record or a TOML file.
+        cluster: the devices and their links, as a record or a TOML file.
+        configuration: how the model is trained: a record, or the name of a scheme with the three arguments
+            that follow.
+        mini_batch: samples of one mini-batch; None: those of one update.
+        replicas: number of pipeline groups.
+        samples: samples of a micro-batch.
         sizes: options of the scheme.
 
     Raises:
@@ -155,20 +156,22 @@ def verify(
     Args:
         schedule: what the pipeline executes: a schedule, or the name of a scheme.
         layers: the model, which is not changed; None: a small transformer in float64.
-        loss_function: output of the last layer and target to the mean loss over the samples; with ``layers``.
-        batches: mini-batches by step and replica; with ``layers``.
-        optimizer: a function of parameters to an optimiser; with ``layers``.
-        scheduler: a function of an optimiser to a learning-rate scheduler.
-        replicas: pipeline groups for the small model.
-        steps: updates of the small model; None: 3, or of an asynchronous scheme 5 after its warm-up.
-        transport: what carries the workers' messages, by its name as for ``launch``.
-        seed: of all random draws.
+        loss_function: function of the last layer's output and the target that returns the mean loss over the
+            samples; required with ``layers``.
+        batches: mini-batches by step and replica; required with ``layers``.
+        optimizer: a function that makes an optimiser of parameters; required with ``layers``.
+        scheduler: a function that makes a learning-rate scheduler of an optimiser.
+        replicas: number of pipeline groups for the small model.
+        steps: updates of the small model; None: 3, or 5 after the warm-up of an asynchronous scheme.
+        transport: name of the transport that carries the workers' messages, as for ``launch``.
+        seed: seed of all random draws.
         execution: how the pipeline executes the schedule.
         batching: how mini-batches are cut.
         options: sizes of the scheme that is named, fields of the two records, and arguments of ``Pipeline``.
 
     Returns:
-        The largest relative errors of losses, norms, gradients and weights; ``ok`` if all are tolerable.
+        The largest relative errors of losses, norms, gradients and weights; ``ok`` if all are within the
+        tolerance.
 
     Raises:
         ConfigError: the pipeline cannot run this, or the model is given in part.
@@ -185,7 +188,7 @@ def verify(
     if not absent:
         return compare(schedule, scheduler=scheduler, **model, **options)  # type: ignore[arg-type]
     if len(absent) < len(model) or scheduler is not None:
-        raise ConfigError(f"verify needs {' and '.join(absent)}; give the whole model, or nothing of it")
+        raise ConfigError(f"verify needs {' and '.join(absent)}; give the whole model, or none of its parts")
     count = steps or updates_compared(schedule, replicas=replicas)
     trial = small_trial(schedule, replicas=replicas, steps=count, seed=seed)
     return trial.verify(flush_after=() if schedule.synchronous else (count - 3,), **options)
@@ -205,11 +208,11 @@ def train(
 
     Args:
         config: what to train: a record, a TOML file, or None for the built-in example.
-        callbacks: each is called while the run goes on, as ``counterflow.training.Callback`` says.
+        callbacks: called during the run, see ``counterflow.training.Callback``.
         scheme: the scheme, in place of the config's.
-        workers: of a pipeline group; likewise.
-        steps: updates; likewise.
-        out: folder of the results; likewise.
+        workers: workers of a pipeline group, in place of the config's.
+        steps: number of updates, in place of the config's.
+        out: folder of the results, in place of the config's.
         keys: any keys of the config: ``{"model.hidden": 128}``.
         max_restarts: restart the workers at most this many times after a failure.
 
@@ -219,7 +222,7 @@ def train(
 
     Raises:
         ConfigError: the config is wrong, or the run cannot be started.
-        WorkerError: a worker failed; what was reached is in the folder.
+        WorkerError: a worker failed; the folder contains what was reached.
         KeyboardInterrupt: the run was stopped before its first step.
     """
     from .training import load_config  # noqa: PLC0415 - torch takes seconds
@@ -230,15 +233,13 @@ def train(
         changed = {"scheme": scheme, "workers": workers, "steps": steps, "out": out}
         config = load_config(config, _as_sets(keys or {}), **changed)  # type: ignore[arg-type]
     elif keys or any(given is not None for given in (scheme, workers, steps, out)):
-        raise ConfigError(
-            "train: a RunConfig is changed by load_config or model_copy; leave out the other keys"
-        )
+        raise ConfigError("train: a RunConfig is changed by its model_copy; leave out the keys")
     found = run(config, *callbacks, max_restarts=max_restarts)
     return None if found is None else RunResult(*found)
 
 
 def _as_sets(keys: Mapping[str, Any]) -> list[str]:
-    """Keys with values, as ``--set`` takes them."""
+    """Keys with values, in the form of ``--set``."""
     from . import toml  # noqa: PLC0415
 
     return [f"{key}={toml.dumps(value)}" for key, value in keys.items()]

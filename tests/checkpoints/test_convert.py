@@ -68,11 +68,11 @@ def test_into_a_folder_of_transformers_and_back(checkpoint: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: convert(p / "run", p / "run"), "is there already; name a new file or folder"),
-        (lambda p: convert(p / "none", p / "x.safetensors"), "there is no such file or folder"),
-        (lambda p: convert(p / "none.safetensors", p / "x"), "there is no such file"),
-        (lambda p: convert(p / "run", p / "x"), "needs the model's config, and '.' has no config.json; give"),
-        (lambda p: convert(p / "run", p / "x.safetensors", p), "a safetensors file has weights only"),
+        (lambda p: convert(p / "run", p / "run"), "exists already; name a new file or folder"),
+        (lambda p: convert(p / "none", p / "x.safetensors"), "no such file or folder"),
+        (lambda p: convert(p / "none.safetensors", p / "x"), "no such file"),
+        (lambda p: convert(p / "run", p / "x"), "needs the model's config, but '.' has no config.json; give"),
+        (lambda p: convert(p / "run", p / "x.safetensors", p), "a safetensors file contains weights only"),
         (lambda p: convert(_text(p / "x.safetensors"), p / "y"), "cannot be read as safetensors"),
     ],
 )

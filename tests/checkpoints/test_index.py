@@ -44,7 +44,7 @@ WHOLE = Index(
     about={"validation_loss": 0.5},
 )
 DAMAGED = (
-    "run: is no checkpoint, or damaged; give the folder of a run of `counterflow train`, or another "
+    "run: is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or another "
     "checkpoint of it"
 )
 
@@ -108,7 +108,7 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     data = {**WHOLE.model_dump(mode="json"), "format_version": "4" * 30}
     path.write_text(digested(data))
     assert refusal(path) == (
-        f"run: is a checkpoint of version {'4' * 20}, and this Counterflow reads version 4; go on with "
+        f"run: is a checkpoint of version {'4' * 20}, but this Counterflow reads version 4; resume with "
         "the one that wrote it"
     )
 

@@ -177,7 +177,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 def test_output_that_cannot_show_a_sign() -> None:
     done = _python("-m", "counterflow", "check", *SIMULATE.split()[1:], PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "? every product exactly once" in done.stdout
+    assert "? every op exactly once" in done.stdout
 
 
 def test_no_colours_where_there_is_no_terminal() -> None:

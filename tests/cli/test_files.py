@@ -108,7 +108,7 @@ def test_a_file_fixes_its_options(refused: Refused, exported: Exported, command:
 def test_check_shows_the_circle(run: Run, deadlocked: Path) -> None:
     answer = run(f"check {deadlocked}")
     assert (answer.code, answer.err) == (1, "")
-    assert "✓ every product exactly once" in answer.out
+    assert "✓ every op exactly once" in answer.out
     assert "✗ no deadlock with buffered sends" in answer.out
     for line in CIRCLE:
         assert line in answer.out
@@ -141,7 +141,7 @@ def test_a_file_that_is_wrong_but_can_be_played(run: Run, wrong: Path, command: 
     answer = run(f"{command} {wrong}")
     assert answer.code == 0
     assert answer.err == (
-        f"Warning: {wrong} does not pass the checker (every product exactly once); "
+        f"Warning: {wrong} does not pass the checker (every op exactly once); "
         f"see: counterflow check {wrong}\n"
     )
 
@@ -150,10 +150,8 @@ def test_a_file_that_is_wrong_but_can_be_played(run: Run, wrong: Path, command: 
 def test_no_such_file(refused: Refused, tmp_path: Path, command: str) -> None:
     path = tmp_path / "nowhere.json"
     told = refused(f"{command} {path}")
-    assert told.startswith(
-        f"Error: {path}: there is no such file or folder; give a scheme of 'counterflow schemes'"
-    )
-    assert refused(f"{command} nowhere.json").startswith("Error: nowhere.json: there is no such file")
+    assert told.startswith(f"Error: {path}: no such file or folder; give a scheme of 'counterflow schemes'")
+    assert refused(f"{command} nowhere.json").startswith("Error: nowhere.json: no such file")
 
 
 def test_not_a_file(refused: Refused, tmp_path: Path) -> None:
@@ -163,7 +161,7 @@ def test_not_a_file(refused: Refused, tmp_path: Path) -> None:
 def test_not_text(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(b"\x89PNG\xff")
-    assert refused(f"check {path}") == f"Error: {path}: is no text (byte 0 is not UTF-8)\n"
+    assert refused(f"check {path}") == f"Error: {path}: is not a text file (byte 0 is not UTF-8)\n"
 
 
 @pytest.mark.parametrize("command", READERS)
@@ -212,14 +210,14 @@ def test_no_op(refused: Refused, exported: Exported, text: str) -> None:
 
 
 def test_export_takes_schemes_and_files(refused: Refused) -> None:
-    assert refused("export x.json").startswith("Error: x.json: there is no such file")
+    assert refused("export x.json").startswith("Error: x.json: no such file")
     assert refused("export nothing").startswith("Error: unknown scheme 'nothing'")
 
 
 def test_export_into_nowhere(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "x.json"
     assert refused(f"export {DAPPLE} --out {path}") == (
-        f"Error: cannot write {path}: there is no directory {path.parent}\n"
+        f"Error: cannot write {path}: the directory {path.parent} does not exist\n"
     )
     assert refused(f"export {DAPPLE} --out {tmp_path}") == (
         f"Error: cannot write {tmp_path}: it is a directory\n"

@@ -20,7 +20,7 @@ DIGITS = "9" * 5000
     [
         (
             "simulate hanayo --workers 1000000 --micro-batches 2",
-            "Error: hanayo with --workers 1,000,000 and --micro-batches 2 has at least 4,000,000 ops, and at "
+            "Error: hanayo with --workers 1,000,000 and --micro-batches 2 has at least 4,000,000 ops, but at "
             f"most {MOST_OPS:,} are built; choose smaller numbers\n",
         ),
         ("check dapple --stages 2 --micro-batches 100000000", "Error: dapple with --stages 2 and "),
@@ -38,7 +38,7 @@ DIGITS = "9" * 5000
         ),
         (
             "plan --example chimera-bert48 --mini-batch 1000000",
-            "Error: --mini-batch 1000000: at most 100,000 samples are planned\n",
+            "Error: --mini-batch 1000000: at most 100,000 samples are supported\n",
         ),
         (
             "train --set model.layers=1000000000",
@@ -82,7 +82,7 @@ def test_messages_are_short(refused: Refused, line: str) -> None:
 
 def test_messages_of_many_words_are_short(refused: Refused) -> None:
     assert len(shown := refused(f"simulate {'x ' * 15_000!r} --stages 2")) < 1_200
-    assert " characters are left out) … " in shown
+    assert " characters omitted) … " in shown
 
 
 def test_numbers_that_toml_does_not_have(refused: Refused, tmp_path: Path) -> None:
@@ -110,9 +110,10 @@ def test_numbers_in_files(run: Run, refused: Refused, tmp_path: Path) -> None:
     schedule.write_text(f'{{"format": "counterflow-schedule", "micro_batches": {DIGITS}}}')
     messages.append(refused(f"check {schedule}"))
     assert [message.removeprefix(f"Error: {tmp_path}/") for message in messages] == [
-        "many.toml: nodes=1000000000 with devices=1 each: at most 100,000 devices are planned for\n",
+        "many.toml: nodes=1000000000 with devices=1 each: at most 100,000 devices are supported; "
+        "give fewer\n",
         *(
-            f"{name}: a number of thousands of digits; is the file damaged?\n"
+            f"{name}: a number has thousands of digits; is the file damaged?\n"
             for name in ("digits.toml", "digits.json", "schedule.json")
         ),
     ]

@@ -53,14 +53,14 @@ def test_a_folder_is_all_its_text_files_sorted_by_path(tmp_path: Path) -> None:
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing: there is no such file or folder"):
+    with pytest.raises(ConfigError, match=r"nothing: no such file or folder"):
         read_text(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"is no path"):
+    with pytest.raises(ConfigError, match=r"is not a path"):
         read_text("a\0b")
-    with pytest.raises(ConfigError, match=r"there is no text file in this folder"):
+    with pytest.raises(ConfigError, match=r"this folder contains no text file"):
         read_text(tmp_path)
     (tmp_path / "image").write_bytes(b"ab\0")
-    with pytest.raises(ConfigError, match=r"image: is no text \(byte 2 is NUL\)"):
+    with pytest.raises(ConfigError, match=r"image: is not a text file \(byte 2 is NUL\)"):
         read_text(tmp_path / "image")
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match=r"empty: the file is empty"):

@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, lines: Path, tokenizer: 
     for path, content, message in (
         ("none.jsonl", None, "no such file"),
         ("text.pdf", "x", "no file that can be read"),
-        ("empty.txt", "", "no text in it"),
+        ("empty.txt", "", "contains no text"),
         ("odd.jsonl", '{"text": 1}\n', "cannot be read as json"),
         ("broken.jsonl", '{"text": \n', "cannot be read as json"),
         ("other.jsonl", '{"body": "a"}\n', r"data.field \(body\)"),

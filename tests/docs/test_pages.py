@@ -83,7 +83,7 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     exec(same, {})
     compared = capsys.readouterr().out.splitlines()
     assert compared[0].startswith("SameModel: the same (")
-    assert compared[1].startswith("layer 3 (Linear): 'head' takes another input than in the model (by ")
+    assert compared[1].startswith("layer 3 (Linear): 'head' has another input than in the model (by ")
     assert compared[1].endswith("before it calls 'head' (what 'second' of layer 2 returns is the same)")
     averaged = launch(_averaged, average, workers=2, transport="local", timeout_seconds=60)
     assert averaged[0]["loss"] == averaged[1]["loss"]

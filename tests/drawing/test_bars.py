@@ -50,7 +50,7 @@ def test_the_same_bars_give_the_same_file(tmp_path: Path, ending: str) -> None:
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.html: cannot tell what to draw .* \.png, \.svg, \.pdf"):
         draw_bars(BARS, tmp_path / "x.html")
-    with pytest.raises(ConfigError, match=r"the folder .* is not there"):
+    with pytest.raises(ConfigError, match=r"the folder .* does not exist"):
         draw_bars(BARS, tmp_path / "no" / "x.png")
     (tmp_path / "x.png").mkdir()
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -29,7 +29,7 @@ def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"folder .*nowhere is not there; make it first"):
+    with pytest.raises(ConfigError, match=r"folder .*nowhere does not exist; create it first"):
         draw(RESULT, str(tmp_path / "nowhere" / "x.svg"))
 
 

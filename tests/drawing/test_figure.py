@@ -258,7 +258,7 @@ def test_hatches_tell_the_lanes_of_a_grey_picture_apart() -> None:
     [
         ({"width": 1.0}, "width=1: must be 1.8 inches or more"),
         ({"path": "x.html", "grey": True}, "are those of figures"),
-        ({"path": "x.png", "ax": object()}, "takes one timeline"),
+        ({"path": "x.png", "ax": object()}, "accepts one timeline"),
     ],
 )
 def test_looks_that_cannot_be(

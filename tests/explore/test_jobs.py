@@ -51,7 +51,7 @@ def test_one_that_fails_says_why_and_one_that_is_stopped_ends(client: TestClient
     free = {"subject": {"scheme": "pipedream", "options": {"stages": 2}}}
     failed = ended(client, asked(client, "/api/order", free))
     assert failed["state"] == "failed"
-    assert "flush" in failed["error"]
+    assert "asynchronous" in failed["error"]
     job = asked(client, "/api/plan", {"example": "mixpipe-bert48"})
     assert ended(client, job, stop=True)["state"] == "stopped"
 
@@ -143,7 +143,7 @@ def test_a_comparison_has_each_scheme_and_opens_with_its_costs(client: TestClien
     (opened,) = asked(client, "/api/look", {"subjects": [zb_v]})["subjects"]
     assert dict(opened["figures"])["makespan"] == rows["zb-v"]["step"]
     assert rows["zb-v"]["memory"] == "2 GiB"
-    computed = rows["computed, two stages a worker in a V"]
+    computed = rows["computed, two stages per worker in a V"]
     assert loads(computed["schedule"], "computed").stages == 4
     lengths = [row["length"] for row in found["result"]["rows"]]
     assert lengths == sorted(lengths)

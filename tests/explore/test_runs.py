@@ -253,7 +253,7 @@ def test_events_and_checkpoints(server: TestClient, place: Path) -> None:
     (shown,) = look(server, run)["runs"]
     assert [(event["text"], event["kind"]) for event in shown["events"]] == [
         ("step 2 failed: worker 1 died", "wrong"),
-        ("restart 1: going on after step 1, from the workers' memory", ""),
+        ("restart 1: resuming after step 1, from the workers' memory", ""),
         ("checkpoint step-2", "kept"),
     ]
 

@@ -26,7 +26,7 @@ ROOT = "25 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
         ("fuse.goofys my-bucket rw", False, False, "an object store"),
         ("fuse mountpoint-s3 rw", False, False, "an object store"),
         ("fuse.juicefs JuiceFS:data rw", True, True, ""),
-        ("fuse.sshfs host:/data rw", False, False, "its renames over what is there"),
+        ("fuse.sshfs host:/data rw", False, False, "its renames onto existing files"),
         ("fuse.something host:/data rw", None, None, ""),
         ("9p shared rw", None, None, ""),
     ],

@@ -117,7 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_function": with_metric("much")}, "the metric 'found' is 'much'; give real numbers"),
     ({"loss_function": lambda output, _: output.argmax()}, "the loss is of dtype torch.int64"),
     ({"loss_function": penalised, "recompute": "stage"}, "makes gradients in its forward .* take recompute="),
-    ({"cuts": ["2"]}, "cuts are numbers of layers"),
+    ({"cuts": ["2"]}, "cuts must be numbers of layers"),
     ({"input_dims": "first"}, "input_dims='first' does not fit the inputs"),
 ]
 

@@ -89,7 +89,7 @@ def test_an_order_that_cannot_be_computed_is_named_with_the_reason() -> None:
     found = cf.compare(2, 2, costs, schemes=["dapple"], memory_bytes=1.0, moves=10)
     assert found.rows == ()
     names, reasons = zip(*found.left_out, strict=True)
-    assert names == ("computed, one stage a worker", "computed, two stages a worker in a V")
+    assert names == ("computed, one stage per worker", "computed, two stages per worker in a V")
     assert all("before its first op" in reason for reason in reasons)
 
 
@@ -134,7 +134,7 @@ def test_bytes_are_shared_out_and_messages_are_not() -> None:
         ({"peak": 0}, "peak=0: must be above 0"),
         ({"schemes": ["nothing"]}, "nothing"),
         ({"memory_bytes": 1.0}, "a limit in bytes needs bytes of weights and activations"),
-        ({"costs_of": "stage"}, "stages of schemes differ in size"),
+        ({"costs_of": "stage"}, "stages of different schemes differ in size"),
         ({"costs_of": "mile"}, "legal: stage, worker, model"),
         ({"costs": cf.Costs(forward=(1.0, 2.0))}, "forward: 2 numbers are those of one placement's stages"),
     ],
@@ -151,7 +151,7 @@ def test_it_reports_progress_and_shows_itself_in_a_line_and_a_table() -> None:
     assert {total for _, total, _ in told} == {4}
     assert repr(found) == (
         "Comparison(2 workers, 4 micro-batches, 4 of 4 schedules within the limits, "
-        "best computed, two stages a worker in a V: 12.5)"
+        "best computed, two stages per worker in a V: 12.5)"
     )
     assert "<td>dapple, split</td><td>14</td>" in found._repr_html_()
 

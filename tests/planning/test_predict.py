@@ -108,7 +108,7 @@ def test_skips_travel_beside_the_stages_and_are_kept_for_their_users() -> None:
     assert past.memory[3].activations == plain.memory[3].activations + 100
     once = predict(replace(MODEL, skips=(LayerSkip(0, (7,), 100.0, once=True),)), PROFILE, slow, one)
     assert once.step_seconds == pytest.approx(1 + 2 + 50 + 1 + 4 * 3 + 3 * 2)  # no gradient
-    with pytest.raises(ConfigError, match="a skip leads to layer 8, and the last one is 7"):
+    with pytest.raises(ConfigError, match="a skip connection leads to layer 8, but the last one is 7"):
         replace(MODEL, skips=(LayerSkip(0, (8,), 1.0),))
     with pytest.raises(
         ConfigError, match=r"skips: from layer 3 to \[3\]: a skip leads from a layer to one or"
@@ -194,9 +194,9 @@ def test_tied_weights_are_there_once_a_worker_and_summed_over_all_who_hold_them(
     assert [w.weights for w in wave.memory] == [400 * 4 - 60 * 4, 400 * 4]
     untrained = predict(replace(tied, ties=(LayerTie((0, 7), 60.0, trained=False),)), PROFILE, slow, one)
     assert untrained.step_seconds == pytest.approx(4 * 3 + 6 * 2)
-    with pytest.raises(ConfigError, match="layer 8 shares a weight, and the last one is 7"):
+    with pytest.raises(ConfigError, match="layer 8 shares a weight, but the last one is 7"):
         replace(MODEL, ties=(LayerTie((0, 8), 1.0),))
-    with pytest.raises(ConfigError, match=r"ties: \[3\]: two layers or more share a weight, in their order"):
+    with pytest.raises(ConfigError, match=r"ties: \[3\]: must be two layers or more, ascending"):
         LayerTie((3,), 1.0)
 
 
@@ -262,7 +262,7 @@ def test_workers_that_share_a_core_are_told() -> None:
 
 def test_beyond_the_profile_is_told() -> None:
     found = predict(MODEL, PROFILE, CLUSTER, configured("dapple", stages=4, micro_batches=1, samples=8))
-    assert "beyond what the profile has of block (at most 4)" in found.notes[0]
+    assert "exceed the profile of block (at most 4)" in found.notes[0]
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

@@ -162,11 +162,11 @@ def test_a_cluster_of_kinds_is_read_back_as_it_was_written(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        ((FAST,), "nodes=2: the kinds have 1 nodes together; must be as many in both"),
-        ((FAST, FAST), "kinds: 'fast' is there twice; each kind needs a name of its own"),
+        ((FAST,), "nodes=2: the kinds have 1 nodes together; the numbers must be equal"),
+        ((FAST, FAST), "kinds: 'fast' exists twice; give each kind a name of its own"),
         (
             (FAST, NodeKind("slow", 1, cores=2)),
-            "kinds: slow: cores=2: the cluster has no cores, so its devices are no workers on them",
+            "kinds: slow: cores=2: the cluster has no cores, so its devices are not workers on cores",
         ),
         (
             (FAST, NodeKind("small", 1, memory_bytes=50.0)),

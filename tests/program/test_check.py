@@ -57,7 +57,7 @@ def rewritten(program: Program, worker: int, change: Callable[[list[Action]], No
 
 def test_a_missing_op_breaks_only_that_every_op_is_there_once() -> None:
     schedule = edited(schemes.chimera(4, 4), 0, lambda order: order.pop())
-    assert broken(schedule) == ["every product exactly once"]
+    assert broken(schedule) == ["every op exactly once"]
     with pytest.raises(ScheduleError, match=r"B1\.0 is in no order, though other stages of pipe 0 have"):
         check(schedule)
 
@@ -74,7 +74,7 @@ def test_a_missing_op_breaks_only_that_every_op_is_there_once() -> None:
 )
 def test_foreign_and_doubled_ops_are_told_with_their_place(op: Op) -> None:
     schedule = edited(schemes.chimera(4, 4), 0, lambda order: order.append(op))
-    assert broken(schedule) == ["every product exactly once"]
+    assert broken(schedule) == ["every op exactly once"]
     assert "worker 0, op 8" in inspect(schedule).results[0].detail
 
 

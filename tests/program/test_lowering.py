@@ -358,7 +358,7 @@ def test_messages_of_one_segment_after_the_other() -> None:
         list(messages(graph, ends, [(0, 1, 4), (0, 3, 4)], Matching.ORDER))
     assert str(refused.value) == (
         "worker 1, op 1: F1.1 comes before the mini-batch that worker 0, op 1: F1.0 needs; the schedule "
-        "cannot be run as mini-batches come in"
+        "cannot be run mini-batch by mini-batch"
     )
 
 

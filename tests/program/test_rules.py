@@ -96,7 +96,7 @@ def instead(text: str, action: Action) -> Callable[[list[Action]], None]:
     return change
 
 
-# -- every product exactly once
+# -- every op exactly once
 
 TWO_PIPES = Schedule("mine", (), plain(bidirectional(2), 2, pipe_of=(0, 1)), ((), ()))
 
@@ -128,8 +128,8 @@ def test_the_last_stage_pipe_micro_batch_and_part_are_inside() -> None:
     schedule = edited(schemes.chimera(2, 2), 1, lambda order: order.clear())
     for last in (Op(OpKind.FORWARD, 1, (1,)), Op(OpKind.BACKWARD, 1, (0,), 1, part=1, parts=2)):
         (line,) = said(rules.COMPLETE, edited(schedule, 1, lambda order, op=last: order.append(op)))[:1]  # type: ignore[misc]
-        shares = "which share or split this work in another way"
-        assert line == f"worker 1, op 0: {last} is none of the workload's ops, {shares}"
+        shares = "which shares or splits this work in another way"
+        assert line == f"worker 1, op 0: {last} is not an op of the workload, {shares}"
 
 
 def test_a_group_of_two_updates_is_outside() -> None:
@@ -139,12 +139,12 @@ def test_a_group_of_two_updates_is_outside() -> None:
     (line,) = said(rules.COMPLETE, edited(schedule, 0, lambda order: order.append(group)))
     assert "op 8: F(1,2).0 is not one of 1 pipes, 2 stages, 4 micro-batches" in line
     (line,) = said(rules.COMPLETE, edited(schedule, 0, lambda order: order.append(inside)))
-    assert "op 8: F(2,3).0 is none of the workload's ops" in line
+    assert "op 8: F(2,3).0 is not an op of the workload" in line
 
 
 def test_an_op_that_is_there_three_times_is_told_once() -> None:
     schedule = ordered("F0.0 F0.0 B0.0 F0.0", micro_batches=1)
-    assert said(rules.COMPLETE, schedule) == ["worker 0, op 1: F0.0 is there more than once"]
+    assert said(rules.COMPLETE, schedule) == ["worker 0, op 1: F0.0 exists more than once"]
 
 
 def test_missing_ops_are_told_by_pipe_then_micro_batch_then_stage() -> None:
@@ -160,8 +160,8 @@ def test_missing_ops_are_told_by_pipe_then_micro_batch_then_stage() -> None:
 def test_two_ways_to_the_same_input_gradient() -> None:
     schedule = ordered("F0.0 I0.0 B0.0 W0.0", micro_batches=1, split=True)
     assert said(rules.COMPLETE, schedule) == [
-        "worker 0, op 2: B0.0 is none of the workload's ops, which share or split this work in another way",
-        "worker 0, op 2: B0.0 makes an input gradient that I0.0 makes as well",
+        "worker 0, op 2: B0.0 is not an op of the workload, which shares or splits this work in another way",
+        "worker 0, op 2: B0.0 makes an input gradient that I0.0 makes too",
     ]
 
 
@@ -259,17 +259,17 @@ def test_a_version_that_is_not_there() -> None:
     late = rewritten(ALONE, 0, moved("Update stage 0 to version 1", "Backward B1.0"))
     place = late.actions[0].index(Compute(op("F2.0v1")))
     assert said(rules.VERSIONS, PIPEDREAM, late) == [
-        f"worker 0, action {place}: Forward F2.0v1: version 1 of stage 0 is not there, only 0"
+        f"worker 0, action {place}: Forward F2.0v1: version 1 of stage 0 is not held, only 0"
     ]
     unknown = rewritten(ALONE, 0, instead("Update stage 0 to version 1", Update(0, version=1, frees=())))
     unknown = rewritten(unknown, 0, instead("Forward F2.0v1", Compute(op("F2.0v7"))))
     (line, *_) = said(rules.VERSIONS, PIPEDREAM, unknown)
-    assert line.endswith("Forward F2.0v7: version 7 of stage 0 is not there, only 0, 1")
+    assert line.endswith("Forward F2.0v7: version 7 of stage 0 is not held, only 0, 1")
     early = rewritten(ALONE, 0, instead("Update stage 0 to version 2", Update(0, version=2, frees=(0, 1))))
     place = early.actions[0].index(Compute(op("B2.0v1")))
     assert said(rules.VERSIONS, PIPEDREAM, early) == [
-        f"worker 0, action {place}: Backward B2.0v1: version 1 of stage 0 is not there, only 2",
-        f"worker 0, action {place + 2}: Update stage 0 to version 3: frees (1,), of which some are not there",
+        f"worker 0, action {place}: Backward B2.0v1: version 1 of stage 0 is not held, only 2",
+        f"worker 0, action {place + 2}: Update stage 0 to version 3: frees (1,), of which some are not held",
     ]
 
 
@@ -277,7 +277,7 @@ def test_an_update_before_the_last_backward_of_its_period() -> None:
     early = rewritten(ALONE, 0, moved("Update stage 0 to version 4", "Backward B3.0v2"))
     place = at(list(early.actions[0]), "Update stage 0 to version 4")
     assert said(rules.VERSIONS, PIPEDREAM, early)[:1] == [
-        f"worker 0, action {place}: Update stage 0 to version 4: 1 backwards of its period are still to come"
+        f"worker 0, action {place}: Update stage 0 to version 4: 1 backwards of its period follow later"
     ]
 
 
@@ -311,7 +311,7 @@ def test_updates_follow_each_other_and_each_is_made_once() -> None:
     assert said(rules.VERSIONS, schedule, more) == ["worker 0: 3 updates of stage 0, expected 2"]
     absent = rewritten(program, 0, instead("Update stage 0 to version 2", Update(0, 2, (0, 1))))
     assert said(rules.VERSIONS, schedule, absent) == [
-        "worker 0, action 7: Update stage 0 to version 2: frees (0, 1), of which some are not there"
+        "worker 0, action 7: Update stage 0 to version 2: frees (0, 1), of which some are not held"
     ]
 
 
@@ -323,7 +323,7 @@ def test_backwards_count_for_their_own_stage_and_period() -> None:
     assert said(rules.VERSIONS, schedule, early) == []
     early = rewritten(program, 0, moved("Update stage 0 to version 1", "Backward B0.0"))
     line, _ = said(rules.VERSIONS, schedule, early)
-    assert "Update stage 0 to version 1: 1 backwards of its period are still to come" in line
+    assert "Update stage 0 to version 1: 1 backwards of its period follow later" in line
 
 
 # -- gradient syncs
@@ -361,7 +361,7 @@ def test_a_sync_is_started_once_after_the_last_backward_and_before_its_wait() ->
     twice = rewritten(SUMMED, 0, doubled(start))
     place = at(list(SUMMED.actions[0]), start)
     assert said(rules.SYNCS, PIPEDREAM, twice) == [
-        f"worker 0, action {place + 1}: {start} is there more than once"
+        f"worker 0, action {place + 1}: {start} exists more than once"
     ]
     crossed = rewritten(SUMMED, 0, swapped(start, wait))
     assert said(rules.SYNCS, PIPEDREAM, crossed) == [
@@ -374,9 +374,7 @@ def test_gradients_in_a_sum_are_not_added_to() -> None:
     late = rewritten(SUMMED, 0, moved(wait, "StartSync gradients of stage 0, period 1"))
     place = at(list(late.actions[0]), "Backward B1.0")
     lines = said(rules.SYNCS, PIPEDREAM, late)
-    assert (
-        f"worker 0, action {place}: Backward B1.0 needs the gradients whose sync is still going on" in lines
-    )
+    assert f"worker 0, action {place}: Backward B1.0 needs gradients whose sync is still in flight" in lines
     # A forward does not touch them.
     wait = "WaitSync gradients of stage 0, period 1"
     later = rewritten(SUMMED, 0, moved(wait, "SendActivation F3.0v2 to worker 1"))
@@ -520,7 +518,7 @@ def test_a_wait_for_a_sum_that_is_never_started() -> None:
     program = rewritten(lower(schedule), 1, lambda actions: actions.append(wait))
     place = len(program.actions[1]) - 1
     assert said(rules.AGREED, schedule, program) == [
-        f"worker 1, action {place}: {wait} waits for what it never starts"
+        f"worker 1, action {place}: {wait} waits for a sum that it never starts"
     ]
 
 
@@ -606,7 +604,7 @@ def test_receives_that_nobody_needs_or_that_are_there_twice() -> None:
     schedule = schemes.gpipe(2, 1)
     program = lower(schedule, matching=Matching.TAG)
     twice = rewritten(program, 1, doubled("ReceiveActivation F0.0 from worker 0"))
-    assert "worker 1, action 1: ReceiveActivation F0.0 from worker 0 is there more than once" in said(
+    assert "worker 1, action 1: ReceiveActivation F0.0 from worker 0 exists more than once" in said(
         rules.MESSAGES, schedule, twice
     )
     needless = rewritten(program, 1, lambda actions: actions.insert(0, Receive(op("F5.0"), 0)))
@@ -689,7 +687,9 @@ def test_what_comes_by_a_skip_is_waited_for() -> None:
         lower(schedule, matching=Matching.TAG), 0, without("SendActivation F0.0 for stage 2 to worker 2")
     )
     lines = said(rules.DEADLOCK, schedule, lost)
-    assert any("Forward F0.2 waits for worker 0 to send F0.0 by the skip 0 to 2" in line for line in lines)
+    assert any(
+        "Forward F0.2 waits for worker 0 to send F0.0 by the skip connection 0 to 2" in line for line in lines
+    )
 
 
 def test_a_receive_before_an_op_that_its_message_needs() -> None:
@@ -744,7 +744,7 @@ def test_a_circle_of_a_send_that_holds_and_receives_that_hold() -> None:
         "  worker 1, action 7: SendActivation F1.1 to worker 2 waits for worker 2 to post the receive of "
         "F1.1",
         "  worker 2, action 6: ReceiveActivation F1.0 for stage 2 from worker 0 waits for worker 0 to send "
-        "F1.0 by the skip 0 to 2",
+        "F1.0 by the skip connection 0 to 2",
     ]
 
 

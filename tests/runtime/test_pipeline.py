@@ -309,7 +309,7 @@ def test_bf16_autocast() -> None:
 
 
 def test_fp16_autocast_without_a_scaled_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match="float16 wants its losses scaled"):
+    with pytest.raises(ConfigError, match="float16 needs scaled losses"):
         run(lambda: _autocast(schemes.gpipe(2, 2), autocast=torch.float16), workers=2)
 
 
@@ -446,7 +446,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_schedule_that_the_checker_refuses_is_refused() -> None:
     text = dumps(schemes.gpipe(2, 2)).replace('"B1.1", "B0.1"', '"B1.1"')
-    with pytest.raises(ScheduleError, match="every product exactly once"):
+    with pytest.raises(ScheduleError, match="every op exactly once"):
         run(_one_step, loads(text, "edited"), linears(2), mean_square, numbers(4), workers=2)
 
 

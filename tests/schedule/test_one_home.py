@@ -169,7 +169,7 @@ def test_train(run: Run, tmp_path: Path) -> None:
         (["backwards=3"], r"schedule.backwards = 3: must be one of first-in, last-in, in quotes"),
         (["backwards=all"], r"schedule.backwards = 'all': unknown; legal: first-in, last-in"),
         (["waves=2"], r"schedule: queue has no option 'waves'"),
-        (["slics=2"], r"schedule.slics: there is no such key; did you mean schedule.slices\?"),
+        (["slics=2"], r"schedule.slics: unknown key; did you mean schedule.slices\?"),
     ],
 )
 def test_a_wrong_key_is_refused(sets: list[str], message: str) -> None:
@@ -190,13 +190,13 @@ def test_what_no_record_says_is_not_said() -> None:
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (replace(QUEUE, name="1f1b"), "scheme 1f1b: there is a scheme '1f1b' already"),
-        (replace(QUEUE, aliases=("chimera",)), "scheme queue: there is a scheme 'chimera' already"),
+        (replace(QUEUE, name="1f1b"), "scheme 1f1b: the name '1f1b' is taken"),
+        (replace(QUEUE, aliases=("chimera",)), "scheme queue: the name 'chimera' is taken"),
         (replace(QUEUE, options=OPTIONS[1:]), "needs an option for its workers: stages or workers"),
         (replace(QUEUE, version=lambda *_: 0), "asynchronous, so it needs the option periods"),
         (
             replace(QUEUE, options=(STAGES, Option("concat", "", ""))),
-            "its option concat is a whole number, but that of chimera is one of direct, ",
+            "its option concat is a whole number, but chimera's option of this name is one of direct, ",
         ),
     ],
 )

@@ -609,8 +609,8 @@ def test_a_text_is_a_scheme_with_its_sizes() -> None:
         assert schedule_of(text, {}) == schedule_of(schedule_of(text, {}), {})
     assert schedule_of("dapple(stages=2,split=True)", {"micro_batches": 4}).options[-1] == ("split", True)
     for text, sizes, message in (
-        ("dapple(2, 4)", {}, r"no scheme with its sizes; write it like zb-v\(workers=4"),
-        ("zb-v(workers=4", {}, "no scheme with its sizes"),
+        ("dapple(2, 4)", {}, r"not a scheme with its sizes; write it like zb-v\(workers=4"),
+        ("zb-v(workers=4", {}, "not a scheme with its sizes"),
         ("zb-v(workers=4)", {"workers": 4}, "workers is given twice"),
         ("zb-w", {}, "did you mean 'zb-v'"),
     ):
@@ -618,7 +618,7 @@ def test_a_text_is_a_scheme_with_its_sizes() -> None:
             schedule_of(text, sizes)
     with pytest.raises(ConfigError, match="has its own sizes; leave these out"):
         schedule_of(schemes.dapple(2, 2), {"stages": 4})
-    with pytest.raises(ConfigError, match=r"3 is no schedule; give one of cf\.schemes"):
+    with pytest.raises(ConfigError, match=r"3 is not a schedule; give one of cf\.schemes"):
         schedule_of(3, {})  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ def test_a_skip_needs_its_other_end() -> None:
         ([SkipLink(0, 1)], "skip 0 to 1: expected a stage and one after the next"),
         ([SkipLink(1, 4)], "skip 1 to 4: expected a stage and one after the next"),
         ([SkipLink(1, 1, once=True)], "skip 1 to 1, once: expected a stage and one after it"),
-        ([SkipLink(0, 2), SkipLink(0, 2)], "skip 0 to 2 is there more than once"),
+        ([SkipLink(0, 2), SkipLink(0, 2)], "skip 0 to 2 exists more than once"),
     ],
 )
 def test_a_skip_that_leads_nowhere_is_refused(skips: list[SkipLink], message: str) -> None:
@@ -138,11 +138,11 @@ def to_the_wrong_stage(row: list[Action]) -> None:
 @pytest.mark.parametrize(
     ("worker", "change", "message"),
     [
-        (0, without(Send), "Forward F0.3 waits for worker 0 to send F0.0 by the skip 0 to 3"),
+        (0, without(Send), "Forward F0.3 waits for worker 0 to send F0.0 by the skip connection 0 to 3"),
         (3, without(Receive), "no receive of F0.0 for stage 3 from worker 0, which F0.3 needs"),
         (0, without(Receive), "no receive of B1.3 for stage 0 from worker 3, which B1.0 needs"),
-        (3, twice, "ReceiveActivation F0.0 for stage 3 from worker 0 is there more than once"),
-        (0, to_the_wrong_stage, "Forward F0.3 waits for worker 0 to send F0.0 by the skip 0 to 3"),
+        (3, twice, "ReceiveActivation F0.0 for stage 3 from worker 0 exists more than once"),
+        (0, to_the_wrong_stage, "Forward F0.3 waits for worker 0 to send F0.0 by the skip connection 0 to 3"),
     ],
 )
 @pytest.mark.parametrize("matching", Matching)

@@ -132,7 +132,9 @@ def test_torch_reads_what_is_written(schedule: Schedule, tmp_path: Path) -> None
     ids=str,
 )
 def test_what_it_cannot_say_is_refused_by_name(schedule: Schedule, fault: str) -> None:
-    with pytest.raises(ConfigError, match=f"{schedule.scheme}.* has {fault}, which torch's CSV cannot say"):
+    with pytest.raises(
+        ConfigError, match=f"{schedule.scheme}.* has {fault}, which torch's CSV cannot express"
+    ):
         dumps(schedule)
 
 
@@ -148,19 +150,19 @@ GROUPED = '{"format": "counterflow-schedule", "format_version": 1, "scheme": "ow
 )
 def test_ops_that_it_cannot_say_are_refused_by_name(orders: str, fault: str) -> None:
     schedule = loads(GROUPED + f'"micro_batches": 2, "placement": [[0]], "orders": {orders}}}', "own.json")
-    with pytest.raises(ConfigError, match=f"has {fault}, which torch's CSV cannot say"):
+    with pytest.raises(ConfigError, match=f"has {fault}, which torch's CSV cannot express"):
         dumps(schedule)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "x.csv: no forward of any stage; expected a row a rank"),
+        ("", "x.csv: no forward of any stage; expected one row per rank"),
         ("0F0,0X0", r"x.csv: row 0, cell 1: '0X0' is not an action; actions look like 2F0"),
         ("0F0\n1F0x", r"x.csv: row 1, cell 0: '1F0x' is not an action"),
-        ("0F0,0B0\n0F1", "x.csv: stage 0 is on row 0 and on row 1; each stage lies on one rank"),
-        ("0F0\n2F0", "x.csv: no op of stage 1, though there is one of stage 2"),
-        ("0F0,0F2", "x.csv: no op of micro-batch 1, though there is one of micro-batch 2"),
+        ("0F0,0B0\n0F1", "x.csv: stage 0 is on row 0 and on row 1; each stage must be on one rank"),
+        ("0F0\n2F0", "x.csv: no op of stage 1, but one of stage 2"),
+        ("0F0,0F2", "x.csv: no op of micro-batch 1, but one of micro-batch 2"),
         ("0F1111111111", "is not an action"),
         ("(0F0;0B0)OVERLAP", "is not an action"),
         ('0F0,"', "x.csv: no CSV: "),

@@ -94,12 +94,12 @@ def test_weight_gradients_before_their_input_gradient_break_only_that() -> None:
 
 def test_a_backward_and_its_input_gradient_are_not_both_there() -> None:
     both = schedule_of("F0.0 B0.0 I0.0 W0.0", split=True, micro_batches=1)
-    assert broken(both) == ["every product exactly once"]
+    assert broken(both) == ["every op exactly once"]
     detail = inspect(both).results[0].detail
-    assert "B0.0 is none of the workload's ops" in detail
-    assert "I0.0 makes an input gradient that B0.0 makes as well" in detail
+    assert "B0.0 is not an op of the workload" in detail
+    assert "I0.0 makes an input gradient that B0.0 makes too" in detail
     again = loads(dumps(both), "x.json")  # what a file splits is read off its ops
-    assert broken(again) == ["every product exactly once"]
+    assert broken(again) == ["every op exactly once"]
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_shares_that_overlap_or_leave_a_gap(shares: tuple[str, ...], message: st
         parts = ", ".join(f'"B0.{stage}:{share}"' for share in shares)
         text = text.replace(f'"B0.{stage}"', parts)
     schedule = loads(text, "edited.json")
-    assert "every product exactly once" in broken(schedule)
+    assert "every op exactly once" in broken(schedule)
     assert message in inspect(schedule).results[0].detail
-    with pytest.raises(ScheduleError, match="every product exactly once"):
+    with pytest.raises(ScheduleError, match="every op exactly once"):
         check(schedule)
 
 
@@ -134,22 +134,22 @@ def test_thirds_are_one_whole() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"B1.0"', '"B1.0:0/0"', r"orders\[0\]\[3\]: .*parts count from 0, so 0 is none of 0"),
-        ('"B1.0"', '"B1.0:3/3"', r"orders\[0\]\[3\]: .*parts count from 0, so 3 is none of 3"),
+        ('"B1.0"', '"B1.0:0/0"', r"orders\[0\]\[3\]: .*parts count from 0, so 0 parts have no part 0"),
+        ('"B1.0"', '"B1.0:3/3"', r"orders\[0\]\[3\]: .*parts count from 0, so 3 parts have no part 3"),
         ('"B1.0"', '"B' + "1" * 40 + '.0"', "a number of 40 digits"),
         ('"B1.0"', '"B(0,' + "1" * 5000 + ').0"', "a number of 5000 digits"),
         (
             '"micro_batches": 2,\n  "p',
             '"micro_batches": 200000000,\n  "p',
-            "the orders run 4 forwards in all",
+            "the orders run 4 forwards in total",
         ),
         (
             '"B1.0"',
             '"B1.0v100000000"',
             r"\[3\]: B1\.0v100000000 uses version 100000000, and 1",
         ),
-        ('"periods": 1', '"periods": 1000000', "the orders run 4 forwards in all"),
-        ('"periods": 1', '"periods": ' + "9" * 5000, "a number of thousands of digits"),
+        ('"periods": 1', '"periods": 1000000', "the orders run 4 forwards in total"),
+        ('"periods": 1', '"periods": ' + "9" * 5000, "a number has thousands of digits"),
         ('"periods": 1', '"periods": 1, "versions": [[0], [0]]', "a synchronous schedule has one version"),
     ],
 )
@@ -202,7 +202,7 @@ def test_every_product_of_a_split_workload_once() -> None:
 def test_faults_of_a_workload() -> None:
     two = Workload(linear(2), 2, (Pass(0, (0,), (Share((0,)),)), Pass(0, (0,), ())))
     assert list(two.faults()) == [
-        "micro-batch 0 of pipe 0: 2 forwards a stage, expected 1",
+        "micro-batch 0 of pipe 0: 2 forwards per stage, expected 1",
         "micro-batch 1 has no forward",
         "micro-batch 0 of pipe 0: no backward of it",
     ]
@@ -229,7 +229,7 @@ def test_backwards_without_their_forward_are_told(rows: tuple[str, ...], message
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"B0.0"', '"B0.0:0/4", "B0.0:1/4", "B0.0:1/2"', "in parts of other sizes"),
+        ('"B0.0"', '"B0.0:0/4", "B0.0:1/4", "B0.0:1/2"', "into parts of different sizes"),
         ('"F0.0", "B0.0", "F1.0", "B1.0"', '"F(0,1).0", "B(0,1).0"', "a backward of several micro-batches"),
     ],
 )

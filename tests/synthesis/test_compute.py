@@ -104,7 +104,7 @@ def test_ctrl_c_keeps_the_best() -> None:
 
 
 def test_what_cannot_be_ordered_is_refused() -> None:
-    with pytest.raises(cf.ConfigError, match="no flush"):
+    with pytest.raises(cf.ConfigError, match="this workload is asynchronous"):
         cf.synthesize(cf.schemes.pipedream(stages=2, periods=3).workload)
     with pytest.raises(cf.ConfigError, match="may hold 1 activations"):
         cf.synthesize(plain(wave(2, 1), 3), peak=1)

@@ -56,7 +56,7 @@ def test_sums_of_stages_with_copies() -> None:
 
 def test_limits_are_refused_where_one_micro_batch_needs_more() -> None:
     workload = plain(wave(2, 1), 3, split=True)
-    with pytest.raises(cf.ConfigError, match="worker 0 may hold 1 activations and one micro-batch needs 2"):
+    with pytest.raises(cf.ConfigError, match="worker 0 may hold 1 activations, but one micro-batch needs 2"):
         problem_of(workload, peak=1)
     with pytest.raises(cf.ConfigError, match="3 numbers for 2 workers"):
         problem_of(workload, peak=(4, 4, 4))
@@ -68,7 +68,7 @@ def test_what_letters_cannot_say_is_refused() -> None:
     doubled = schemes.chimera(stages=2, micro_batches=4, concat="forward-doubling").workload
     with pytest.raises(cf.ConfigError, match="doubled forwards"):
         problem_of(doubled)
-    with pytest.raises(cf.ConfigError, match="no flush"):
+    with pytest.raises(cf.ConfigError, match="this workload is asynchronous"):
         problem_of(schemes.pipedream(stages=2, periods=3).workload)
     with pytest.raises(cf.ConfigError, match="legal: makespan, steady"):
         problem_of(plain(linear(2), 2), objective="speed")

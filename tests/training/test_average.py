@@ -53,5 +53,5 @@ def test_a_run_without_one_has_none_to_give(train: Train, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"has no average of the weights; train with train\.ema_decay"):
         convert(tmp_path / "plain", tmp_path / "a.safetensors", ema=True)
     convert(tmp_path / "plain", tmp_path / "a.safetensors")
-    with pytest.raises(ConfigError, match="has weights only, and no average of them; leave --ema away"):
+    with pytest.raises(ConfigError, match="contains weights only, and no average of them; leave out --ema"):
         convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ema=True)

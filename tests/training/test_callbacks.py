@@ -60,7 +60,7 @@ def test_all_are_told_and_a_failing_one_is_left_out(
     assert failing[1].calls.count("recorded") == 1
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if "without it" in line] == [
-        f"Failing.{where} failed; the run goes on without it" for where in ("begun", "recorded", "ended")
+        f"Failing.{where} failed; the run continues without it" for where in ("begun", "recorded", "ended")
     ]
 
 

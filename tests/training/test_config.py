@@ -148,7 +148,7 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["model.layers=1"],
-            "model.layers = 1: with embedding and head these are 3 layers, fewer than the 4 stages of "
+            "model.layers = 1: with embedding and head the model has 3 layers, fewer than the 4 stages of "
             "chimera; give model.layers = 2 or more, or 3 stages or fewer",
         ),
         (
@@ -166,12 +166,12 @@ def test_the_number_of_processes() -> None:
         (
             ["pipeline.zero_stage=1", "pipeline.barrier=false"],
             "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with no "
-            "barrier it does not; leave one of them out",
+            "barrier it does not; use only one of them",
         ),
         (
             ["pipeline.zero_stage=1", "schedule.scheme=pipedream-2bw"],
             "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with no "
-            "flush in pipedream-2bw it does not; leave one of them out",
+            "flush in pipedream-2bw it does not; use only one of them",
         ),
         (
             ["model.kind=gtp"],
@@ -215,12 +215,12 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["optimizer.momentum=0.9"],
-            "optimizer.momentum = 0.9: adamw has none (it has betas); "
+            "optimizer.momentum = 0.9: adamw has no such key (it has betas); "
             "leave it out, or choose another optimizer.name",
         ),
         (
             ["optimizer.name=sgd", "optimizer.betas=[0.5, 0.9]"],
-            "optimizer.betas = [0.5, 0.9]: sgd has none (it has momentum); "
+            "optimizer.betas = [0.5, 0.9]: sgd has no such key (it has momentum); "
             "leave it out, or choose another optimizer.name",
         ),
         (
@@ -230,7 +230,7 @@ def test_the_number_of_processes() -> None:
         ),
         (
             ["schedule.file=nothing.json"],
-            'schedule.file = "nothing.json": there is no such file; `counterflow export SCHEME` writes one',
+            'schedule.file = "nothing.json": no such file; `counterflow export SCHEME` writes one',
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_what_fits_just_so() -> None:
 def test_a_damaged_or_wrong_schedule_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"schedule\.file = .*x\.json\": is no text \(byte 0"):
+    with pytest.raises(ConfigError, match=r"schedule\.file = .*x\.json\": is not a text file \(byte 0"):
         load_config(sets=[f"schedule.file={path}"])
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"schedule\.file = .*: not JSON"):
@@ -345,7 +345,7 @@ BESIDE = {
     "costs": "pipeline.cuts says what follows from them",
     "parallelize": "a function of the user's",
     "execution": "the section is one",
-    "batching": "the data section's samples come first, and have one length",
+    "batching": "dimension 0 of its data is the samples, which all have the same length",
     "options": "fields of the two",
 }
 """Why ``Pipeline`` is given it beside a config's ``[pipeline]``."""
@@ -362,7 +362,7 @@ def test_every_option_of_a_pipeline_has_a_key_or_a_reason() -> None:
 
 
 def test_what_is_no_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pipeline\.count_memory_steps: there is no such key"):
+    with pytest.raises(ConfigError, match=r"pipeline\.count_memory_steps: unknown key"):
         load_config(sets=["pipeline.count_memory_steps=3"])
 
 

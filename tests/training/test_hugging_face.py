@@ -198,7 +198,7 @@ def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> 
     plans = search(model, found.profile, cluster, 8, Constraints(schemes=("dapple",), depths=(2,)))
     planned = planned_config(model, found.profile, cluster, plans.best[0].play.prediction())
     odd = dataclasses.replace(model, optimizer_states=6.0, config={})
-    with pytest.raises(ConfigError, match="optimizer_states = 6: no known optimiser has this many"):
+    with pytest.raises(ConfigError, match="optimizer_states = 6: no known optimiser has this number"):
         planned_config(odd, found.profile, cluster, plans.best[0].play.prediction())
     (tmp_path / "plan.toml").write_text(planned.to_toml())
     read = load_config(tmp_path / "plan.toml", ["pipeline.transport=local"])
@@ -248,7 +248,7 @@ def test_fresh_weights(base: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     tf.AutoConfig.from_pretrained(base).save_pretrained(bare)
     tf.AutoTokenizer.from_pretrained(base).save_pretrained(bare)
-    with pytest.raises(ConfigError, match=r"there is no model.safetensors"):
+    with pytest.raises(ConfigError, match=r"contains no model.safetensors"):
         prepare(config(bare, tmp_path / "run", data__path=str(base / "texts.jsonl")))
     given = config(
         bare, tmp_path / "run", model__fresh=True, data__path=str(base / "texts.jsonl"), train__steps=1
@@ -260,11 +260,11 @@ def test_fresh_weights(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__layers": 2}, "model.layers: the config of the model in model.path says it"),
+        ({"model__layers": 2}, "model.layers: the model in model.path defines it"),
         ({"model__positions": 64}, "model.positions = 64: the model in .* takes 32 or fewer"),
-        ({"model__path": "nowhere"}, "nowhere: is no model that transformers can read"),
+        ({"model__path": "nowhere"}, "nowhere: is not a model that transformers can read"),
         ({"model__kind": "gpt"}, r'model.path: is for model.kind = "huggingface", and it is "gpt"'),
-        ({"lora__alpha": 2.0}, "lora.alpha: there are no adapters without lora.rank"),
+        ({"lora__alpha": 2.0}, "lora.alpha: lora.rank is not given"),
         ({"schedule__scheme": "pipedream-2bw"}, "take a synchronous scheme"),
         ({"schedule__stages": 6}, "these are 5 layers, fewer than the 6 stages"),
     ],
@@ -289,32 +289,32 @@ def test_what_only_the_folder_shows_is_refused_before_workers_start(base: Path, 
         prepare(config(base, tmp_path / "run", lora__rank=2, lora__targets=["nothing"]))
     tokens = tmp_path / "tokens"
     tiny.made("bert-tokens").save_pretrained(tokens)
-    with pytest.raises(ConfigError, match="is a BertForTokenClassification, and `counterflow train` trains"):
+    with pytest.raises(ConfigError, match="is a BertForTokenClassification, but `counterflow train` trains"):
         prepare(config(tokens, tmp_path / "run", data__path=str(base / "texts.jsonl")))
     masked = tmp_path / "masked"
     tiny.bert("BertForMaskedLM").save_pretrained(masked)
     tiny.tokenizer(TEXTS).save_pretrained(masked)
     with pytest.raises(ConfigError, match="masked: the tokenizer has no mask token"):
         prepare(config(masked, tmp_path / "run", data__path=str(base / "texts.jsonl")))
-    with pytest.raises(ConfigError, match=r"data.label: is for classifiers of texts, and .*LlamaForCausalLM"):
+    with pytest.raises(ConfigError, match=r"data.label: is for classifiers of texts, but .*LlamaForCausalLM"):
         prepare(config(base, tmp_path / "run", data__label="class"))
     classes = saved(tmp_path / "classes", tiny.bert("BertForSequenceClassification", num_labels=3))
     for changes, message in (
-        ({"data__samples": "packed"}, "a classifier tells the class of one text at a time"),
+        ({"data__samples": "packed"}, "a classifier predicts the class of one text at a time"),
         ({"data__label": "class"}, r"its rows have no 'class'; name the one with the label as data.label"),
-        ({}, r"the label 'short' of a text is none of the model's 3 classes; .*'LABEL_0', 'LABEL_1'"),
+        ({}, r"the label 'short' of a text is not one of the model's 3 classes; .*'LABEL_0', 'LABEL_1'"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare(config(classes, tmp_path / "run", **changes))
     values = saved(tmp_path / "values", tiny.bert("BertForSequenceClassification", num_labels=1))
-    with pytest.raises(ConfigError, match="gives values or several labels"):
+    with pytest.raises(ConfigError, match="predicts values or several labels"):
         prepare(config(values, tmp_path / "run"))
     untold = tmp_path / "untold"
     tiny.llama(100).save_pretrained(untold)
     with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
         prepare(config(untold, tmp_path / "run", data__path=str(base / "texts.jsonl")))
     tiny.tokenizer(TEXTS).save_pretrained(untold)
-    with pytest.raises(ConfigError, match=r"its tokenizer has \d+ tokens, and the model 100"):
+    with pytest.raises(ConfigError, match=r"its tokenizer has \d+ tokens, but the model has 100"):
         prepare(config(untold, tmp_path / "run", data__path=str(base / "texts.jsonl")))
 
 

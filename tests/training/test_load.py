@@ -108,7 +108,7 @@ def test_a_new_scheme_takes_over_the_options_it_has(write: Write, by_flag: bool)
 
 def test_a_new_scheme_does_not_hide_a_misspelt_key(write: Write) -> None:
     path = write("[schedule]\nstagse = 2\n")
-    with pytest.raises(ConfigError, match=r"schedule\.stagse: there is no such key"):
+    with pytest.raises(ConfigError, match=r"schedule\.stagse: unknown key"):
         load_config(path, scheme="dapple")
 
 
@@ -120,7 +120,9 @@ def test_a_scheme_replaces_a_file_and_a_file_a_scheme(write: Write) -> None:
         "micro_batches": 8,
     }
     path = write('[schedule]\nscheme = "gems"\nstages = 2\n')
-    assert refused(path, "schedule.file=x.json").startswith('run.toml: schedule.file = "x.json": there is no')
+    assert refused(path, "schedule.file=x.json").startswith(
+        'run.toml: schedule.file = "x.json": no such file'
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,23 +154,23 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
         ("x = " + "[" * 5000, "run.toml: "),
         (
             "[trian]\nsteps = 1",
-            "run.toml: there is no section 'trian'; did you mean train? "
+            "run.toml: unknown section 'trian'; did you mean train? "
             "Sections: model, data, lora, schedule, pipeline, optimizer, train",
         ),
-        ("steps = 1", "run.toml: there is no section 'steps'; did you mean train.steps? Sections: "),
+        ("steps = 1", "run.toml: unknown section 'steps'; did you mean train.steps? Sections: "),
         ("train = 1", "run.toml: train = 1: must be a section; write [train], and its keys below"),
         ("[[train]]", "run.toml: train = [{}]: must be a section; write [train], and its keys below"),
         (
             "[train]\nstesp = 1",
-            "run.toml: train.stesp: there is no such key; did you mean train.steps? Keys of train: "
+            "run.toml: train.stesp: unknown key; did you mean train.steps? Keys of train: "
             "steps, samples, seed, evaluate_every, checkpoint_every, memory_every, "
             "fewer_after, ema_decay, keep_last, keep_best, out, resume, loggers, threads",
         ),
         (
             "[train]\nreplicas = 1",
-            "run.toml: train.replicas: there is no such key; did you mean pipeline.replicas?",
+            "run.toml: train.replicas: unknown key; did you mean pipeline.replicas?",
         ),
-        ("[train]\nzzz = 1", "run.toml: train.zzz: there is no such key. Keys of train: steps, "),
+        ("[train]\nzzz = 1", "run.toml: train.zzz: unknown key. Keys of train: steps, "),
         ("[train]\nsteps = 0", "run.toml: train.steps = 0: must be a whole number, 1 to 1,000,000,000"),
         ("[train]\nsteps = 1.0", "run.toml: train.steps = 1.0: must be a whole number, 1 to 1,000,000,000"),
         ("[train]\nsteps = '1'", 'run.toml: train.steps = "1": must be a whole number, 1 to 1,000,000,000'),
@@ -241,13 +243,16 @@ def test_a_wrong_file(write: Write, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("train.steps", "--set train.steps: must read section.key=value, as in --set train.steps=100"),
-        ("steps=1", "--set steps=1: must read section.key=value, as in --set train.steps=100"),
-        ("=1", "--set =1: must read section.key=value, as in --set train.steps=100"),
+        (
+            "train.steps",
+            "--set train.steps: must have the form section.key=value, as in --set train.steps=100",
+        ),
+        ("steps=1", "--set steps=1: must have the form section.key=value, as in --set train.steps=100"),
+        ("=1", "--set =1: must have the form section.key=value, as in --set train.steps=100"),
         ("train.steps=many", '--set train.steps = "many": must be a whole number, 1 to 1,000,000,000'),
         ("train.out=5", "--set train.out = 5: must be a path, in quotes"),
-        ("train.a.b=1", "--set train.a.b: there is no such key. Keys of train: "),
-        ("modle.layers=1", "there is no section 'modle'; did you mean model? Sections: "),
+        ("train.a.b=1", "--set train.a.b: unknown key. Keys of train: "),
+        ("modle.layers=1", "unknown section 'modle'; did you mean model? Sections: "),
     ],
 )
 def test_a_wrong_override(given: str, message: str) -> None:
@@ -272,10 +277,10 @@ def test_all_that_is_wrong_is_told_at_once(write: Write) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert refused(tmp_path / "x").endswith("x: there is no such file")
+    assert refused(tmp_path / "x").endswith("x: no such file")
     assert refused(tmp_path).endswith(": is a folder, not a config file")
     (tmp_path / "x").write_bytes(b"a\xff")
-    assert refused(tmp_path / "x").endswith("x: is no text (byte 1 is not UTF-8)")
+    assert refused(tmp_path / "x").endswith("x: is not a text file (byte 1 is not UTF-8)")
     (tmp_path / "y").write_text("z")
     assert refused(tmp_path / "y" / "z").endswith("z: cannot be read: Not a directory")
 

@@ -116,5 +116,5 @@ def test_two_of_one_node_and_two_of_different_nodes_are_measured() -> None:
     assert _workers_of_each_node(placed, None) == 4
     with pytest.raises(ConfigError, match="workers=3: torchrun has started 4 on each machine; leave it out"):
         _workers_of_each_node(placed, 3)
-    with pytest.raises(ConfigError, match="8 workers on 3 machines: a cluster's nodes have as many each"):
+    with pytest.raises(ConfigError, match="8 workers on 3 machines: all nodes need the same number"):
         _workers_of_each_node(replace(placed, machines=3), None)

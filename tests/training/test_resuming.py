@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
     whole = train("whole", **same)
     die(8)
     with pytest.raises(
-        WorkerError, match=r"killed; the metrics of \d steps are in .*, and train\.resume can"
+        WorkerError, match=r"killed; the metrics of \d steps are in .*, from which train\.resume can"
     ):
         train("killed", **same)
     die(None)
@@ -109,7 +109,10 @@ def test_auto_begins_where_nothing_is(train: Train, config: Configure, die: Any,
         ConfigError, match=r"it has made 3 steps, and train\.steps = 2; give train\.steps = 4"
     ):
         train(train__steps=2, train__resume="auto")
-    with pytest.raises(ConfigError, match=r'train\.resume = "auto": goes on in the folder train\.out; give'):
+    with pytest.raises(
+        ConfigError,
+        match=r'train\.resume = "auto": resumes in the folder train\.out, which is not given; give',
+    ):
         config(train__resume="auto", train__out=None)
 
 
@@ -165,9 +168,9 @@ def test_a_changed_bit_is_found(train: Train, tmp_path: Path) -> None:
     train(train__steps=4, train__checkpoint_every=2)
     last = tmp_path / "run" / "checkpoint" / "step-4"
     changed_bit(last / "optimizer-1.safetensors")
-    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer-1\.safetensors has other contents"):
+    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer-1\.safetensors was changed"):
         train("other", train__steps=6, train__resume=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it is put aside as damaged-step-4, and the same command goes on"):
+    with pytest.raises(ConfigError, match=r"it is renamed to damaged-step-4; run the same command to resume"):
         train(train__steps=6, train__resume="auto")
     assert train(train__steps=6, train__resume="auto").about.first_step == 2
     (tmp_path / "run" / "checkpoint" / "step-6" / "model-0.safetensors").unlink()
@@ -298,7 +301,7 @@ def test_storage_that_hangs_holds_up_no_step(
     for number in range(3, 103):
         metrics.add(f"{number}\n".encode())
     assert time.monotonic() - began < 60
-    assert caplog.messages == [f"{path} cannot be written: it takes more than 0.05 s; training goes on"]
+    assert caplog.messages == [f"{path} cannot be written: it takes more than 0.05 s; training continues"]
     assert path.read_bytes() == b"1\n"
     assert b"".join(metrics.pieces(until_now)) == b"1\n2\n"
     comes_back.set()

@@ -89,7 +89,9 @@ def test_a_plan_places_workers_on_its_devices(
     assert losses(tmp_path / "placed") == pytest.approx(
         losses(tmp_path / "run"), rel=1e-6
     )  # other orders of sums
-    with pytest.raises(ConfigError, match=r"plan.devices = \[0, 0\]: must have each device from 0 on once"):
+    with pytest.raises(
+        ConfigError, match=r"plan.devices = \[0, 0\]: must contain each device from 0 on once"
+    ):
         load_config(sets=["plan.devices=[0, 0]"])
 
 
@@ -174,7 +176,9 @@ def test_timeline(train: Train, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"timeline\.json: not the timeline of a run, or damaged"):
             read_timeline(tmp_path / "run")
     path.unlink()
-    with pytest.raises(ConfigError, match=r"this run has no timeline\.json: it is still in flight, or ended"):
+    with pytest.raises(
+        ConfigError, match=r"this run has no timeline\.json: it is still in progress, or ended"
+    ):
         read_timeline(tmp_path / "run")
 
 
@@ -365,9 +369,9 @@ def test_a_folder_that_a_worker_does_not_see(
             {"optimizer__name": "sgd"},
             r"holds the state of optimizer\.name = adamw, not of sgd; give the same",
         ),
-        ({"train__resume": "none"}, r"train\.resume = none: there is no such file or folder"),
-        ({"train__resume": "."}, r"train\.resume = \.: is no checkpoint, and has none that is complete"),
-        ({"train__resume": __file__}, r"test_run\.py: is no checkpoint, or damaged"),
+        ({"train__resume": "none"}, r"train\.resume = none: no such file or folder"),
+        ({"train__resume": "."}, r"train\.resume = \.: is not a checkpoint, and contains no complete one"),
+        ({"train__resume": __file__}, r"test_run\.py: is not a checkpoint, or damaged"),
     ],
 )
 def test_checkpoints_that_do_not_fit_are_refused(
@@ -417,7 +421,7 @@ def test_bert(train: Train) -> None:
             {"schedule__scheme": "pipedream", "schedule__micro_batches": None, "model__tied": True},
             r"model\.tied = true: pipedream updates each stage at its own time",
         ),
-        ({"data__path": "nowhere.txt"}, r"nowhere\.txt: there is no such file or folder"),
+        ({"data__path": "nowhere.txt"}, r"nowhere\.txt: no such file or folder"),
         ({"model__positions": 200_000}, r"the help text that ships with Python: \d+ bytes are too short"),
     ],
 )
@@ -431,7 +435,9 @@ def test_refused_before_anything_is_written(
 
 def test_a_folder_with_a_run_is_not_written_again(train: Train, tmp_path: Path) -> None:
     train(train__steps=1)
-    with pytest.raises(ConfigError, match=r"run: holds a run already \(summary\.json\); name another folder"):
+    with pytest.raises(
+        ConfigError, match=r"run: contains a run already \(summary\.json\); name another folder"
+    ):
         train(train__steps=1)
     assert len(losses(tmp_path / "run")) == 1
 

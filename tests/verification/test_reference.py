@@ -152,7 +152,7 @@ def test_what_a_scheme_states() -> None:
     with pytest.raises(ConfigError) as error:
         Staleness.of(unknown, (1, 2))
     assert str(error.value) == (
-        "no table says which weights unheard computes with; there is nothing to compare it with"
+        "no table says which weights unheard computes with; verify a scheme that states its versions"
     )
 
 

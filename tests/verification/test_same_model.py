@@ -117,7 +117,7 @@ def test_a_forgotten_activation() -> None:
         cf.same_model(model, [model.a, model.b], torch.randn(4, 3))
     text = str(error.value)
     assert text.startswith(
-        "the 2 layers are not the Mlp: layer 1 (Linear): 'b' takes another input than in the "
+        "the 2 layers are not the Mlp: layer 1 (Linear): 'b' has another input than in the "
     )
     assert "what 'a' of layer 0 returns is the same" in text
     assert "outputs differ by " in text
@@ -131,7 +131,7 @@ def test_a_residual_left_out(net: Net) -> None:
     layers = glued(net)
     layers[1] = Act(lambda x, first, second: second(functional.gelu(first(x))), net.first, net.second)
     slipped = found(net, layers, TOKENS)
-    assert slipped.first_difference.startswith("layer 2 (LayerNorm): 'norm' takes another input")
+    assert slipped.first_difference.startswith("layer 2 (LayerNorm): 'norm' has another input")
     assert slipped.first_difference.endswith(
         "; let this layer or the one before do what the model does just before it calls 'norm' (what "
         "'second' of layer 1 returns is the same)"
@@ -141,15 +141,13 @@ def test_a_residual_left_out(net: Net) -> None:
 def test_positions_added_twice(net: Net) -> None:
     layers = glued(net)
     layers[0] = Act(lambda t, embed, p: embed(t) + 2 * p(torch.arange(t.shape[1])), net.embed, net.positions)
-    assert found(net, layers, TOKENS).first_difference.startswith(
-        "layer 1 (Act): 'first' takes another input"
-    )
+    assert found(net, layers, TOKENS).first_difference.startswith("layer 1 (Act): 'first' has another input")
 
 
 def test_after_the_last_module_and_another_structure(net: Net) -> None:
     layers = [*glued(net)[:-1], Act(lambda x, head: -head(x), net.head)]
     assert found(net, layers, TOKENS).first_difference == (
-        "layer 4 (Act) or after it: all that modules take and return before is the same; let the last layers "
+        "layer 4 (Act) or after it: all earlier inputs and outputs of modules are equal; let the last layers "
         "return what the model returns"
     )
     layers = [*glued(net), Act(lambda x: {"logits": x})]
@@ -169,7 +167,7 @@ def test_a_tied_head_that_is_a_copy() -> None:
     slipped = found(net, [*glued(net)[:-1], copy.deepcopy(net.head)], TOKENS)
     assert slipped.output_error == 0.0
     assert slipped.extra_parameters == (
-        "weight of layer 4 (Linear) is no parameter of the model, but a copy of its 'embed.weight' that "
+        "weight of layer 4 (Linear) is not a parameter of the model, but a copy of its 'embed.weight' that "
         "would be trained on its own",
     )
     assert set(slipped.gradients) == {"embed.weight"}
@@ -180,8 +178,8 @@ def test_a_layer_called_twice(net: Net) -> None:
     layers = glued(net)
     slipped = found(net, [*layers[:2], layers[1], *layers[2:]], TOKENS)
     assert slipped.first_difference.startswith(
-        "layer 2 (Act): it calls 'first' 2 times up to here, the model 1 in all; leave this call out, or the "
-        "layer that is in the list twice (what 'second' of layer 1 returns is the same)"
+        "layer 2 (Act): it calls 'first' 2 times up to here, the model 1 in total; leave this call out, or "
+        "the layer that is in the list twice (what 'second' of layer 1 returns is the same)"
     )
 
 
@@ -264,7 +262,7 @@ def test_another_order_of_the_same_draws() -> None:
     assert not wrong.ok
     kept = found(model, [Act(lambda x, a, b, _, d: a(x) + d(b(x)), *parts)], torch.randn(4, 6))
     assert not kept.ok
-    assert any("the model draws random numbers 2 times and the layers 1 times" in t for t in kept.differences)
+    assert any("the model draws random numbers 2 times but the layers 1 times" in t for t in kept.differences)
 
 
 def test_dropout_draws_the_same() -> None:
@@ -317,7 +315,7 @@ def test_dropout_in_the_other_mode() -> None:
         net.train(mode)
         assert not found(net, layers, TOKENS).ok
     assert any(
-        "the model draws random numbers 0 times and the layers 1 times" in text
+        "the model draws random numbers 0 times but the layers 1 times" in text
         for text in (found(net, layers, TOKENS).differences)
     )
     net.dropout.eval()
@@ -345,9 +343,7 @@ def test_a_reshape_between_layers() -> None:
     slipped = found(
         model, [model.conv, nn.Flatten(), model.head], inputs
     )  # the shape is right, the order is not
-    assert slipped.first_difference.startswith(
-        "layer 2 (Linear): 'head' takes another input than in the model"
-    )
+    assert slipped.first_difference.startswith("layer 2 (Linear): 'head' has another input than in the model")
     assert "do what the model does just before it calls 'head'" in slipped.first_difference
     left_out = found(model, [model.conv, model.head], inputs)
     assert left_out.first_difference.startswith("layer 1 (Linear) fails (RuntimeError: mat1 and mat2 shapes")
@@ -380,7 +376,7 @@ def test_a_model_with_buffers() -> None:
     again = found(model, [model[0], twice, model[2], model[3]], inputs)
     assert again.output_error < 1e-9
     assert again.differences == (
-        "the layers leave other values in the buffers '1.running_mean', '1.running_var', "
+        "the layers leave different values in the buffers '1.running_mean', '1.running_var', "
         "'1.num_batches_tracked'",
     )
 
@@ -419,7 +415,7 @@ def test_pytrees_keywords_and_skips(net: Net) -> None:
 def test_a_layer_that_fails_and_a_model_that_fails(net: Net) -> None:
     slipped = found(net, [*glued(net)[:3], nn.Linear(3, 3), net.head], TOKENS)
     assert slipped.first_difference.startswith("layer 3 (Linear) fails (RuntimeError: mat1 and mat2")
-    with pytest.raises(cf.ConfigError, match=r"the Net itself fails \(.*\): there is nothing to compare"):
+    with pytest.raises(cf.ConfigError, match=r"the Net itself fails \(.*\): the layers cannot be compared"):
         cf.same_model(net, glued(net), torch.ones(2, 3))
 
 
@@ -449,7 +445,7 @@ def test_what_cannot_be_compared(net: Net) -> None:
         cf.same_model(net, glued(net), TOKENS)
     with torch.device("meta"):
         meta = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(cf.ConfigError, match="on the meta device and have no numbers"):
+    with pytest.raises(cf.ConfigError, match="on the meta device and have no values to compare"):
         cf.same_model(meta, meta, torch.ones(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""How a model is called with a mini-batch, and in which dimensions the sizes of its tensors are free."""
+"""How a model is called with a mini-batch, and which dimensions of its tensors are free."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Call:
     """How a mini-batch becomes the arguments of a model.
 
-    A mapping whose keys are parameters of the model's forward is keyword arguments; a tuple or list of as
-    many as it takes, or fewer, positional ones; anything else is one argument.
+    A mapping whose keys are parameters of the model's forward becomes keyword arguments; a tuple or list of
+    at most as many elements as it accepts, positional arguments; anything else is one argument.
 
     Attributes:
         names: parameters that may be given by name.
-        positional: how many may be given by place.
-        any_name: whether others may be given by name.
-        any_number: whether any number may be given by place.
-        options: keyword arguments that are given where the user gives none.
+        positional: number of parameters that may be given by position.
+        any_name: whether further ones may be given by name.
+        any_number: whether any number may be given by position.
+        options: default keyword arguments.
     """
 
     names: frozenset[str]
@@ -43,7 +43,7 @@ class Call:
         parameters = list(inspect.signature(model.forward).parameters.values())
         names = frozenset(p.name for p in parameters if p.kind in _NAMED)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        # What a model of transformers saves for a generation is no activation.
+        # Tensors that a transformers model saves for generation are not activations.
         caches = getattr(getattr(model, "config", None), "use_cache", None) and (
             any_name or "use_cache" in names
         )
@@ -56,7 +56,7 @@ class Call:
         )
 
     def bound(self, inputs: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, positional and by name; these in the order of their names."""
+        """The arguments, positional and by name; the latter in the order of their names."""
         args: tuple[Any, ...] = ()
         named = {**dict(self.options), **kwargs}
         if isinstance(inputs, Mapping):
@@ -76,7 +76,7 @@ class Call:
         return args, dict(sorted(named.items()))
 
     def run(self, model: nn.Module, inputs: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the model gives."""
+        """Output of the model."""
         args, named = self.bound(inputs, kwargs)
         return model(*args, **named)
 
@@ -86,11 +86,11 @@ class Example:
     """A call of a model with an example.
 
     Attributes:
-        call: how it is made.
-        leaves: of its arguments.
-        spec: the structure of (positional arguments, keyword arguments).
-        free: by leaf, the dimensions whose size may be another one, each with the number of its group: all
-            dimensions of a group are of one size.
+        call: how the call is made.
+        leaves: leaves of its arguments.
+        spec: structure of (positional arguments, keyword arguments).
+        free: by leaf, the dimensions whose size may vary, each with the number of its group: all dimensions
+            of a group have the same size.
     """
 
     call: Call
@@ -105,14 +105,14 @@ def example_of(
     """A call with an example.
 
     Args:
-        model: what is called.
-        inputs: as ``layers`` takes them.
-        kwargs: likewise.
-        dim: in which dimension the samples are; None: in none.
+        model: the model that is called.
+        inputs: inputs as in ``layers``.
+        kwargs: keyword arguments as in ``layers``.
+        dim: dimension of the samples; None: none.
         lengths: whether the second dimension of whole numbers (token ids, masks) is free as well.
 
     Raises:
-        ConfigError: it has no tensor with samples.
+        ConfigError: the example has no tensor with samples.
     """
     call = Call.of(model)
     leaves, spec = pytree.tree_flatten(call.bound(inputs, kwargs))
@@ -120,7 +120,7 @@ def example_of(
     samples = max(sizes, key=sizes.count, default=None)
     if dim is not None and samples is None:
         raise ConfigError(
-            "the example has no tensor with samples; give what the model takes, as a mini-batch has it"
+            "the example has no tensor with samples; give the model's inputs in the form of a mini-batch"
         )
     groups: dict[tuple[str, int], int] = {}
     free = []

@@ -1,7 +1,7 @@
-"""Where the steps of a model are cut into layers: between modules, where little crosses.
+"""Where the steps of a model are cut into layers: between modules, where few bytes cross.
 
-Invariant: a layer's steps follow each other, in training as in evaluation, and most modules are in one place
-of both.
+Invariant: a layer's steps are consecutive, in training as in evaluation, and most modules are in the same
+layer in both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .record import Record
 from .values import Ref
 
 _SMALLEST = 1 / 96
-"""Of a model's cost, what a layer has at least."""
+"""Minimum share of a model's cost of a layer."""
 
 _WINDOW = 1 / 12
-"""Of a model's cost, how much may lie between two places of which a wider one between them is left out."""
+"""Maximum share of a model's cost between two places for which a wider one between them is dropped."""
 
 _WIDER = 1.2
 
@@ -28,10 +28,10 @@ class Cut:
     """A place to cut.
 
     Attributes:
-        training: how many steps are before it in training.
-        evaluation: likewise in evaluation.
-        bytes: what crosses in training, for the example.
-        cost: of the modules before it.
+        training: number of steps before it in training.
+        evaluation: number of steps before it in evaluation.
+        bytes: bytes that cross in training, for the example.
+        cost: cost of the modules before it.
     """
 
     training: int
@@ -41,10 +41,10 @@ class Cut:
 
 
 class Living:
-    """By number of steps, what later ones take of earlier ones.
+    """For each number of steps, tensors that later steps take from earlier ones.
 
     Args:
-        record: whose steps.
+        record: record of the steps.
     """
 
     def __init__(self, record: Record) -> None:
@@ -57,7 +57,7 @@ class Living:
         for ref in record.output.refs:
             last[ref] = steps
         self.last = last
-        """By tensor, the last step that takes it; the number of steps: it is given."""
+        """By tensor, the last step that takes it; the number of steps if it is an output."""
         born: list[list[Ref]] = [[] for _ in range(steps + 1)]
         for ref in last:
             born[ref.step + 1].append(ref)
@@ -70,11 +70,11 @@ class Living:
         self._forbidden = self._split_memory()
 
     def across(self, place: int) -> tuple[Ref, ...]:
-        """What crosses after so many steps."""
+        """Tensors that cross after this number of steps."""
         return self._across[place]
 
     def bytes(self, place: int) -> int:
-        """How much that is, gradients as well."""
+        """Bytes that cross, including gradients."""
         record = self._record
         return sum(
             record.bytes[ref] * (2 if record.shapes[ref][1].is_floating_point else 1)
@@ -82,7 +82,7 @@ class Living:
         )
 
     def allowed(self, place: int) -> bool:
-        """Whether a cut may be there: not where several names of one memory cross before it is changed."""
+        """Whether a cut is allowed: not if several names of the same memory cross before it is changed."""
         return place not in self._forbidden and bool(self._across[place])
 
     def _split_memory(self) -> set[int]:
@@ -113,7 +113,7 @@ def cuts_of(records: Records) -> list[Cut]:
 
 
 def _costs(record: Record) -> list[float]:
-    """By number of steps, what those before cost."""
+    """By number of steps, cost of the earlier ones."""
     found = [0.0]
     for step in record.steps:
         cost = record.costs.get(step.module, 0.0) if step.module is not None else 0.0
@@ -123,9 +123,9 @@ def _costs(record: Record) -> list[float]:
 
 
 def _between(one: Record, other: Record) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The steps between two modules that both records call one after the other, of each record.
+    """Steps between two modules that both records call one after the other, for each record.
 
-    As pairs: after so many steps at the least, and at the most.
+    They are pairs of the minimum and maximum number of steps.
     """
     mine = [number for number, step in enumerate(one.steps) if step.module is not None]
     theirs = [number for number, step in enumerate(other.steps) if step.module is not None]
@@ -140,7 +140,7 @@ def _between(one: Record, other: Record) -> list[tuple[tuple[int, int], tuple[in
 
 
 def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
-    """Without those that are wider than others near them, and those with next to nothing before them."""
+    """Cuts without those wider than others near them, and those with almost no cost before them."""
     narrow = []
     for cut in cuts:
         near = [c for c in cuts if abs(c.cost - cut.cost) <= total * _WINDOW]

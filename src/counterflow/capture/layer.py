@@ -1,7 +1,7 @@
-"""A piece of a model's steps as a module.
+"""A module that runs a piece of a model's steps.
 
-Invariant: modules, parameters and buffers of a layer are the model's own objects. A layer keeps nothing from
-one forward to the next.
+Invariant: modules, parameters and buffers of a layer are the model's own objects. A layer stores nothing
+between forwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .values import Around, OfDtype, Ref, Size, Template
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Where a layer's free sizes are from.
+    """Origins of a layer's free sizes.
 
     Attributes:
-        found: by group, a tensor that comes in and the dimension that has this size.
-        taken: those that come in as numbers, after the tensors.
+        found: by group, an input tensor and the dimension with this size.
+        taken: sizes that are passed as numbers, after the tensors.
     """
 
     found: Mapping[int, tuple[Ref, int]]
@@ -37,11 +37,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a first layer is given, and what of it the model was captured for.
+    """Input of a first layer, and the example for which the model was captured.
 
     Attributes:
-        example: with what.
-        inputs: by leaf that is a tensor, what it is called.
+        example: the example.
+        inputs: by leaf that is a tensor, its reference.
     """
 
     example: Example
@@ -53,15 +53,15 @@ class Part:
     """A layer's steps in one mode.
 
     Attributes:
-        takes: the tensors that come in; of a first layer none.
-        sizes: free ones.
-        steps: what it does.
-        frees: by step, the tensors that nothing after it takes.
-        gives: the tensors that go out, and after them numbers; None: ``output``.
-        output: what the last layer gives.
-        dtype_of: what has the dtype of the weights: the name of a parameter, or a tensor that comes in.
-        entry: of a first layer.
-        used: the names of the keyword arguments that the model's output is computed of.
+        takes: input tensors; none for a first layer.
+        sizes: free sizes.
+        steps: steps of the layer.
+        frees: by step, tensors that no later step takes.
+        gives: output tensors, then numbers; None: ``output``.
+        output: output of the last layer.
+        dtype_of: source of the weights' dtype: the name of a parameter, or an input tensor.
+        entry: input of a first layer.
+        used: names of the keyword arguments from which the model's output is computed.
     """
 
     takes: tuple[Ref, ...]
@@ -76,12 +76,12 @@ class Part:
     used: frozenset[str]
 
     def __deepcopy__(self, memo: object) -> Self:
-        """It does not change, and copies of a layer share it."""
+        """Itself: it is immutable, and copies of a layer share it."""
         return self
 
 
 class _Mode:
-    """Whether the model that a layer is of is in training mode; copies of a layer ask the same model."""
+    """Whether the layer's model is in training mode; copies of a layer ask the same model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -98,20 +98,20 @@ class _Mode:
 
 
 class CapturedLayer(nn.Module):
-    """A layer that was found by itself: some steps of a model's forward, between two of its modules.
+    """An automatic layer: some steps of a model's forward, between two of its modules.
 
-    It takes what the layer before gives: a tensor, or a tuple of tensors and sizes; the first one takes what
-    the model does, the last one gives what it gives.
+    Its input is the output of the previous layer: a tensor, or a tuple of tensors and sizes. The first layer
+    accepts the model's inputs, and the last one returns the model's output.
 
     Args:
-        model: whose steps they are.
-        title: for messages: from which module to which.
-        parts: in training and in evaluation.
-        held: parameters, buffers and constants that steps take, by their names in the model.
-        cost: operations, for the example.
+        model: model of the steps.
+        title: first and last module, for messages.
+        parts: steps in training and in evaluation.
+        held: parameters, buffers and constants of the steps, by their names in the model.
+        cost: number of operations for the example.
 
     Raises:
-        ConfigError: in a forward: the mini-batch is of another kind than the example.
+        ConfigError: in a forward, if the mini-batch differs in kind from the example.
     """
 
     def __init__(
@@ -157,19 +157,19 @@ class CapturedLayer(nn.Module):
         return entry.example.call
 
     def uses(self, name: str) -> bool:
-        """Whether what the model gives in training is computed of its keyword argument of that name."""
+        """Whether the model's output in training is computed from its keyword argument of that name."""
         return name in self._parts[0].used
 
     def hold_unused(self, name: str, tensor: Tensor) -> None:
-        """Have a parameter or a buffer that no step takes."""
+        """Hold a parameter or a buffer that no step takes."""
         self._hold(name, tensor)
 
     def extra_repr(self) -> str:
-        """Its place in the model."""
+        """Place of the layer in the model."""
         return self.title
 
     def forward(self, value: Any = None, **kwargs: Any) -> Any:
-        """What its steps make of what the layer before gives."""
+        """Output of the steps for the output of the previous layer."""
         training = self.training and self._of_model.training()
         part = self._parts[0] if training else self._parts[1]
         if part.entry is not None:
@@ -193,7 +193,7 @@ class CapturedLayer(nn.Module):
             leaves = [found] if isinstance(found, Tensor) else pytree.tree_leaves(found)
             if len(leaves) != step.leaves:
                 raise ConfigError(
-                    f"{step.module or call} gives {len(leaves)} values, and gave {step.leaves} for the "
+                    f"{step.module or call} returns {len(leaves)} values, but returned {step.leaves} for the "
                     "example that the layers were found with; find them with an example of this kind"
                 )
             for index, ref in step.gives:
@@ -225,17 +225,18 @@ class CapturedLayer(nn.Module):
 
 
 def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, Tensor]:
-    """A mini-batch as the model takes it.
+    """A mini-batch in the form of the model's inputs.
 
     Raises:
-        ConfigError: it is of another kind than the example.
+        ConfigError: the mini-batch differs in kind from the example.
     """
     example = entry.example
     leaves, spec = pytree.tree_flatten(example.call.bound(inputs, kwargs))
     if spec != example.spec:
         raise ConfigError(
-            f"the mini-batch is of another structure ({_shown(leaves, spec)}) than the example that the "
-            f"layers were found with ({_shown(example.leaves, example.spec)}); give an example of this one"
+            f"the mini-batch has another structure ({_shown(leaves, spec)}) than the example that the "
+            f"layers were found with ({_shown(example.leaves, example.spec)}); give an example with this "
+            "structure"
         )
     values: dict[Ref, Tensor] = {}
     by_group: dict[int, int] = {}
@@ -244,8 +245,9 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
         if ref is None:
             if type(leaf) is not type(its) or (leaf != its):
                 raise ConfigError(
-                    f"the mini-batch has {leaf!r} where the example that the layers were found with has "
-                    f"{its!r}, which the model may decide by; find them with an example that has it"
+                    f"the mini-batch contains {leaf!r} but the example that the layers were found with "
+                    "contains "
+                    f"{its!r}, on which the model may depend; find them with an example that contains it"
                 )
             continue
         dims = dict(free)
@@ -256,7 +258,7 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
         if not fits:
             shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
             raise ConfigError(
-                f"the mini-batch has a tensor of shape {shown} where the example that the layers were found "
+                f"the mini-batch has a tensor of shape {shown} but the example that the layers were found "
                 f"with has {_freely(its, dims)}; find them with an example of these sizes"
             )
         values[ref] = leaf
@@ -264,7 +266,7 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
 
 
 def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
-    """A shape, with a letter for each size that is free."""
+    """A shape with a letter for each free size."""
     return (
         "(" + ", ".join(f"any {free[d]}" if d in free else str(n) for d, n in enumerate(tensor.shape)) + ")"
     )
@@ -276,13 +278,13 @@ def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
 
 
 def needs_dtype(steps: Sequence[Step], output: Template | None) -> bool:
-    """Whether some steps ask of what dtype the weights are."""
+    """Whether some steps use the dtype of the weights."""
     templates = [step.takes for step in steps] + ([] if output is None else [output])
     return any(isinstance(leaf, OfDtype) for template in templates for leaf in template.leaves())
 
 
 def groups_in(steps: Sequence[Step], output: Template | None) -> set[int]:
-    """The groups of free sizes that some steps ask for."""
+    """Groups of free sizes that some steps use."""
     templates = [step.takes for step in steps] + ([] if output is None else [output])
     leaves = (leaf for template in templates for leaf in template.leaves() if isinstance(leaf, Size))
     return {group for leaf in leaves for group in leaf.groups}

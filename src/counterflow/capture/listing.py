@@ -21,7 +21,7 @@ from .record import Record, main_dtype
 from .values import Held, Ref, Size
 
 _CAPTURING = threading.Lock()
-"""Torch's symbols of sizes are made by one thread at a time."""
+"""Held during a capture, because torch's symbolic sizes support only one thread at a time."""
 
 
 def layers(
@@ -31,26 +31,25 @@ def layers(
     kwargs: Mapping[str, Any] | None = None,
     input_dims: int | None = 0,
 ) -> list[CapturedLayer]:
-    """The layers of any model, found by itself: what ``Pipeline(list_layers=...)`` takes.
+    """Automatic layers of any model, for ``Pipeline(list_layers=...)``.
 
-    The model's forward runs some times, in training and in evaluation mode, on tensors without numbers, which
-    takes no memory. The layers run the model's own modules; the first one takes what the model does, the last
-    one gives what it gives. Models of transformers are called with ``use_cache=False`` where nothing else is
-    said.
+    The model's forward runs several times, in training and in evaluation mode, on tensors without values,
+    which takes no memory. The layers run the model's own modules; the first one accepts the model's inputs,
+    the last one returns its output. Models of transformers are called with ``use_cache=False`` by default.
 
     Args:
         model: any module, on a device or the meta device.
-        example: a mini-batch of any number of samples, as ``Pipeline.step`` takes it: a tensor, a tuple of
+        example: a mini-batch of any number of samples, as in ``Pipeline.step``: a tensor, a tuple of
             the model's arguments, or a dict of its keyword arguments.
-        kwargs: keyword arguments of the model, as ``Pipeline.step`` takes them.
-        input_dims: in which dimension of the tensors the samples are; None: in none.
+        kwargs: keyword arguments of the model, as in ``Pipeline.step``.
+        input_dims: dimension of the samples in the tensors; None: none.
 
     Returns:
-        The layers, each of some cost; at least one.
+        The layers, each with some cost; at least one.
 
     Raises:
-        ConfigError: the model's forward decides by numbers in tensors, or does what cannot be followed; the
-            error names the line.
+        ConfigError: the model's forward decides by values of tensors, or cannot be traced; the error names
+            the line.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -59,12 +58,12 @@ def layers(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"a {type(model).__name__} is no module, so that nothing is to be found; give a list of layers "
-            "to the Pipeline as it is"
+            f"a {type(model).__name__} is not a module, so no layers can be found; give a list of layers "
+            "to the Pipeline directly"
         )
     with _CAPTURING:
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        before, log.disabled = log.disabled, True  # it tells of each try that fails
+        before, log.disabled = log.disabled, True  # it logs each failed attempt
         try:
             records = records_of(model, example, dict(kwargs or {}), input_dims)
         finally:
@@ -145,7 +144,7 @@ def _of_example(records: Records, record: Record) -> dict[int, tuple[Ref, int]]:
 
 
 def _used(records: Records, record: Record) -> frozenset[str]:
-    """The names of the keyword arguments that what the model gives is computed of."""
+    """Names of the keyword arguments from which the model's output is computed."""
     numbers = pytree.tree_unflatten(list(range(len(records.example.leaves))), records.example.spec)
     alive = set(record.output.refs)
     for step in reversed(record.steps):
@@ -157,7 +156,7 @@ def _used(records: Records, record: Record) -> frozenset[str]:
 
 
 def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tuple[Ref, int]]:
-    """Of some groups, those whose size is one of some tensors', and of which."""
+    """For some groups, a tensor among these with a dimension of that size."""
     return {
         size.groups[0]: (ref, dim)
         for ref in reversed(refs)
@@ -168,7 +167,7 @@ def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tu
 
 
 def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
-    """What tells a layer in what dtype the weights are."""
+    """Source of the weights' dtype for a layer."""
     dtype = main_dtype(model)
     for name in _held(part):
         tensor = dict(model.named_parameters()).get(name)
@@ -184,13 +183,13 @@ def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
 
 
 def _held(part: Part) -> list[str]:
-    """The names of the parameters, buffers and constants that a part's steps take."""
+    """Names of the parameters, buffers and constants that a part's steps take."""
     templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
     return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Held)))
 
 
 def _title(part: Part) -> str:
-    """From which module to which."""
+    """First and last module of a part."""
     called = [step.module for step in part.steps if step.module is not None]
     if not called:
         return "no module"
@@ -198,7 +197,9 @@ def _title(part: Part) -> str:
 
 
 def _hold_unused(model: nn.Module, found: Sequence[CapturedLayer]) -> None:
-    """Let the last layer have what no step takes: it is the model's, and in its state."""
+    """Let the last layer hold parameters and buffers that no step takes, as they belong to the model and its
+    state.
+    """
     listed = {id(t) for layer in found for t in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in listed:

@@ -1,6 +1,6 @@
-"""Which modules of a model are followed into, and the records of its forward in both modes.
+"""Which modules of a model are traced, and the records of its forward in both modes.
 
-Invariant: what is opened in training is opened in evaluation.
+Invariant: modules that are opened in training are opened in evaluation.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .sizes import Varies, merged, other_sizes, sizes_of
 from .torch_private import has_hooks
 
 _SHARE = 1 / 12
-"""Of a model's cost, what an atom may be of: more is opened."""
+"""Share of a model's cost from which an atom is opened."""
 
 _OPENED_OF_TORCH = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a model does.
+    """Records of a model.
 
     Attributes:
-        training: its steps in training.
-        evaluation: likewise in evaluation.
-        example: with what it was called.
+        training: steps in training.
+        evaluation: steps in evaluation.
+        example: example of the call.
     """
 
     training: Record
@@ -44,7 +44,7 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
     """The records of a model's forward.
 
     Raises:
-        ConfigError: it cannot be followed.
+        ConfigError: the forward cannot be traced.
     """
     errors: list[Unfollowed] = []
     for mark in MARKS:
@@ -68,19 +68,20 @@ def _refusal(model: nn.Module, error: Unfollowed) -> str:
     whose = f"the forward of {error.path!r}" if error.path else "its forward"
     where = f" ({error.line})" if error.line else ""
     return (
-        f"the layers of the {type(model).__name__} cannot be found by itself: {whose} {error.why}{where}; "
-        "move what does it into a module of its own, which is called and not looked into, or give "
+        f"the layers of the {type(model).__name__} cannot be found automatically: {whose} "
+        f"{error.why}{where}; "
+        "move this code into a module of its own, which is called and not traced, or give "
         "list_layers a function of your own that lists the layers"
     )
 
 
 class _Opening:
-    """Opens more and more of a model, until none of its atoms is large or none may be opened.
+    """Opens more and more modules of a model, until no atom is expensive or none can be opened.
 
     Args:
-        model: the user's.
-        example: how it is called.
-        mark: as ``Recorder`` takes it.
+        model: the user's model.
+        example: example of the call.
+        mark: as in ``Recorder``.
     """
 
     def __init__(self, model: nn.Module, example: Example, *, mark: torch.dtype | None) -> None:
@@ -90,11 +91,11 @@ class _Opening:
         self._closed: set[str] = set()
 
     def records(self) -> Records:
-        """Both records, with all opened that is to be.
+        """Both records, with all modules opened that are to be.
 
         Raises:
             Unfollowed: the model itself cannot be opened.
-            Varies: it goes another way for other sizes.
+            Varies: the model takes another path for other sizes.
         """
         while True:
             training = self._record(training=self._in_training)
@@ -122,7 +123,7 @@ class _Opening:
         return None if self._model.training else True
 
     def _record(self, *, training: bool | None) -> Record:
-        """A record with what is opened, less what cannot be."""
+        """A record of the opened modules, except those that cannot be."""
         while True:
             try:
                 return self._run({}, training=training)
@@ -142,10 +143,10 @@ class _Opening:
         ).run()
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
-        """A record in which what follows from free sizes is known as such.
+        """A record in which numbers that depend on free sizes are marked as such.
 
         Raises:
-            Varies: the model goes another way for other sizes.
+            Varies: the model takes another path for other sizes.
         """
         others = other_sizes(self._example)
         try:

@@ -1,11 +1,11 @@
-"""One run of a model whose tensors have shapes and no numbers, and the steps that were noted in it.
+"""One run of a model on tensors with shapes but no values, and the steps recorded in it.
 
-Modules that are opened are followed into; a call of any other one is a step, and so is each call of torch in
-between that gives a tensor, or changes one. The run is in a copy of the model, whose modules are of classes
-that tell of their calls, so that other threads may use the model meanwhile.
+Opened modules are traced; a call of any other one is a step, and so is each call of torch in between that
+returns a tensor, or changes one. A copy of the model runs, with classes of modules that report their calls,
+so other threads may use the model meanwhile.
 
-Invariant: where a step's tensor is not from an earlier step, an input, or what the model has, there is no
-record: the module whose forward did it is ``Unfollowed``.
+Invariant: if a step's tensor comes neither from an earlier step, nor an input, nor the model, there is no
+record: the module whose forward made it is ``Unfollowed``.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from .torch_private import (
 from .values import Held, OfDevice, OfDtype, Ref, Span, Template
 
 DEVICE = torch.device("cpu")
-"""What fake tensors say that they are on."""
+"""Device that fake tensors report."""
 
 MARKS = (torch.float64, torch.bfloat16, None)
-"""Dtypes that weights may have while they are fake: whatever is of it then has the dtype of the weights.
+"""Dtypes of fake weights; everything of this dtype then depends on the weights' dtype.
 
-Modules may not take the first; None: weights have their own, and a dtype is what the example gave.
+Modules may not accept the first; None: weights have their own dtype, and dtypes are those of the example.
 """
 
 _LIMITS = ("min", "max", "eps", "tiny")
-"""Numbers that ``torch.finfo`` tells of a dtype."""
+"""Numbers of a dtype that ``torch.finfo`` provides."""
 
 
 class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
-    """A forward that cannot be followed.
+    """A forward that cannot be traced.
 
     Args:
-        path: of the opened module whose it is; empty: the model itself.
-        why: what it does, in words that go on after "the forward ...".
-        line: the line of the user's code; empty: not known.
+        path: path of the opened module; empty: the model itself.
+        why: what it does, in words that continue "the forward ...".
+        line: line of the user's code; empty: unknown.
     """
 
     def __init__(self, path: str, why: str, line: str = "") -> None:
@@ -68,16 +68,16 @@ class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call that was noted.
+    """A recorded call.
 
     Attributes:
-        module: the path of the module that is called; None: a function of torch is.
-        function: that; None: a module is called.
+        module: path of the called module; None: a function of torch is called.
+        function: the called function; None: a module is called.
         takes: positional and keyword arguments.
-        leaves: how many leaves its result has.
-        gives: which of these are tensors, and what they are called.
+        leaves: number of leaves of its result.
+        gives: which of these are tensors, and their references.
         grad: whether it ran with gradients.
-        inside: the path of the opened module whose forward called it.
+        inside: path of the opened module whose forward made the call.
     """
 
     module: str | None
@@ -91,20 +91,20 @@ class Step:
 
 @dataclass(slots=True)
 class Record:
-    """What a run told.
+    """Result of a traced run.
 
     Attributes:
-        steps: in their order.
-        output: what the model gave.
-        inputs: the leaves of the example that are tensors, by their number, and what they are called.
-        shapes: by tensor its shape and its dtype.
-        memory: by tensor a number of its memory; views have one.
-        bytes: by tensor, for the numbers of the example.
-        changes: by step, of the tensors that it changes in place the memory.
-        costs: by the path of a module, what its calls cost.
-        called: the paths of the modules that ran.
+        steps: steps in order.
+        output: output of the model.
+        inputs: leaves of the example that are tensors, by their number, and their references.
+        shapes: by tensor, its shape and its dtype.
+        memory: by tensor, a number of its memory, which views share.
+        bytes: by tensor, its size for the example.
+        changes: by step, memory of the tensors that it changes in place.
+        costs: by path of a module, cost of its calls.
+        called: paths of the modules that ran.
         constants: tensors that are neither parameter nor buffer.
-        mark: in what dtype the weights were.
+        mark: dtype of the weights.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -124,16 +124,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Recorder(TorchFunctionMode):
-    """Runs a copy of a model once, and notes its steps.
+    """Runs a copy of a model once, and records its steps.
 
     Args:
-        model: the user's.
-        example: how it is called.
-        opened: the paths of the modules that are followed into.
-        sizes: by group of free dimensions, its size in this run; those that are not in it have the example's.
-        training: whether all modules are in training mode; None: each in the one it is in.
-        mark: one of ``MARKS``, so that what is of the weights' dtype is told from what the user's code wants
-            in float32.
+        model: the user's model.
+        example: example of the call.
+        opened: paths of the modules that are traced.
+        sizes: by group of free dimensions, its size in this run; others have the example's.
+        training: whether all modules are in training mode; None: each in its own mode.
+        mark: one of ``MARKS``, which distinguishes the weights' dtype from a float32 that the user's code
+            asks for.
     """
 
     def __init__(
@@ -157,12 +157,12 @@ class Recorder(TorchFunctionMode):
         self._origin: dict[int, Ref | Held] = {}
         self._alive: list[Any] = []
         self._stack: list[str] = [""]
-        self._atoms = 0  # how deep in one
+        self._atoms = 0  # nesting depth within an atom
         self._unit: dict[int, bool | None] = {}
         self._classes: dict[type, type] = {}
         self._costs: list[str] = []
         self._graphs: dict[int, type] = {}
-        # Numbers that are in tensors are symbols that nobody knows.
+        # Values of tensors are unknown symbols.
         self._fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._model_dtype = main_dtype(model)
         self._model = self._copied(model)
@@ -200,10 +200,10 @@ class Recorder(TorchFunctionMode):
         return self._mark if self._mark and tensor.dtype == self._model_dtype else tensor.dtype
 
     def _watch(self, module: nn.Module) -> None:
-        """Let a module of the copy tell of its calls."""
+        """Make a module of the copy report its calls."""
         if isinstance(module, (torch.jit.ScriptModule, *_CONTAINERS)):
             return
-        drop_hooks(module)  # they are the user's, who sees what they are called with
+        drop_hooks(module)  # these are the user's, who would see the calls
         cls = type(module)
         if cls not in self._classes:
 
@@ -214,16 +214,16 @@ class Recorder(TorchFunctionMode):
             self._classes[cls] = type(cls.__name__, (cls,), body)
         try:
             module.__class__ = self._classes[cls]
-        except TypeError:  # of a class whose objects are no plain ones
+        except TypeError:  # its class does not allow plain objects
             return
 
     # -- the run
 
     def run(self) -> Record:
-        """Run it.
+        """Run the model.
 
         Raises:
-            Unfollowed: the forward of an opened module cannot be followed.
+            Unfollowed: the forward of an opened module cannot be traced.
         """
         record, example = self._record, self._example
         with self._fake:
@@ -311,7 +311,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """A call of torch; within an atom it is nobody's."""
+        """A call of torch, which is ignored within an atom."""
         del types
         kwargs = dict(kwargs or {})
         if self._atoms:
@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _of_draws(self, func: Any, name: str, args: Sequence[Any]) -> bool | None:
-        """What is known of a number that was drawn from 0 to less than 1: it is never less than 0."""
+        """Knowledge about a number that was drawn from [0, 1): it is never negative."""
         if name in ("__lt__", "lt", "less") and len(args) == 2 and id(args[0]) in self._unit:
             limit = args[1]
             if isinstance(limit, (int, float)) and (limit <= 0 or limit >= 1):
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 if isinstance(self._origin.get(id(leaf)), Held) and function is None:
                     self._alive.append(leaf)
-                    continue  # a module that gives one of its parameters
+                    continue  # a module that returns one of its parameters
                 ref = Ref(number, len(gives))
                 gives.append((index, ref))
                 self._know(leaf, ref)
@@ -387,7 +387,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, Tensor):
             return self._of_tensor(leaf)
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise self._unfollowed("makes a number of what is in a tensor")
+            raise self._unfollowed("makes a number of a tensor's values")
         if isinstance(leaf, slice):
             return Span(*(self._stand_in(part) for part in (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.device) and leaf.type == DEVICE.type:
@@ -402,13 +402,13 @@ class Recorder(TorchFunctionMode):
         known = self._origin.get(id(tensor))
         if known is None:
             if isinstance(tensor, FakeTensor):
-                raise self._unfollowed("uses a tensor that is from a call which is not seen")
+                raise self._unfollowed("uses a tensor of a call that is not traced")
             known = Held(f"constant {len(self._record.constants)} of {self._mode}")
             self._record.constants[known.name] = tensor
             self._origin[id(tensor)] = known
             self._alive.append(tensor)
         if known == Ref(-2, 0):
-            raise self._unfollowed("uses a random number that it decides by")
+            raise self._unfollowed("decides by a random number")
         if isinstance(known, Ref):
             graph = type(tensor.grad_fn)
             custom = issubclass(graph, torch.autograd.function.BackwardCFunction)
@@ -422,7 +422,7 @@ class Recorder(TorchFunctionMode):
     # -- attributes
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
-        """What the opened modules have."""
+        """Attributes of the opened modules."""
         found: dict[str, dict[str, Any]] = {}
         for path, module in self._model.named_modules():
             if path in self._opened:
@@ -446,7 +446,7 @@ class Recorder(TorchFunctionMode):
             self._costs.pop()
 
     def note_cost(self, cost: float) -> None:
-        """What is computed now costs this."""
+        """Add a cost to the current computation."""
         costs = self._record.costs
         for path in {"", *self._costs}:
             costs[path] = costs.get(path, 0.0) + cost
@@ -465,11 +465,11 @@ _UNSEEN = {
     "numpy",
     "data_ptr",
 }
-"""Functions of tensors whose effect no step has."""
+"""Methods of tensors whose effect no step contains."""
 
 
 class _Costs(TorchDispatchMode):
-    """Counts operations: those of matrix products and convolutions, and one for each number that is made."""
+    """Counts operations: those of matrix products and convolutions, and one for each computed number."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -483,7 +483,7 @@ class _Costs(TorchDispatchMode):
         if packet in flop_registry:
             try:
                 cost += _number(flop_registry[packet](*args, **(kwargs or {}), out_val=found))
-            except Exception:  # what cannot be counted counts as what it makes
+            except Exception:  # other operators count by their results
                 cost += 0.0
         if not getattr(func, "is_view", False):
             for leaf in pytree.tree_leaves(found):
@@ -497,7 +497,7 @@ class _Costs(TorchDispatchMode):
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:
-    """The floating-point dtype of most of a model's numbers."""
+    """The floating-point dtype of most of a model's parameters."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -506,7 +506,7 @@ def main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _number(found: Any) -> int:
-    """A size, of the example."""
+    """A size for the example."""
     if isinstance(found, (torch.SymInt, torch.SymFloat)):
         hint = found.node.hint
         return 0 if hint is None else int(hint)
@@ -514,7 +514,7 @@ def _number(found: Any) -> int:
 
 
 def _is_constant(leaf: Any) -> bool:
-    """Whether it is the same whenever the model runs: numbers, texts, types, functions of modules."""
+    """Whether it is the same in every run of the model: numbers, texts, types, functions of modules."""
     if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
         return not getattr(leaf, "__closure__", None)
     return isinstance(leaf, (*_PLAIN, type)) or leaf is Ellipsis
@@ -537,12 +537,12 @@ _DECIDES = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "Dyna
 
 def _failed(path: str, error: Exception) -> Unfollowed:
     if type(error).__name__ in _DECIDES:
-        return Unfollowed(path, "decides by numbers that are in a tensor", line_of(error))
-    return Unfollowed(path, f"fails on tensors without numbers ({_first_line(error)})", line_of(error))
+        return Unfollowed(path, "decides by a tensor's values", line_of(error))
+    return Unfollowed(path, f"fails on tensors without values ({_first_line(error)})", line_of(error))
 
 
 def line_of(error: BaseException) -> str:
-    """The last line of the user's code that an error is from, as ``file:12: text``."""
+    """The last line of the user's code in an error's traceback, as ``file:12: text``."""
     return _line_of(traceback.extract_tb(error.__traceback__))
 
 

@@ -1,9 +1,9 @@
-"""Which numbers of a record follow from the free sizes of the example: runs with other sizes tell.
+"""Which numbers of a record depend on the free sizes of the example, by runs with other sizes.
 
-A number that is the same in all runs is a constant; one that is not has to be a multiple of a product of
-sizes, and a constant, in all runs. Nothing is assumed of what a module does with its sizes.
+A number that is the same in all runs is a constant; any other has to be a multiple of a product of sizes,
+plus a constant, in all runs. Nothing is assumed about how a module uses its sizes.
 
-Invariant: where runs differ in anything else, the sizes are not free.
+Invariant: if runs differ in anything else, the sizes are not free.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .values import Size, Span, Template
 
 
 class Varies(Exception):  # noqa: N818 - nothing is wrong with the model
-    """A model that goes another way for other sizes.
+    """A model that takes another path for other sizes.
 
     Args:
         why: what it does.
-        path: of the opened module that does it; empty: the model itself.
+        path: path of the opened module; empty: the model itself.
     """
 
     def __init__(self, why: str, path: str = "") -> None:
@@ -46,10 +46,10 @@ def sizes_of(example: Example) -> dict[int, int]:
 
 
 def other_sizes(example: Example) -> list[dict[int, int]]:
-    """Others to try, so that any two groups differ in how they change.
+    """Other sizes to try, with which any two groups change differently.
 
-    Numbers of samples are multiples of the example's, as a model may put frames of a sample side by side;
-    lengths are shorter, as it may have no positions for longer ones.
+    Numbers of samples are multiples of the example's, because a model may merge frames of samples; lengths
+    are shorter, because it may have no positions for longer ones.
     """
     sizes = sizes_of(example)
     samples = {g for free in example.free for n, (dim, g) in enumerate(free) if not n}
@@ -69,10 +69,10 @@ def other_sizes(example: Example) -> list[dict[int, int]]:
 
 
 def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Record:
-    """The first record, with what changes from one to the next as ``Size``.
+    """The first record, with numbers that differ between records as ``Size``.
 
     Raises:
-        Varies: something changes that follows from no size.
+        Varies: a number changes that depends on no size.
     """
     first = records[0]
     for record in records[1:]:
@@ -112,7 +112,7 @@ class _Fit:
     def template(self, templates: Sequence[Template]) -> Template:
         first = templates[0]
         if any(t.spec != first.spec for t in templates):
-            raise Varies("it gives another structure")
+            raise Varies("it returns another structure")
         leaves = [self.leaf(each) for each in zip(*(t.parts for t in templates), strict=True)]
         return Template(leaves, first.spec)
 
@@ -124,7 +124,7 @@ class _Fit:
             try:
                 found.append(self.leaf(each))
             except Varies:
-                found.append(None)  # nobody asks, or a step's number would vary as well
+                found.append(None)  # unused, or a step's number would vary as well
         return tuple(found)
 
     def leaf(self, leaves: Sequence[Any]) -> Any:

@@ -1,6 +1,6 @@
-"""What finding layers uses of torch that has no public name, with what replaces each.
+"""Private parts of torch that automatic layers use, with the alternative to each.
 
-``torch.export`` is the public way to run a model without numbers; it gives operators in place of modules.
+``torch.export`` is the public way to run a model without values; it returns operators instead of modules.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "ShapeEnv", "TorchDispatchMode"]
 
-# FakeTensorMode: tensors that have shapes and no numbers, and say that they are on a device. Without: the
-# meta device, whose tensors say that they are there.
-# ShapeEnv: lets a fake tensor have a size that its numbers tell. Without: modules that ask for one fail.
-# TorchDispatchMode: sees every operator; torch's notes on extending describe it. Without: no costs.
+# FakeTensorMode: tensors with shapes but no values that report a device. Without it: the
+# meta device, whose tensors report that device.
+# ShapeEnv: lets a fake tensor have a size that depends on its values. Without it: modules that need one fail.
+# TorchDispatchMode: intercepts every operator, as torch's notes on extending describe. Without it: no costs.
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number of a tensor's memory, of which views have one. Without: ``untyped_storage().data_ptr()``."""
+    """A number of a tensor's memory, which views share. Without it: ``untyped_storage().data_ptr()``."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as torch counts it."""
+    """Number of changes of a tensor in place, as torch counts them."""
     return tensor._version
 
 
@@ -35,17 +35,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own. Without: nobody opens a module that has some."""
+    """Whether a module has hooks of its own. Without it: modules with hooks are not opened."""
     return any(vars(module).get(name) for name in _HOOKS)
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take a module's hooks off. Without: a user's hooks see tensors without numbers."""
+    """Remove a module's hooks. Without it: a user's hooks see tensors without values."""
     for name in _HOOKS:
         vars(module).get(name, {}).clear()
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own tensors and attributes. Without: ``named_parameters`` and ``named_buffers``."""
+    """A module's own tensors and attributes. Without it: ``named_parameters`` and ``named_buffers``."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return own | module._buffers | module._parameters

@@ -1,7 +1,7 @@
-"""What stands for tensors, sizes, dtypes and devices in the steps that were noted.
+"""Placeholders for tensors, sizes, dtypes and devices in recorded steps.
 
-Invariant: a template is a tree of plain values and of these records, without a tensor or a module, so that
-threads may share it.
+Invariant: a template is a tree of plain values and of these records, without a tensor or a module, so threads
+may share it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Ref(NamedTuple):
     """A tensor that a step made.
 
     Attributes:
-        step: its number; -1: it is one of the model's inputs.
-        leaf: which of the tensors that it made.
+        step: number of the step; -1: an input of the model.
+        leaf: number of the tensor among its results.
     """
 
     step: int
@@ -31,19 +31,21 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter, a buffer or a constant of the model; ``name`` is the model's, or ``constant 3``."""
+    """A parameter, a buffer or a constant of the model; ``name`` is its name in the model, or ``constant
+    3``.
+    """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number that follows from free sizes: ``factor`` times the product of some of them, and ``more``.
+    """A number that depends on free sizes: ``factor`` times the product of some of them, plus ``more``.
 
     Attributes:
-        groups: whose sizes are multiplied.
-        factor: what their product is multiplied by.
-        more: what is added.
+        groups: groups whose sizes are multiplied.
+        factor: factor of their product.
+        more: added constant.
     """
 
     groups: tuple[int, ...]
@@ -57,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class OfDtype:
-    """The dtype of the model's weights, or a number that ``torch.finfo`` tells of it."""
+    """The dtype of the model's weights, or a number that ``torch.finfo`` provides for it."""
 
     limit: str = ""
 
@@ -69,7 +71,7 @@ class OfDevice:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A slice whose ends stand for something."""
+    """A slice whose ends are placeholders."""
 
     start: Any
     stop: Any
@@ -77,14 +79,14 @@ class Span:
 
 
 class Around(NamedTuple):
-    """What a layer computes with and for.
+    """Values that fill the placeholders of a layer.
 
     Attributes:
-        values: the tensors that there are.
+        values: existing tensors.
         held: parameters, buffers and constants, by name.
-        sizes: of each group of free dimensions.
-        dtype: of the weights.
-        device: of the layer.
+        sizes: size of each group of free dimensions.
+        dtype: dtype of the weights.
+        device: device of the layer.
     """
 
     values: Mapping[Ref, Tensor]
@@ -111,17 +113,17 @@ _READ: dict[type, Callable[[Any, Around], Any]] = {
 
 
 def read(found: Any, around: Around) -> Any:
-    """What one leaf of a template stands for."""
+    """Value of one leaf of a template."""
     reads = _READ.get(type(found))
     return found if reads is None else reads(found, around)
 
 
 class Template:
-    """A tree with what stands for its tensors.
+    """A tree with placeholders for its tensors.
 
     Args:
-        leaves: of the tree.
-        spec: its structure.
+        leaves: leaves of the tree.
+        spec: structure of the tree.
     """
 
     __slots__ = ("_stand_ins", "parts", "refs", "spec")
@@ -130,10 +132,10 @@ class Template:
         self.parts, self.spec = leaves, spec
         self._stand_ins = [(i, leaf) for i, leaf in enumerate(leaves) if type(leaf) in _READ]
         self.refs = frozenset(leaf for leaf in self.leaves() if type(leaf) is Ref)
-        """The tensors of other steps in it."""
+        """References to tensors of other steps."""
 
     def leaves(self) -> list[Any]:
-        """All leaves, those within slices as well."""
+        """All leaves, including those within slices."""
         spans = [leaf for leaf in self.parts if type(leaf) is Span]
         return [*self.parts, *(part for span in spans for part in (span.start, span.stop, span.step))]
 

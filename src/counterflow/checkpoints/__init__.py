@@ -1,8 +1,8 @@
-"""What a training goes on from, on disk: written by all workers at once, read under any layout.
+"""Checkpoints on disk: written by all workers at once, read under any layout.
 
 A checkpoint is a folder ``step-N`` with an index, ``checkpoint.json``, and safetensors files, in which
-tensors have the model's own names. Who writes which part is planned by torch.distributed.checkpoint; so is
-who reads which, so that scheme, depth, width and sharding may be others then.
+tensors have the model's own names. torch.distributed.checkpoint plans which worker writes and reads which
+part, so scheme, depth, width and sharding may differ when a checkpoint is read.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint into one safetensors file or a folder of transformers, and the other way.
+"""Conversion of a checkpoint's weights into one safetensors file or a folder of transformers, and back.
 
-Invariant: tensors are read and written one after another, bit by bit as they are; the target is there whole
-or not at all.
+Invariant: tensors are read and written one after another, unchanged bit for bit; the target exists whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", "
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was made.
+    """Result of a conversion.
 
     Attributes:
         path: the file or folder.
-        kind: what that is, for people.
-        tensors: how many it has.
-        bytes: of the file of weights.
+        kind: kind of the target, for people.
+        tensors: number of its tensors.
+        bytes: size of the file of weights.
     """
 
     path: Path
@@ -57,22 +57,22 @@ def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool 
 
     Args:
         source: a run or a checkpoint; a safetensors file; or a folder of transformers with such files.
-        target: a path that ends with ``.safetensors``; else a folder: of transformers where ``source`` is a
-            checkpoint, and of checkpoints, with one of step 0, where it is not. Must not exist.
-        model: a folder of transformers whose config and tokenizer go with a checkpoint's weights; by default
-            the one that the run was given.
-        ema: whether trained weights are their averages, in the weights' precision.
+        target: a path that ends with ``.safetensors``; otherwise a folder: of transformers if ``source`` is a
+            checkpoint, or of checkpoints, with one of step 0, if it is not. It must not exist.
+        model: a folder of transformers whose config and tokenizer are written with a checkpoint's weights;
+            default: the run's.
+        ema: whether to convert averages of the trained weights, in the weights' precision.
 
     Raises:
         ConfigError: the source is something else or damaged, or has no averages; or the target exists.
-        CounterflowError: it cannot be written.
+        CounterflowError: the target cannot be written.
     """
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target}: is there already; name a new file or folder")
+        raise ConfigError(f"{target}: exists already; name a new file or folder")
     into_file = target.suffix == ".safetensors"
     if model is not None and into_file:
         raise ConfigError(
-            f"{model}: a safetensors file has weights only; leave --model away, or name a folder"
+            f"{model}: a safetensors file contains weights only; leave out --model, or name a folder"
         )
     if source.suffix != ".safetensors" and not _is_of_transformers(source):
         found = Checkpoint.load(source, str(source))
@@ -82,12 +82,12 @@ def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool 
             return _into_file(table, read, target)
         return _into_transformers(found, table, read, target, model)
     if ema:
-        raise ConfigError(f"{source}: has weights only, and no average of them; leave --ema away")
+        raise ConfigError(f"{source}: contains weights only, and no average of them; leave out --ema")
     opened = _Files(source)
     if into_file:
         return _into_file(opened.sizes, opened.read, target)
     if model is not None:
-        raise ConfigError(f"{model}: a checkpoint has weights only; leave --model away")
+        raise ConfigError(f"{model}: a checkpoint contains weights only; leave out --model")
     return _into_checkpoint(opened, target)
 
 
@@ -106,16 +106,18 @@ class _Files:
                 for name in opened.keys():  # noqa: SIM118 - it is no dict
                     part = opened.get_slice(name)
                     if part.get_dtype() not in files.DTYPES:
-                        raise ConfigError(f"{path}: {name} is {part.get_dtype()}, which is unknown here")
+                        raise ConfigError(
+                            f"{path}: {name} is {part.get_dtype()}, which this Counterflow does not support"
+                        )
                     self._open[name] = opened
                     self.sizes[name] = part.get_dtype(), tuple(part.get_shape())
         except FileNotFoundError as error:
-            raise ConfigError(f"{source}: there is no such file: {error.filename or error}") from None
+            raise ConfigError(f"{source}: no such file: {error.filename or error}") from None
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{source}: cannot be read as safetensors: {str(error)[:200]}") from None
 
     def read(self, name: str) -> Tensor:
-        """One of them."""
+        """Read one tensor."""
         tensor: Tensor = self._open[name].get_tensor(name)
         return tensor
 
@@ -138,7 +140,8 @@ def _weights_of(found: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[i
     extra = next((key for key in found.index.objects if key.startswith(f"{MODEL}/")), None)
     if extra is not None:
         raise ConfigError(
-            f"{found.place}: {extra.partition('/')[2]} is no tensor, and a safetensors file has only those; "
+            f"{found.place}: {extra.partition('/')[2]} is not a tensor, and a safetensors file contains only "
+            "tensors; "
             "read the checkpoint by counterflow.load_weights"
         )
     stored = found.index.tensors
@@ -164,13 +167,14 @@ def _into_transformers(
     keys = tomllib.loads(str(found.index.about.get("config", "")))
     if keys.get("lora", {}).get("rank") is not None:
         raise ConfigError(
-            f"{found.place}: has adapters beside a model's weights; the folder `adapter` of the run has them "
+            f"{found.place}: contains adapters in addition to a model's weights; the folder `adapter` of the "
+            "run contains them "
             "as peft reads them"
         )
     given = model or Path(str(keys.get("model", {}).get("path", "")))
     if not (given / "config.json").is_file():
         raise ConfigError(
-            f"{target}: a folder of transformers needs the model's config, and {str(given)!r} has no "
+            f"{target}: a folder of transformers needs the model's config, but {str(given)!r} has no "
             "config.json; give --model FOLDER, or a target that ends with .safetensors"
         )
     with _draft(target) as draft:
@@ -185,7 +189,7 @@ def _into_transformers(
 
 
 def _note_dtype(config: Path, dtypes: set[str]) -> None:
-    """Let the config say what weights are stored in: transformers would round them to what it says."""
+    """Write the dtype of the weights into the config: transformers would round them to the one in it."""
     floats = {
         str(files.DTYPES[d]).removeprefix("torch.") for d in dtypes if files.DTYPES[d].is_floating_point
     }
@@ -197,7 +201,7 @@ def _note_dtype(config: Path, dtypes: set[str]) -> None:
 
 
 def _into_checkpoint(opened: _Files, target: Path) -> Converted:
-    """Of step 0: a training begins with it."""
+    """Write a checkpoint of step 0, with which a training begins."""
     name = "model-0.safetensors"
     with _draft(target) as root:
         draft = root / name_of(0)
@@ -229,7 +233,7 @@ def _into_checkpoint(opened: _Files, target: Path) -> Converted:
 
 @contextlib.contextmanager
 def _draft(target: Path) -> Iterator[Path]:
-    """Where a target is written until it is whole."""
+    """A draft of the target, until it is complete."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

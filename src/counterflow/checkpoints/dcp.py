@@ -1,15 +1,16 @@
-"""Who writes and who reads which part: the planners of torch.distributed.checkpoint, on our transports.
+"""Plans of which worker writes and reads which part: the planners of torch.distributed.checkpoint, on our
+transports.
 
-torch's own ``save`` and ``load`` gather and scatter plans over a process group, which threads have not, and
-wait for each other when all is written, however long that takes. Here the plans travel by the pipeline's
-transport before anything is written, every worker makes the same whole plan of them, and reading needs
-nobody else. torch imports for two seconds what is needed here: not before the first checkpoint.
+torch's own ``save`` and ``load`` gather and scatter plans over a process group, which threads do not have,
+and all ranks wait until everything is written. Here the plans travel by the pipeline's transport before
+anything is written, every worker makes the same global plan of them, and reading needs no other worker. The
+import takes torch two seconds, so it happens with the first checkpoint.
 
-torch's storage is not used. It writes into the folder that is read, so that a crash while a step is saved
-again leaves nothing whole; it knows no digests, and its metadata is a pickle, or the headers of all files,
-which would be used before anything says that they are as they were written.
+torch's storage is not used. It writes into the folder that is read, so a crash while a step is saved again
+leaves nothing whole. It has no digests, and its metadata is a pickle, or the headers of all files, which
+would be used before they are verified.
 
-Invariant: of copies one worker writes each tensor, and what they write is shared out evenly.
+Invariant: one of the holders writes each tensor, and the work is divided evenly.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from .index import Chunk, Index, Stored
 from .state import dtype_of, file_of
 
 Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
-"""By key: a piece of a tensor, and where it begins in the whole."""
+"""By key, a piece of a tensor, and where it begins in the whole."""
 
 
 class SavePlan:
-    """Who writes what; all workers make it together.
+    """The plan of a save; all workers make it together.
 
     Args:
-        state: what this worker holds: tensors, and what is none.
-        transport: how to reach the others.
+        state: state of this worker: tensors and other objects.
+        transport: transport to the other workers.
     """
 
     def __init__(self, state: Mapping[str, Any], transport: Transport) -> None:
@@ -54,7 +55,9 @@ class SavePlan:
         self._mine = self._planner.finish_plan(self._plans[transport.rank]).items
 
     def part(self) -> tuple[Pieces, list[str]]:
-        """What this worker writes: the tensors themselves, or of DTensors what is at hand; and other keys."""
+        """Parts that this worker writes: pieces of tensors (the local part of DTensors), and keys of other
+        objects.
+        """
         found: Pieces = {}
         for item in self._mine:
             if item.tensor_data is not None:
@@ -63,7 +66,7 @@ class SavePlan:
         return found, [item.index.fqn for item in self._mine if item.tensor_data is None]
 
     def tensors(self) -> dict[str, Stored]:
-        """Where the pieces of all tensors will be."""
+        """Locations of the pieces of all tensors."""
         found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
         for rank, plan in enumerate(self._plans):
             for item in plan.items:
@@ -82,7 +85,7 @@ class SavePlan:
         }
 
     def objects(self) -> dict[str, str]:
-        """The files in which everything will be that is no tensor."""
+        """Files of all objects that are not tensors."""
         items = ((rank, item) for rank, plan in enumerate(self._plans) for item in plan.items)
         others = ((rank, item.index.fqn) for rank, item in items if item.tensor_data is None)
         return {key: file_of(key, rank, tensor=False) for rank, key in others}
@@ -94,13 +97,13 @@ def fill(
     index: Index,
     read: Callable[[str, str, tuple[slice, ...]], Tensor],
 ) -> None:
-    """Fill tensors, or the parts of DTensors that are at hand, from what is stored.
+    """Fill tensors, or the local parts of DTensors, from a checkpoint.
 
     Args:
-        tensors: by key; of the stored shapes, of any floating dtype.
-        stored: by key, that in the checkpoint.
-        index: of the checkpoint.
-        read: file, key and slices to what is there.
+        tensors: tensors by key, with the stored shapes and any floating dtype.
+        stored: by key, the tensor in the checkpoint.
+        index: index of the checkpoint.
+        read: function of file, key and slices that returns the values.
     """
     table: dict[str, STORAGE_TYPES] = {}
     for key in tensors:

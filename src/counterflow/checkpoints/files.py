@@ -1,10 +1,11 @@
-"""One file of a checkpoint: written piece by piece with its digest, on the disk when the call returns.
+"""A file of a checkpoint: written piece by piece with its digest, and synced to the disk when the call
+returns.
 
-Safetensors are written here and not by their library. Its ``save``, by which torch's
-``HuggingFaceStorageWriter`` writes, takes two more copies of all tensors in memory; its ``save_file`` tells
-neither the digest nor, as an ``OSError``, that the disk is full.
+Safetensors files are written here instead of by their library. Its ``save``, which torch's
+``HuggingFaceStorageWriter`` uses, needs two more copies of all tensors in memory; its ``save_file`` neither
+returns the digest nor raises an ``OSError`` if the disk is full.
 
-Invariant: what is digested is what was to be written, so that whatever a disk does to it is found.
+Invariant: digests are computed from the data in memory, so any change by the disk is detected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""Safetensors' names."""
+"""Names of dtypes in safetensors files."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -54,11 +55,11 @@ def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Safetensors' name of the dtype of a tensor.
 
     Raises:
-        ConfigError: the format has none.
+        ConfigError: the format does not support the dtype.
     """
     name = _NAMES.get(dtype)
     if name is None:
-        raise ConfigError(f"{key} is {dtype}, which safetensors files cannot hold; give another dtype")
+        raise ConfigError(f"{key} is {dtype}, which safetensors files do not support; use another dtype")
     return name
 
 
@@ -71,14 +72,14 @@ def write_tensors(
     """Write a safetensors file of tensors that are read one after another.
 
     Args:
-        path: of the file.
+        path: path of the file.
         sizes: by name: the format's name of the dtype, and the shape.
-        read: a name to the tensor, on the CPU.
-        offsets: by name, where a piece begins in the whole tensor; the file's header says it as
-            torch.distributed.checkpoint reads it. None: these are no pieces.
+        read: function of a name that returns the tensor on the CPU.
+        offsets: by name, where a piece begins in the whole tensor; the file's header contains it as
+            torch.distributed.checkpoint reads it. None: the tensors are whole.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     about = {"format": "pt"}
     if offsets is not None:
@@ -91,7 +92,7 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, .
     """By name: the format's name of a tensor's dtype, and its shape.
 
     Raises:
-        ConfigError: the format has none.
+        ConfigError: the format does not support a dtype.
     """
     return {name: (dtype_name(tensor.dtype, name), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -103,8 +104,8 @@ def pieces_of(
 
     Args:
         sizes: by name: the format's name of the dtype, and the shape.
-        read: a name to the tensor, on the CPU.
-        about: for the header.
+        read: function of a name that returns the tensor on the CPU.
+        about: metadata for the header.
     """
     header: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
@@ -125,7 +126,7 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> Written:
     """Write a file, and wait until it is on the disk.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     digest, total = hashlib.sha256(), 0
     with path.open("wb") as file:
@@ -141,7 +142,7 @@ def write(path: Path, pieces: Iterable[memoryview | bytes]) -> Written:
 
 
 def packed(value: object) -> bytes:
-    """A value as bytes that torch reads, if they can be read without running code."""
+    """A value as bytes that torch reads, if that needs no code execution."""
     written = io.BytesIO()
     torch.save(value, written)
     return written.getvalue()
@@ -153,7 +154,7 @@ def unpacked(data: bytes | memoryview) -> Any:
 
 
 def settle(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -162,12 +163,12 @@ def settle(folder: Path) -> None:
 
 
 def problem_of(path: Path, written: Written, *, whole: bool) -> str:
-    """What is wrong with a file; empty: nothing.
+    """Problem of a file; empty if there is none.
 
     Args:
-        path: of the file.
-        written: what it should be.
-        whole: whether its contents are compared too, and not only its length.
+        path: path of the file.
+        written: expected length and digest.
+        whole: whether to compare the contents as well as the length.
     """
     try:
         if path.stat().st_size != written.bytes:
@@ -175,7 +176,7 @@ def problem_of(path: Path, written: Written, *, whole: bool) -> str:
         if whole:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
-                    return f"{path.name} has other contents than were written (its digest differs)"
+                    return f"{path.name} was changed after it was written (its digest differs)"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
     return ""

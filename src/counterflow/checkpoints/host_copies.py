@@ -1,10 +1,10 @@
-"""Copies of a device's tensors in host memory, made beside what the device computes.
+"""Copies of a device's tensors in host memory, made while the device computes.
 
-On a device that runs behind its host they go into pinned memory on a stream of their own; the host sleeps
-until they are made in the thread that writes them. On a CPU they are made at once.
+On a device that runs asynchronously they go into pinned memory on a stream of their own; the thread that
+writes them sleeps until they are made. On a CPU they are made at once.
 
-Invariant: what is copied has the values of the moment of ``begin``, whoever changes the tensors later, if the
-device was told to ``order`` that change behind the copy.
+Invariant: copies have the values at the time of ``begin``, even if the tensors change later, provided that
+``order`` puts the change behind the copy on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from counterflow.runtime.devices import module_of, used_on
 from counterflow.runtime.later import holds_host
 
 _SLAB_BYTES = 2**28
-"""Memory is pinned in pieces of so much, a power of two: torch rounds each piece up to one."""
+"""Size of pieces of pinned memory, a power of two because torch rounds each piece up to one."""
 
 _ALIGNED = 64
 
@@ -28,12 +28,12 @@ class HostCopy:
     """A copy that was begun.
 
     Attributes:
-        tensors: by key where it is made in host memory; nothing is in them before ``wait``.
+        tensors: by key, tensors in host memory, which are undefined before ``wait``.
 
     Args:
-        tensors: as above.
-        device: where the tensors are that are copied.
-        made: the event after the last one; None: they are there.
+        tensors: see above.
+        device: device of the copied tensors.
+        made: the event after the last copy; None: it is complete.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, made: Any) -> None:
@@ -41,21 +41,21 @@ class HostCopy:
         self._device, self._made = device, made
 
     def wait(self) -> None:
-        """Let the host sleep until it is made; any thread may."""
+        """Let the host sleep until the copy is complete; any thread may call it."""
         if self._made is not None:
             self._made.synchronize()
 
     def order(self) -> None:
-        """Let what the device is given from here on run when the copy is made; the host goes on."""
+        """Order further work of the device behind the copy; the host does not wait."""
         if self._made is not None:
             module_of(self._device).current_stream(self._device).wait_event(self._made)
 
 
 class HostCopies:
-    """Memory of the host for copies of a device's tensors, and the stream on which they are made.
+    """Host memory for copies of a device's tensors, and the stream on which they are made.
 
     Args:
-        device: where the tensors are; those on the host are copied too.
+        device: device of the tensors; tensors on the host are copied too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,14 +66,14 @@ class HostCopies:
         self._targets: dict[str, Tensor] = {}
 
     def begin(self, tensors: Mapping[str, Tensor], soon: Collection[str] = ()) -> HostCopy:
-        """Begin to copy tensors as they are when all has run that the device was given.
+        """Begin to copy tensors after all work that the device was given so far.
 
-        The memory is that of the copy before, if the tensors are alike: that one has been read.
+        The memory is that of the previous copy if the tensors are alike; that copy must have been read.
 
         Args:
-            tensors: by key; the same memory is not under two.
-            soon: the keys of those that may change before ``HostCopy.order``: they are copied first, and what
-                the device is given next waits for them.
+            tensors: tensors by key, without overlapping memory.
+            soon: keys of tensors that may change before ``HostCopy.order``: they are copied first, and
+                further work of the device waits for them.
         """
         table = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         if table != self._table:
@@ -93,11 +93,11 @@ class HostCopies:
         return HostCopy(self._targets, self._device, last)
 
     def forget(self) -> None:
-        """Give the memory back; the copies have been read."""
+        """Free the memory; the copies must have been read."""
         self._table, self._targets = {}, {}
 
     def _copy(self, tensors: Mapping[str, Tensor], keys: Collection[str]) -> Any:
-        """Copy some on the current stream; the event after them, where there are any."""
+        """Copy some tensors on the current stream; return the event after them, if there are any."""
         with torch.no_grad():
             for key in keys:
                 self._targets[key].copy_(tensors[key], non_blocking=True)
@@ -105,13 +105,13 @@ class HostCopies:
                     used_on(tensors[key], self._stream)
         if self._module is None:
             return None
-        made = self._module.Event(blocking=True)  # blocking: the host sleeps, it does not spin
+        made = self._module.Event(blocking=True)  # blocking: the host sleeps and does not spin
         made.record()
         return made
 
 
 def _targets(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
-    """Host memory of the shapes of tensors, in few pieces."""
+    """Host memory for tensors of these shapes, in few pieces."""
     found: dict[str, Tensor] = {}
     sizes = {key: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for key, tensor in tensors.items()}
     left, begin = sum(sizes.values()), 0

@@ -1,6 +1,7 @@
-"""What belongs to a checkpoint: ``checkpoint.json``, and which folders hold a complete one. Knows no torch.
+"""The index of a checkpoint, ``checkpoint.json``, and the folders that contain a complete one. torch is not
+imported.
 
-Invariant: an index that reads has the digest it was written with, and names only files beside it.
+Invariant: an index that is read has the digest it was written with, and names only files in its folder.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .renames import rename
 FORMAT: Final = "counterflow-checkpoint"
 VERSION: Final = 4
 INDEX = "checkpoint.json"
-"""Written last into the draft of a checkpoint."""
+"""Index file, written last into the draft of a checkpoint."""
 
 CHECKPOINT = "checkpoint"
-"""In the folder of a run: the folder of its checkpoints."""
+"""Folder of checkpoints in the folder of a run."""
 
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _DRAFT = re.compile(r"\.step-\d{1,18}\.([0-9a-f]+\.)?(draft|old)")
@@ -39,7 +40,7 @@ class _Part(BaseModel):
 
 
 class Chunk(_Part):
-    """A piece of a tensor: which file has it, where it begins in the whole, and how long it is there."""
+    """A piece of a tensor: its file, where it begins in the whole, and its shape."""
 
     file: FileName
     offsets: tuple[Count, ...]
@@ -47,7 +48,7 @@ class Chunk(_Part):
 
 
 class Stored(_Part):
-    """A tensor: its dtype and shape, and where its pieces are."""
+    """A tensor: its dtype and shape, and its pieces."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -55,26 +56,26 @@ class Stored(_Part):
 
 
 class Written(_Part):
-    """A file: how long it is, and the digest of what is in it."""
+    """A file: its length, and the digest of its contents."""
 
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Index(_Part):
-    """What a checkpoint has.
+    """Contents of a checkpoint.
 
     Attributes:
-        format: which format this is.
-        format_version: which version of it.
-        step: updates made.
-        seed: from which, with the step, all random draws come.
-        layout: under which scheme, depth and width it was written, in words.
-        tensors: by key: ``model/NAME`` or ``optimizer/NAME/SLOT``, with the model's own names.
-        objects: by key, the file that has what is no tensor: options, schedulers, extra state.
+        format: name of the format.
+        format_version: version of the format.
+        step: number of updates made.
+        seed: seed that, with the step, determines all random draws.
+        layout: scheme, depth and width of the pipeline that wrote it, in words.
+        tensors: tensors by key: ``model/NAME`` or ``optimizer/NAME/SLOT``, with the model's own names.
+        objects: by key, files of objects other than tensors: options, schedulers, extra state.
         aliases: further names of weights, by the first one.
-        files: by name; all but this index.
-        about: what the one who wrote it adds; ``validation_loss`` decides which is the best.
+        files: files by name, except this index.
+        about: additions of the writer; ``validation_loss`` decides which checkpoint is the best.
     """
 
     format: Literal["counterflow-checkpoint"] = FORMAT
@@ -90,7 +91,7 @@ class Index(_Part):
 
     @property
     def has_training(self) -> bool:
-        """Whether the optimiser's state is there; not where a training is to begin with given weights."""
+        """Whether the optimiser's state exists, which it does not if a training begins with given weights."""
         return any(key.startswith("options/") for key in self.objects)
 
     def dumps(self) -> bytes:
@@ -103,14 +104,14 @@ class Index(_Part):
         """Read a ``checkpoint.json``.
 
         Args:
-            path: of the file.
-            place: who asked for it, for errors.
+            path: path of the file.
+            place: what names the file, for errors.
 
         Raises:
-            ConfigError: it cannot be read, is something else or was changed.
+            ConfigError: the file cannot be read, is something else or was changed.
         """
         damaged = ConfigError(
-            f"{place}: is no checkpoint, or damaged; give the folder of a run of `counterflow train`, or "
+            f"{place}: is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or "
             "another checkpoint of it"
         )
         try:
@@ -130,8 +131,8 @@ class Index(_Part):
             version = data.get("format_version")
             if data.get("format") == FORMAT and version != VERSION:
                 raise ConfigError(
-                    f"{place}: is a checkpoint of version {str(version)[:20]}, and this Counterflow reads "
-                    f"version {VERSION}; go on with the one that wrote it"
+                    f"{place}: is a checkpoint of version {str(version)[:20]}, but this Counterflow reads "
+                    f"version {VERSION}; resume with the one that wrote it"
                 ) from None
             raise damaged from None
         used = {c.file for t in index.tensors.values() for c in t.chunks} | set(index.objects.values())
@@ -148,12 +149,12 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Folder of a step's checkpoint."""
     return f"step-{step}"
 
 
 def draft_of(step: int, mark: str) -> str:
-    """The folder in which workers with a mark of their own write it."""
+    """Folder in which workers with this mark write a step's checkpoint."""
     return f".step-{step}.{mark}.draft"
 
 
@@ -164,7 +165,7 @@ def complete(root: Path) -> list[Path]:
     except OSError:
         return []
     found: dict[int, Path] = {}
-    for pattern in (_ASIDE, _FOLDER):  # one that stepped aside counts where none has its name
+    for pattern in (_ASIDE, _FOLDER):  # one that was renamed aside counts if no other has its name
         for entry in entries:
             if (match := pattern.fullmatch(entry.name)) and _has_index(entry):
                 found[int(match[1])] = entry
@@ -172,7 +173,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def put_aside(folder: Path) -> Path:
-    """Let a damaged checkpoint be none, without removing it."""
+    """Rename a damaged checkpoint so it does not count, without removing it."""
     aside = folder.with_name(f"damaged-{folder.name}")
     if aside.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -180,9 +181,9 @@ def put_aside(folder: Path) -> Path:
 
 
 def remove_drafts(root: Path) -> None:
-    """Take away what was left half-written, once what had stepped aside has its name back.
+    """Remove incomplete drafts, after renaming back checkpoints that were renamed aside.
 
-    Only whoever alone writes there may, while nobody reads.
+    Only the single writer of the folder may call it, while nobody reads.
     """
     for entry in complete(root):
         if match := _ASIDE.fullmatch(entry.name):

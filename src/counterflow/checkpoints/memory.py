@@ -1,19 +1,19 @@
-"""Copies of what workers hold in their machines' memory: a run goes on from them with no storage read.
+"""Copies of workers' state in their machines' memory: a run resumes from them without reading storage.
 
-After a step each worker copies its weights and what its optimiser keeps into a file in memory (/dev/shm).
-That outlives the worker's process, and not its machine: of a machine that is gone, the stages come from the
-machines of the other workers that hold them. Of two files one is whole while the other one is written.
-The device makes the copy and a thread writes it while the next step computes; only its update waits for the
-device's part.
+After a step each worker copies its weights and its optimiser's state into a file in memory (/dev/shm). The
+file outlives the worker's process, but not its machine: if a machine is gone, its stages come from the
+machines of other workers that hold them. There are two files, and one is whole while the other is written.
+The device makes the copy and a thread writes it while the next step computes; only that step's update waits
+for the device's part.
 
-Optimiser state that is sharded over a stage's holders is there once: if its owner's machine is gone, no step
-of the memory counts, and all comes from a checkpoint.
+Optimiser state that is sharded over a stage's holders exists once: if its owner's machine is gone, no copy in
+memory is used, and the run resumes from a checkpoint.
 
 Invariant: a file counts only if it is whole, and a step only if every part of every stage has a holder and
-all holders of a part have equal bytes; a run goes on from the newest such step. So a worker that was
-frozen may finish a file when others have gone on: it is of a step that all had made, in its own layout, and
-who has its rank by then has files of its own. It makes no checkpoint: where it finds nothing, the last
-checkpoint counts.
+all holders of a part have equal bytes; a run resumes from the newest such step. So a worker that was frozen
+may finish a file after others have gone on: the file belongs to a step that all had made, in its own layout,
+and the new worker of its rank has files of its own. No checkpoints are made here: without a usable copy the
+last checkpoint is used.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from .state import at_hand, changing_in_forward, load
 _LOG = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
-"""Where Linux keeps files in memory."""
+"""Linux's file system in memory."""
 
 Records = list[dict[str, float]]
 
 
 class Holding(NamedTuple):
-    """What a file has.
+    """Contents of a file.
 
     Attributes:
         layout: the layers with which its stages begin, after the first.
-        step: updates made.
-        name: of the file.
-        digests: of its parts.
+        step: number of updates made.
+        name: name of the file.
+        digests: digests of its parts.
         records: the lines of the metrics of that step.
-        needed: the parts that there are of its stages.
+        needed: all parts of its stages.
     """
 
     layout: tuple[int, ...]
@@ -72,13 +72,13 @@ class Holding(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run can go on from.
+    """State from which a run can resume.
 
     Attributes:
         layout: the layers with which these stages begin, after the first.
-        step: updates made.
-        records: the metrics of that step.
-        sources: by part, the rank that looked at a file with it, and the file's name.
+        step: number of updates made.
+        records: lines of the metrics of that step.
+        sources: by part, the rank that sees a file with it, and the file's name.
     """
 
     layout: tuple[int, ...]
@@ -91,13 +91,13 @@ class Memory:
     """One worker's copies.
 
     Args:
-        transport: the workers'.
-        run: what this run's copies are called, on all machines.
+        transport: transport of the workers.
+        run: name of this run's copies, on all machines.
         layout: the layers with which stages 1, 2, … begin.
-        root: where files are in memory.
+        root: folder of files in memory.
 
     Raises:
-        ConfigError: somebody else made the folder, or may enter it.
+        ConfigError: another user made the folder, or may access it.
     """
 
     def __init__(
@@ -107,32 +107,35 @@ class Memory:
         self.layout = tuple(layout)
         self._transport = transport
         self._machines: list[str] = []
-        """By rank; known once all have looked for what there is."""
+        """Machines by rank, known after all workers have looked for copies."""
         self._slots = [Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
         self._turn = 0
         self._full = False
         self._copies = HostCopies(transport.device)
         self._writer: threading.Thread | None = None
         self._failed: BaseException | None = None
-        """Why the last copy is not whole."""
+        """Why the last copy is incomplete."""
         _make(self.folder)
 
     def keep(self, pipeline: Pipeline, records: Records) -> None:
-        """Begin to copy what this worker holds, with nothing in flight; the copy before is whole then.
+        """Begin to copy this worker's state, with nothing in flight, after the previous copy is complete.
 
-        The pipeline's next update waits until the device has made the copy; until then nobody else changes
-        weights. A thread writes it.
+        The pipeline's next update waits until the device has made the copy; until then nothing else may
+        change weights. A thread writes the file.
 
         Args:
-            pipeline: after a step.
-            records: the metrics of that step.
+            pipeline: pipeline after a step.
+            records: lines of the metrics of that step.
         """
         self.settle()
         if self._full:
             return
         tensors, objects = at_hand(pipeline)
         if any(is_dtensor(tensor) for tensor in tensors.values()):
-            raise ConfigError("copies in memory are of whole weights, and this mesh cuts them")
+            raise ConfigError(
+                "copies in memory contain whole weights, but this mesh shards them; set train.memory_every = "
+                "0"
+            )
         parts = parts_of(pipeline, [*tensors, *objects])
         about = packed(
             {
@@ -152,15 +155,15 @@ class Memory:
             try:
                 copy.wait()
                 slot.write(copy.tensors, about)
-            except BaseException as error:  # raised where the worker settles
+            except BaseException as error:  # raised by ``settle``
                 self._failed = error
 
-        # A daemon: a device that hangs must not keep the process from ending.
+        # A daemon, because a device that hangs must not keep the process from ending.
         self._writer = threading.Thread(target=write, name="copy to memory", daemon=True)
         self._writer.start()
 
     def settle(self) -> None:
-        """Wait until the copy that was begun is whole, and see what became of it."""
+        """Wait until the copy that was begun is complete, and report its result."""
         if self._writer is None:
             return
         self.wait()
@@ -171,8 +174,8 @@ class Memory:
             self._full = True
             self.clear()
             _LOG.warning(
-                "%s has no room for copies of weights (%s): a restart goes on from a checkpoint; "
-                "train.memory_every = 0 keeps none",
+                "%s has no room for copies of weights (%s): a restart resumes from a checkpoint; "
+                "train.memory_every = 0 makes none",
                 self.folder,
                 failed.strerror,
             )
@@ -180,14 +183,14 @@ class Memory:
             raise failed
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        """Wait for a copy that is being written, so long at most; None: as long as it takes."""
+        """Wait for a copy that is being written, at most this long; None: without limit."""
         if self._writer is not None:
             self._writer.join(limit_seconds)
 
     def find(self) -> Found | None:
-        """What all can go on from; all workers call it, before they keep anything.
+        """State from which all can resume; all workers call it before they copy anything.
 
-        Copies of another layout count too: they were made when there were more workers, or fewer.
+        Copies of another layout count too: they were made with more or fewer workers.
         """
         self._machines = cast("list[str]", self._transport.gather_objects(_machine(self.folder)))
         rank = self._transport.rank
@@ -197,15 +200,15 @@ class Memory:
         found = choose(cast("list[list[Holding]]", self._transport.gather_objects(mine)), self.layout)
         if found is not None:
             used = {name for holder, name in chain(*found.sources.values()) if holder in here}
-            self._turn = int(self._slots[0].path.name in used)  # the other one is the one to write to
+            self._turn = int(self._slots[0].path.name in used)  # the other file is the one to write next
         return found
 
     def restore(self, found: Found, pipeline: Pipeline) -> None:
-        """Put a pipeline of this layout where the training was; all workers call it.
+        """Load found state into a pipeline of this layout; all workers call it.
 
         Args:
-            found: by all of them.
-            pipeline: of any scheme.
+            found: result of ``find``.
+            pipeline: a pipeline of any scheme.
         """
         transport = pipeline.transport
         mine = overlapping(pipeline.stages, self.layout, found.layout)
@@ -230,7 +233,7 @@ class Memory:
         transport.gather([])  # nobody writes before all have read
 
     def clear(self) -> None:
-        """Give this worker's memory back."""
+        """Free this worker's memory."""
         self.settle()
         for slot in self._slots:
             slot.remove()
@@ -238,18 +241,20 @@ class Memory:
             self.folder.rmdir()
 
     def forget(self) -> None:
-        """Give back all that the run has on this machine, of workers that are gone too; all call it."""
+        """Free all memory of the run on this machine, also that of workers that are gone; all workers call
+        it.
+        """
         self._transport.gather([])
         self.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | None:
-    """The newest step of which every part of every stage is there, the same on all ranks.
+    """The newest step for which every part of every stage exists, the same on all ranks.
 
     Args:
-        rows: what each rank found.
-        own: the layout that is taken where there are several of that step.
+        rows: files that each rank found.
+        own: the layout that is preferred if there are several of that step.
     """
     every = {(holding.step, holding.layout == tuple(own), holding.layout) for row in rows for holding in row}
     for step, _, layout in sorted(every, reverse=True):
@@ -276,8 +281,9 @@ def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | Non
             return Found(layout, step, records, sources)
         elif all(len(part) > 1 for part in missing):
             _LOG.warning(
-                "the weights after step %d are in memory, but optimiser state of stage %d, which rank %d "
-                "alone had, is gone with its machine: not used",
+                "the weights after step %d are in memory, but optimiser state of stage %d, which only rank "
+                "%d "
+                "had, is gone with its machine: not used",
                 step,
                 *missing[0],
             )
@@ -285,15 +291,15 @@ def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | Non
 
 
 def folder_of(run: str, root: Path | None = None) -> Path:
-    """Where a run's copies are on this machine."""
+    """Folder of a run's copies on this machine."""
     return (root or ROOT) / f"counterflow-{os.getuid()}-{run}"
 
 
 def _make(folder: Path) -> None:
-    """Make a folder where everybody may make some; one that is there has to be this user's alone.
+    """Make a folder in a place where everybody may make some; an existing one must belong to this user alone.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the folder does not.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
@@ -302,22 +308,22 @@ def _make(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         problem = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
     elif found.st_uid != os.getuid():
-        problem = f"user {found.st_uid}'s, and this process is user {os.getuid()}'s"
+        problem = f"user {found.st_uid}'s, but this process is user {os.getuid()}'s"
     elif stat.S_IMODE(found.st_mode) & 0o077:
-        problem = f"open to others (mode {stat.S_IMODE(found.st_mode):o}, and it has to be 700)"
+        problem = f"open to others (mode {stat.S_IMODE(found.st_mode):o}, but it has to be 700)"
     if problem:
         raise ConfigError(
-            f"{folder}: is {problem}; remove it, or keep no copies in memory (train.memory_every = 0)"
+            f"{folder}: is {problem}; remove it, or make no copies in memory (train.memory_every = 0)"
         )
 
 
 def forget(run: str, root: Path | None = None) -> None:
-    """Give back all memory that a run's copies have on this machine."""
+    """Free all memory of a run's copies on this machine."""
     shutil.rmtree(folder_of(run, root), ignore_errors=True)
 
 
 def holding_of(path: Path) -> Holding | None:
-    """What a file has, if it is whole."""
+    """Contents of a file, if it is complete."""
     found = opened(path)
     if found is None:
         return None
@@ -339,14 +345,14 @@ def holding_of(path: Path) -> Holding | None:
 
 def _read_part(path: Path, part: Part) -> dict[str, Any]:
     found = opened(path)
-    assert found is not None, f"{path} was whole before"
+    assert found is not None, f"{path} was complete before"
     about, tensors = found
     state = about["objects"] | tensors
     return {key: state[key] for key in about["parts"][part]}
 
 
 def _machine(folder: Path) -> str:
-    """What workers of one machine have in common: the memory where their files are."""
+    """Identity of a machine: the memory in which its workers' files are."""
     found = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {found.st_dev} {found.st_ino}"

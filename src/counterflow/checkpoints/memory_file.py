@@ -1,9 +1,9 @@
-"""A file in memory with tensors and what describes them: written in place, whole or not at all.
+"""A file in memory with tensors and their description: written in place, complete or not at all.
 
-It is a safetensors file. Its first eight bytes, the length of its header, are zero until all else is written,
-and a file that begins so is none.
+It is a safetensors file. Its first eight bytes, the length of its header, are zero until everything else is
+written, and a file that begins with zeros is ignored.
 
-Invariant: a file whose writer was killed at any moment does not read. It knows nothing of pipelines and runs.
+Invariant: a file whose writer was killed at any moment is not read. Pipelines and runs are not used here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from . import files
 
 _ABOUT = ""
-"""The name of what describes the tensors, whose own names are not empty; and of its length."""
+"""Name of the description, which tensors cannot have, and of its length."""
 
 _BLOCK = 65_536
-"""What describes them is filled up to a multiple of so many bytes, so that most copies are equally long."""
+"""The description is padded to a multiple of this size, so most copies are equally long."""
 
 
 class Slot:
-    """A file in memory, written again and again in its pages; made anew when what is kept changes."""
+    """A file in memory, written repeatedly in place; made anew if the tensors change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,21 +36,21 @@ class Slot:
         self._close: Callable[[], object] = lambda: None
 
     def write(self, tensors: Mapping[str, Tensor], about: bytes) -> None:
-        """Write a copy; whole once it is done.
+        """Write a copy, which is valid once it is complete.
 
         Args:
-            tensors: on the host.
-            about: what describes them, packed.
+            tensors: tensors on the host.
+            about: their description, packed.
 
         Raises:
-            OSError: there is no room.
+            OSError: the memory is full.
         """
         filled = bytearray(about.ljust(-(-len(about) // _BLOCK) * _BLOCK, b"\0"))
         every = {**tensors, _ABOUT: torch.frombuffer(filled, dtype=torch.uint8)}
         sizes = files.sizes_of(every)
         if self._handle is None or sizes != self._sizes:
-            # Never into a file of before: a worker that was frozen may write there. Never into a longer one,
-            # and cut it: who has that mapped would end.
+            # Never into an earlier process's file: a worker that was frozen may write there. Never into a
+            # longer one, cutting it: a process that has it mapped would be killed.
             self.remove()
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._close, self._sizes = weakref.finalize(self, os.close, self._handle), sizes
@@ -64,14 +64,14 @@ class Slot:
         os.pwrite(self._handle, length, 0)
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._close()
         self._handle = None
         self.path.unlink(missing_ok=True)
 
 
 def opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Description and tensors of a file, mapped; None if it is not whole."""
+    """Description and tensors of a file, mapped; None if it is incomplete."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     try:

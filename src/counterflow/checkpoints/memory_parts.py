@@ -1,6 +1,6 @@
-"""Which part of a worker's state belongs to which stage, and which stages hold the same layers.
+"""The stage to which each part of a worker's state belongs, and stages that contain the same layers.
 
-A copy counts by its parts: what all holders of a stage have, and what one of them alone keeps of it.
+A copy consists of parts: state that all holders of a stage have, and state that only one of them holds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from counterflow.runtime.pipeline import Pipeline
 from .state import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, kept_of
 
 Part = tuple[int, ...]
-"""Of a stage: (stage,) is what all its holders have, (stage, rank) what that rank alone keeps of it."""
+"""A part of a stage: (stage,) is the state that all its holders have, (stage, rank) the state that only this
+rank holds.
+"""
 
 
 def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
-    """By part of stages those keys of state at hand that belong to it."""
+    """Keys of local state by the part of a stage to which they belong."""
     first = first_names(pipeline)
     of: dict[str, list[Part]] = {}
     for stage, copy in pipeline.stages.items():
@@ -41,7 +43,9 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
 
 
 def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
-    """By first name of what is updated here, its parts: of a tied weight also for stages of others alone."""
+    """By first name of a tensor that is updated here, its parts; a tied weight may belong to stages of others
+    only.
+    """
     found: dict[str, list[Part]] = {}
     for stage, names in enumerate(pipeline.weights.names):
         for first in dict.fromkeys(first for _, first in names):
@@ -51,7 +55,7 @@ def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
 
 
 def owned_elsewhere(pipeline: Pipeline) -> list[Part]:
-    """The parts of this worker's stages that other ranks alone have."""
+    """Parts of this worker's stages that only other ranks have."""
     owners, names = pipeline.weights.owners, pipeline.weights.names
     if owners is None:
         return []
@@ -64,15 +68,15 @@ def owned_elsewhere(pipeline: Pipeline) -> list[Part]:
 
 
 def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The stages of another layout that have layers of these.
+    """The stages of another layout that contain layers of these stages.
 
     >>> overlapping([0, 2], [2, 4], [3])
     [0, 1]
 
     Args:
-        stages: of the first layout.
+        stages: stages of the first layout.
         layout: the layers with which its stages begin, after the first.
-        other: those of the other one.
+        other: the layers with which the other layout's stages begin, after the first.
     """
     ours, theirs = ((0, *cuts, math.inf) for cuts in (layout, other))
     return sorted(

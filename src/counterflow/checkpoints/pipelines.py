@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline in one call: for programs of one's own."""
+"""Checkpoints of a pipeline in one call, for users' own programs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of a pipeline, and wait until it is on the disk; all workers call it.
 
-    Flushes first what is in flight. ``counterflow.checkpoints.Saver`` does not wait.
+    Mini-batches in flight are flushed first. ``counterflow.checkpoints.Saver`` does not wait.
 
     Args:
-        pipeline: what is saved.
-        folder: of checkpoints, on storage that all workers share; this one is ``step-N`` in it.
-        keep_last: so many checkpoints are kept there; None: all.
-        about: texts and numbers to be kept with it.
+        pipeline: pipeline to save.
+        folder: folder of checkpoints on storage that all workers share; this one is ``step-N`` in it.
+        keep_last: number of last checkpoints that are kept there; None: all.
+        about: texts and numbers to store with it.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        CounterflowError: it cannot be written; there is no part of it, and those before are whole.
+        CounterflowError: the checkpoint cannot be written; nothing of it is left, and earlier ones are whole.
         WorkerError: the copies of a stage differ.
     """
     saver = Saver(pipeline, Path(folder), keep_last=keep_last)
@@ -42,22 +42,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(pipeline: Pipeline, path: Path | str, *, training: bool = True) -> int:
-    """Put a pipeline where the training was that wrote a checkpoint; all workers call it.
+    """Load a checkpoint into a pipeline; all workers call it.
 
-    Scheme, depth, width, recomputation and sharding may be others; weights and what the optimiser keeps are
-    converted to the pipeline's precision, and it is told.
+    Scheme, depth, width, recomputation and sharding may differ from the writer's; weights and the optimiser's
+    state are converted to the pipeline's precision, which is logged.
 
     Args:
-        pipeline: of the same model.
-        path: the folder of a run or of checkpoints, of which the last complete one is read; or that of one.
-        training: whether the optimiser and the learning rate's schedule go on too, and steps are counted from
-            there; False: weights only.
+        pipeline: a pipeline of the same model.
+        path: folder of a run or of checkpoints, of which the last complete one is read; or folder of a
+            checkpoint.
+        training: whether to resume the optimiser, the learning rate's schedule and the count of steps too;
+            False: weights only.
 
     Returns:
-        The updates that were made.
+        The number of updates made.
 
     Raises:
-        ConfigError: there is none, it does not fit, or is damaged.
+        ConfigError: the checkpoint does not exist, does not fit, or is damaged.
     """
     found = Checkpoint.load(Path(path), str(path))
     found.read_into(pipeline, training=training)

@@ -1,7 +1,7 @@
-"""Reads checkpoints: all of one, or what a worker of another layout needs of it.
+"""Reads checkpoints: a whole one, or the parts that a worker of another layout needs.
 
-Invariant: nothing of a file is used before its contents were compared with the digest in the index; files are
-mapped, and of tensors only those parts are read that are wanted.
+Invariant: a file is used only after its contents were compared with the digest in the index; files are
+mapped, and only the needed parts of tensors are read.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
     """The weights of a checkpoint, for ``model.load_state_dict``.
 
     Args:
-        path: the folder of a run or of checkpoints, of which the last complete one is read; or the folder of
-            one of them.
-        ema: whether trained weights are their averages, where there is one.
+        path: folder of a run or of checkpoints, of which the last complete one is read; or folder of a
+            checkpoint.
+        ema: whether to return averages of the trained weights.
 
     Returns:
         Parameters and buffers by their names in the model, on the CPU.
 
     Raises:
-        ConfigError: there is no checkpoint, it is damaged, or has no average.
+        ConfigError: the checkpoint does not exist, is damaged, or has no average.
     """
     return Checkpoint.load(Path(path), str(path)).weights(ema=ema)
 
 
 class DamagedError(ConfigError):
-    """What is on the disk is not what was written."""
+    """Data on the disk differ from those that were written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,30 +50,30 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: its folder.
-        index: what belongs to it.
-        place: who asked for it, for errors.
+        path: folder of the checkpoint.
+        index: its index.
+        place: what names it, for errors.
     """
 
     path: Path
     index: Index
     place: str
     _open: dict[str, Any] = field(default_factory=dict)
-    """By name: files that were compared with their digests."""
+    """Files by name that were compared with their digests."""
 
     @classmethod
     def load(cls, path: Path, place: str) -> Checkpoint:
-        """Find the last complete checkpoint; its files are there and as long as they were.
+        """Find the last complete checkpoint; its files have to exist with their lengths.
 
         Args:
-            path: the folder of a run or of checkpoints, that of one of them, or its ``checkpoint.json``.
-            place: who asked for it, for errors.
+            path: folder of a run or of checkpoints, folder of a checkpoint, or its ``checkpoint.json``.
+            place: what names it, for errors.
 
         Raises:
-            ConfigError: there is none, or it is damaged.
+            ConfigError: no checkpoint exists, or it is damaged.
         """
         if not path.exists():
-            raise ConfigError(f"{place}: there is no such file or folder")
+            raise ConfigError(f"{place}: no such file or folder")
         if path.is_file():
             folder = path.parent
             index = Index.load(path, place)
@@ -82,9 +82,10 @@ class Checkpoint:
             if not (folder / INDEX).exists():
                 old = next((p for p in (path / INDEX, path / CHECKPOINT / INDEX) if p.is_file()), None)
                 if old is not None:
-                    Index.load(old, place)  # tells the version
+                    Index.load(old, place)  # checks the version
                 raise ConfigError(
-                    f"{place}: is no checkpoint, and has none that is complete; give the folder of a run of "
+                    f"{place}: is not a checkpoint, and contains no complete one; give the folder of a run "
+                    "of "
                     "`counterflow train`"
                 )
             index = Index.load(folder / INDEX, place)
@@ -96,22 +97,22 @@ class Checkpoint:
     def _refuse(self, problem: str) -> None:
         if problem:
             raise DamagedError(
-                f"{self.place}: {self.path} is damaged: {problem}; go on from another checkpoint"
+                f"{self.place}: {self.path} is damaged: {problem}; resume from another checkpoint"
             )
 
     @property
     def step(self) -> int:
-        """Updates made."""
+        """Number of updates made."""
         return self.index.step
 
     def verify(self, transport: Transport | None = None) -> None:
         """Compare the contents of all files with their digests.
 
         Args:
-            transport: with one all workers call it, and each compares its share.
+            transport: if given, all workers call it, and each compares its share.
 
         Raises:
-            ConfigError: one differs; on all workers.
+            ConfigError: a file differs; raised on all workers.
         """
         rank, world = (transport.rank, transport.world_size) if transport is not None else (0, 1)
         problem = ""
@@ -122,27 +123,27 @@ class Checkpoint:
             self._refuse(str(found))
 
     def read_into(self, pipeline: Pipeline, *, training: bool = True, options: bool = True) -> None:
-        """Put a pipeline where the training was that wrote this; all workers call it.
+        """Load this checkpoint into a pipeline; all workers call it.
 
         Args:
-            pipeline: of the same model, under any schedule.
-            training: whether its optimiser goes on too, and steps are counted and numbers drawn from there.
-            options: whether the optimiser's options and the learning rate's schedule are read too.
+            pipeline: a pipeline of the same model, with any schedule.
+            training: whether to resume the optimiser, the count of steps and random draws too.
+            options: whether to load the optimiser's options and the learning rate's schedule too.
 
         Raises:
-            ConfigError: it does not fit, or is damaged.
+            ConfigError: the checkpoint does not fit, or is damaged.
         """
         from .dcp import fill  # noqa: PLC0415 - it takes a while
 
-        if not self.step and not self.index.has_training:  # weights that a training begins with
+        if not self.step and not self.index.has_training:  # weights with which a training begins
             training = False
         pipeline.settle("reading a checkpoint")
         steps = pipeline.transport.gather([float(self.step)])
         for rank, (step,) in enumerate(steps):
             if step != steps[0][0]:
                 raise ConfigError(
-                    f"rank {rank} goes on from step {step:g} and rank 0 from step {steps[0][0]:g}: let "
-                    "all see the same folder"
+                    f"rank {rank} resumes from step {step:g} but rank 0 from step {steps[0][0]:g}; give "
+                    "all the same shared folder"
                 )
         tensors, keys = wanted(pipeline, self.index, self.place, training=training)
         self.verify(pipeline.transport)
@@ -155,18 +156,16 @@ class Checkpoint:
             if options:
                 pipeline.streams.seed = self.index.seed
 
-    # -- all of it, in one process
-
     @property
     def model(self) -> dict[str, Any]:
         """Parameters, buffers and extra state, by all their names in the model."""
         return self.weights()
 
     def weights(self, *, ema: bool = False) -> dict[str, Any]:
-        """The same; with ``ema`` trained weights are their averages.
+        """Parameters, buffers and extra state as in ``model``; with ``ema`` averages of the trained weights.
 
         Raises:
-            ConfigError: there is no average.
+            ConfigError: the checkpoint has no average.
         """
         self.verify()
         found = {name: self.weight(name, ema=ema) for name in self.names(ema=ema)}
@@ -180,7 +179,7 @@ class Checkpoint:
         """The first names of all weights and buffers.
 
         Raises:
-            ConfigError: averages are wanted, and there are none.
+            ConfigError: averages are asked for, but the checkpoint has none.
         """
         if ema and not any(key.startswith(f"{AVERAGE}/") for key in self.index.tensors):
             raise ConfigError(f"{self.place}: has no average of the weights; train with train.ema_decay")
@@ -196,7 +195,7 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, dict[str, Any]]:
-        """By name of a parameter: what the optimiser keeps for it."""
+        """By name of a parameter, its optimiser state."""
         self.verify()
         found: dict[str, dict[str, Any]] = {}
         numbers = self.objects(key for key in self.index.objects if kept_of(key).kind == OPTIMIZER)
@@ -209,7 +208,7 @@ class Checkpoint:
         return found
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, put together from its pieces."""
+        """A whole tensor, assembled from its pieces."""
         stored = self.index.tensors[key]
         pieces = [
             (chunk, self._slice(chunk.file, key, tuple(slice(0, n) for n in chunk.sizes)))
@@ -223,7 +222,7 @@ class Checkpoint:
         return whole
 
     def objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What is no tensor, by key."""
+        """Objects that are not tensors, by key."""
         found = {}
         for key in sorted(keys):
             name = self.index.objects[key]
@@ -239,7 +238,7 @@ class Checkpoint:
         """The contents of a further file.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the file is damaged.
         """
         self._refuse(files.problem_of(self.path / name, self.index.files[name], whole=True))
         return (self.path / name).read_bytes()
@@ -258,7 +257,9 @@ class Checkpoint:
 
 
 def found_in(path: Path) -> Path | None:
-    """The last complete checkpoint in the folder of a run or of checkpoints; or the folder, if it is one."""
+    """The last complete checkpoint in the folder of a run or of checkpoints, or the folder itself if it is
+    one.
+    """
     if (path / INDEX).is_file() and (path / INDEX).parent.name.startswith("step-"):
         return path
     every = complete(path / CHECKPOINT) or complete(path)

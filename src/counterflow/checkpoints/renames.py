@@ -1,7 +1,7 @@
-"""How a checkpoint gets its name: at every moment the old one or the new one has it, or can get it back.
+"""How a checkpoint gets its name: at every moment the old or the new one has it, or can get it back.
 
-Linux exchanges two names in one call, where the file system knows that. Elsewhere the old one steps aside
-first, under a name by which it still counts.
+Linux exchanges two names in one call, if the file system supports it. Otherwise the old checkpoint is renamed
+aside first, to a name by which it still counts.
 
 Invariant: a process that is killed between any two calls leaves a whole checkpoint of that step.
 """
@@ -15,19 +15,19 @@ import shutil
 from pathlib import Path
 
 _FROM_HERE, _EXCHANGE = -100, 2
-"""Of renameat2: names are of the working folder, and both stay."""
+"""Constants of renameat2: names are relative to the working folder, and both remain."""
 
 
 def aside(folder: Path) -> Path:
-    """Where a checkpoint is while another of the same step takes its name."""
+    """Name of a checkpoint while another of the same step takes its place."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def put(draft: Path, folder: Path) -> None:
-    """Give a whole draft its name, in place of the checkpoint that has it, if one does.
+    """Give a complete draft its name, in place of an existing checkpoint of that name.
 
     Raises:
-        OSError: it cannot be; what was there has its name.
+        OSError: renaming failed; an existing checkpoint keeps its name.
     """
     if not folder.exists():
         rename(draft, folder)
@@ -47,10 +47,10 @@ def put(draft: Path, folder: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a folder, also where a server was asked twice: NFS then does not find what it has just renamed.
+    """Rename a folder; tolerates a repeated request: NFS then does not find what it has just renamed.
 
     Raises:
-        OSError: it is not renamed.
+        OSError: the folder is not renamed.
     """
     before = source.stat()
     try:
@@ -63,7 +63,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders have each other's name, at once; False: it cannot be done here, and nothing changed."""
+    """Exchange the names of two folders at once; False if unsupported, and nothing changed."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

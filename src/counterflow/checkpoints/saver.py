@@ -1,11 +1,12 @@
-"""Writes checkpoints while the training goes on: one object a worker, whose calls all workers make alike.
+"""Writes checkpoints while the training continues: one object per worker, whose methods all workers call
+alike.
 
 ``start`` begins to copy what this worker writes to the CPU, and a thread writes it into a draft. ``poll``
 agrees, by one small gather, on whether all have written; then rank 0 writes the index and gives the draft its
-name. No worker waits in a collective for a disk, so that a write may take longer than any timeout.
+name. No worker waits in a collective for a disk, so a write may take longer than any timeout.
 
-Invariant: a folder ``step-N`` is there complete or not at all. What fails (a full disk, a lost mount) leaves
-no draft and no other checkpoint touched; it is told, and training may go on.
+Invariant: a folder ``step-N`` exists complete or not at all. A failure (a full disk, a lost mount) leaves no
+draft and touches no other checkpoint; it is reported, and training may continue.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Extra = bytes | Callable[[], Iterable[bytes]]
-"""A further file of a checkpoint, or who makes it piece by piece."""
+"""A further file of a checkpoint, or a function that makes it piece by piece."""
 
 _LOOK_SECONDS = 1.0
-"""How often those who have written look for the others, while all wait."""
+"""Seconds between checks of workers that have written for the others, while all wait."""
 
 PATIENCE_SECONDS = 30.0
-"""How long a save waits for the one before, until it is left out."""
+"""Seconds that a save waits for the previous one before it is skipped."""
 
 _TELL_SECONDS = 60.0
-"""How often it is told that a write goes on, where all wait for it."""
+"""Seconds between reports that a write is in progress, while all wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a checkpoint: it is complete at ``path``, or ``problem`` says why there is none."""
+    """Result of a checkpoint: it is complete at ``path``, or ``problem`` says why there is none."""
 
     step: int
     path: Path | None
@@ -58,16 +59,16 @@ class Outcome:
 
 
 class Saver:
-    """One worker's part in writing checkpoints.
+    """Writes one worker's part of checkpoints.
 
     Args:
-        pipeline: what is saved.
-        root: the folder of checkpoints, on storage that all workers share; nobody else writes there.
-        keep_last: so many are kept, the last ones; None: all.
-        keep_best: whether the one of the least ``validation_loss`` is kept too.
-        over: asked by the threads that write, whether others write there by now: a worker that was frozen or
-            cut off does not know. Then what it wrote is taken away, and it completes nothing; but between the
-            last answer and the name of a checkpoint there is a moment.
+        pipeline: pipeline to save.
+        root: folder of checkpoints on storage that all workers share; nothing else writes there.
+        keep_last: number of last checkpoints that are kept; None: all.
+        keep_best: whether the checkpoint with the lowest ``validation_loss`` is kept too.
+        over: called by threads that write; returns whether others write there by now, which a worker that was
+            frozen or cut off does not know. Then its files are removed, and it completes nothing; but time
+            passes between the last check and the rename of a checkpoint.
     """
 
     def __init__(
@@ -83,40 +84,43 @@ class Saver:
         self._over = over
         self.keep_last, self.keep_best = keep_last, keep_best
         self.in_flight: int | None = None
-        """The step whose checkpoint is being written."""
+        """Step of the checkpoint that is being written."""
         self.last: Outcome | None = None
-        """What became of the last one that ended."""
+        """Result of the last checkpoint that ended."""
         self._copies = HostCopies(pipeline.device)
         self._transport = pipeline.transport
         self._writes_index = self._transport.rank == 0
         self._thread: threading.Thread | None = None
         self._found: Any = None
-        """What the thread gave: of writing, files; of completing, nothing; else a text, the problem."""
+        """Result of the thread: files if it wrote, None if it completed, or a text with the problem."""
         self._index: dict[str, Any] = {}
         self._completing = False
         self._losses: dict[Path, float] = {}
-        self._transport.gather([])  # nobody reads what is to get its name back
+        self._transport.gather([])  # nobody reads folders that are renamed back
         if self._writes_index:
             with contextlib.suppress(OSError):
                 remove_drafts(root)
-        # A worker that was frozen, and thaws when others have gone on, must not write among their files.
-        self._mark = str(self._transport.gather_objects(secrets.token_hex(4))[0])  # drafts of before are gone
+        # A worker that was frozen and continues after others took over must not write among their files.
+        self._mark = str(
+            self._transport.gather_objects(secrets.token_hex(4))[0]
+        )  # earlier drafts are removed
 
     def start(
         self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None, *, beside: bool = False
     ) -> None:
-        """Begin a checkpoint of the pipeline as it is, with nothing in flight; all workers call it.
+        """Begin a checkpoint of the pipeline's current state, with nothing in flight; all workers call it.
 
-        The host does not wait for the device: what that is given next runs when the weights are copied.
+        The host does not wait for the device, whose further work runs after the weights are copied.
 
         Args:
-            about: what the index says of it; rank 0's counts.
-            extras: further files, or who makes them while the pipeline goes on; rank 0's count.
-            beside: whether nothing but the pipeline changes weights from here to the next step: then that
-                computes while they are copied, and its update alone waits.
+            about: entries for the index; rank 0's are used.
+            extras: further files, or functions that make them while the pipeline continues; rank 0's are
+                used.
+            beside: whether only the pipeline changes weights before the next step, so that step computes
+                while they are copied, and only its update waits.
 
         Raises:
-            ConfigError: gradients or another checkpoint are in flight, or something cannot be written down.
+            ConfigError: gradients or another checkpoint are in flight, or an object cannot be serialised.
             WorkerError: the copies of a stage differ.
         """
         from .dcp import SavePlan  # noqa: PLC0415 - it takes a while
@@ -172,7 +176,7 @@ class Saver:
         """Agree on whether the checkpoint in flight is written; all workers call it.
 
         Returns:
-            What became of it, once; None as long as it is being written, or if there is none.
+            Its result, once; None while it is being written, or if there is none.
         """
         if self.in_flight is None:
             return None
@@ -195,18 +199,18 @@ class Saver:
         if self._writes_index:
             shutil.rmtree(self.root / draft_of(step, self._mark), ignore_errors=True)
             _LOG.warning(
-                "the checkpoint of step %d is not written: %s; those before are whole", step, problem
+                "the checkpoint of step %d is not written: %s; earlier ones are whole", step, problem
             )
         return self.last
 
     def wait(self, limit_seconds: float | None = None) -> Outcome | None:
-        """Until the checkpoint in flight is written; all workers call it.
+        """Wait until the checkpoint in flight is written; all workers call it.
 
         Args:
-            limit_seconds: how long at most, by rank 0's clock; None: as long as it takes.
+            limit_seconds: maximum wait by rank 0's clock; None: without limit.
 
         Returns:
-            What became of it; None if there is none, or if it is still in flight.
+            Its result; None if there is none, or if it is still in flight.
         """
         began = told = time.monotonic()
         look = min(_LOOK_SECONDS, self._transport.timeout_seconds / 4)
@@ -247,7 +251,9 @@ class Saver:
     def _write(self, draft: Path, part: Pieces, further: Mapping[str, Extra]) -> dict[str, Written]:
         """Write one worker's files."""
         draft.mkdir(parents=True, exist_ok=True)
-        self._check(draft)  # once it is there: who begins after the answer finds it, and takes it away
+        self._check(
+            draft
+        )  # after the draft exists, so an attempt that begins after the check finds and removes it
         rank = self._transport.rank
         parts: dict[str, Pieces] = {}
         for key, piece in part.items():
@@ -262,7 +268,7 @@ class Saver:
         for name, data in further.items():
             found[name] = files.write(draft / name, data() if callable(data) else [data])
         files.settle(draft)
-        self._check(draft)  # who began meanwhile may have taken a part of it away
+        self._check(draft)  # an attempt that began meanwhile may have removed a part of it
         return found
 
     def _check(self, draft: Path) -> None:
@@ -271,7 +277,7 @@ class Saver:
             raise CounterflowError("others write there by now, or the run has ended")
 
     def _complete(self, step: int, written: Mapping[str, Written]) -> None:
-        """Write the index last, and give the draft its name."""
+        """Write the index last, and rename the draft."""
         draft, folder = self.root / draft_of(step, self._mark), self.root / name_of(step)
         self._check(draft)
         index = Index(**self._index, files=dict(written))
@@ -279,7 +285,7 @@ class Saver:
             problem = files.problem_of(draft / name, file, whole=False)
             if problem:
                 raise CounterflowError(
-                    f"rank 0 does not see {draft / name} as another worker wrote it ({problem}); give a "
+                    f"rank 0 does not see {draft / name} as another worker wrote it ({problem}); use a "
                     "folder on storage that all machines share"
                 )
         files.write(draft / INDEX, [index.dumps()])
@@ -301,7 +307,7 @@ class Saver:
                 kept.add(best)
         for path in every:
             if path not in kept:
-                # Without its index it is no checkpoint: complete or absent also while it goes.
+                # Without its index it is not a checkpoint: it is complete or absent also while it is removed.
                 (path / INDEX).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
                 self._losses.pop(path, None)
@@ -317,10 +323,10 @@ class Saver:
 
 
 def _packed(objects: Mapping[str, Any]) -> bytes:
-    """What is no tensor as bytes that torch reads without running code from them.
+    """Objects other than tensors as bytes that torch reads without code execution.
 
     Raises:
-        ConfigError: it would have to.
+        ConfigError: reading an object would execute code.
     """
     data = files.packed(dict(objects))
     try:
@@ -331,8 +337,10 @@ def _packed(objects: Mapping[str, Any]) -> bytes:
                 _packed({key: value})
             else:
                 raise ConfigError(
-                    f"{key} holds what a checkpoint cannot: only numbers, texts, lists, dicts and tensors "
-                    f"are read back without running code from a file ({str(error).splitlines()[0][:200]})"
+                    f"{key} contains an object that a checkpoint does not support; use only numbers, texts, "
+                    "lists, dicts and "
+                    "tensors, which are read back without running code from a file "
+                    f"({str(error).splitlines()[0][:200]})"
                 ) from None
         raise
     return data

@@ -1,11 +1,11 @@
-"""A pipeline's state as flat tables, by keys that do not know the layout: what is written, and where it goes.
+"""A pipeline's state as flat tables with keys that do not depend on the layout.
 
 ``model/NAME`` is a weight, a buffer or a module's extra state, ``ema/NAME`` the average of a weight,
-``optimizer/NAME/SLOT`` what the optimiser keeps for it and ``options/NAME`` its class and options;
-``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the updates in averages. NAME is the
-first by which the model knows it.
+``optimizer/NAME/SLOT`` its optimiser state and ``options/NAME`` the optimiser's class and options;
+``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the number of updates in averages.
+NAME is the first name in the model.
 
-Invariant: nothing here copies a tensor; whoever writes copies only what it writes.
+Invariant: tensors are not copied here; a writer copies only what it writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEDULER, AVERAGED = "scheduler", "averaged"
 
 
 def key_of(kept: StateName) -> str:
-    """The key of a part of the state.
+    """Key of a part of the state.
 
     >>> key_of(StateName("optimizer", "0.weight", "exp_avg")), key_of(StateName("optimizer", "0.weight"))
     ('optimizer/0.weight/exp_avg', 'options/0.weight')
@@ -44,7 +44,7 @@ def key_of(kept: StateName) -> str:
 
 
 def kept_of(key: str) -> StateName:
-    """The part of the state that has a key."""
+    """The part of the state with a key."""
     kind, _, of = key.partition("/")
     if kind == OPTIMIZER:
         name, _, slot = of.rpartition("/")
@@ -55,7 +55,7 @@ def kept_of(key: str) -> StateName:
 
 
 def first_names(pipeline: Pipeline) -> dict[str, str]:
-    """Every further name of a weight of the model, with its first one; the same on all workers."""
+    """First names by every further name of a weight of the model; the same on all workers."""
     weights = pipeline.weights
     found = {full: first for names in weights.names for full, first in names if full != first}
     for first, every in weights.aliases.items():
@@ -64,7 +64,7 @@ def first_names(pipeline: Pipeline) -> dict[str, str]:
 
 
 def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What this worker holds: tensors as they are, DTensors among them, and what is no tensor."""
+    """State of this worker: tensors unchanged, including DTensors, and other objects."""
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Any] = {}
     for kept, value in _entries(pipeline):
@@ -78,7 +78,7 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _entries(pipeline: Pipeline) -> Iterator[tuple[StateName, Any]]:
-    """What this worker holds by first names, with the class of each optimiser beside its options."""
+    """State of this worker by first names, with the class of each optimiser in addition to its options."""
     weights, first = pipeline.weights, first_names(pipeline)
     classes = {
         name: type(optimizer).__name__
@@ -99,7 +99,7 @@ def _is_options(kept: StateName) -> bool:
 
 
 def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
-    """Of the keys of tensors at hand those that a forward may change: buffers, and weights seen to change."""
+    """Keys of local tensors that a forward may change: buffers, and weights that were seen to change."""
     weights = pipeline.weights
     steady = {first for names in weights.names for _, first in names} - weights.changes.in_forward
     kinds = ((key, *key.partition("/")[::2]) for key in tensors)
@@ -107,9 +107,9 @@ def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
 
 
 def name_in_file(key: str) -> str:
-    """The name of a tensor in its file: the model's own, or that with what it is of it.
+    """Name of a tensor in its file: the model's name, or that name with the tensor's role.
 
-    No two tensors have the same, so that torch.distributed.checkpoint reads all files as one.
+    Names are unique, so torch.distributed.checkpoint reads all files as one.
 
     >>> name_in_file("optimizer/0.weight/exp_avg"), name_in_file("ema/0.weight")
     ('0.weight.exp_avg', '0.weight.ema')
@@ -120,7 +120,7 @@ def name_in_file(key: str) -> str:
 
 
 def file_of(key: str, rank: int, *, tensor: bool) -> str:
-    """The file that has what is written by a worker.
+    """The file in which a worker writes a key.
 
     >>> file_of("ema/0.weight", 1, tensor=True), file_of("scheduler/0", 1, tensor=False)
     ('ema-1.safetensors', 'objects-1.pt')
@@ -134,17 +134,16 @@ _WHAT = {OPTIMIZER: "options of the optimiser for ", AVERAGE: "average of "}
 def wanted(
     pipeline: Pipeline, index: Index, place: str, *, training: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What of a checkpoint goes into a pipeline.
+    """Parts of a checkpoint that a pipeline loads.
 
     Args:
-        pipeline: where it goes.
-        index: of the checkpoint.
-        place: what is read, for errors.
-        training: whether the optimiser's state is wanted too.
+        pipeline: pipeline that loads them.
+        index: index of the checkpoint.
+        place: name of the checkpoint, for errors.
+        training: whether to load the optimiser's state too.
 
     Returns:
-        By the pipeline's own keys: empty tensors to be filled, and under which key the checkpoint has each of
-        them, and what is no tensor.
+        By the pipeline's own keys, empty tensors to fill, and the checkpoint's key of each tensor and object.
 
     Raises:
         ConfigError: the checkpoint lacks something, or a shape differs.
@@ -161,7 +160,7 @@ def wanted(
     for kept in mine:
         if kept.kind in needed and kept.slot is None and kept not in stored:
             raise ConfigError(
-                f"{place}: has no {_WHAT.get(kept.kind, '')}{kept.of!r}; read it into the model that it was "
+                f"{place}: has no {_WHAT.get(kept.kind, '')}{kept.of!r}; load it into the model that it was "
                 "made of, with the same optimiser"
             )
     tensors = {}
@@ -184,13 +183,13 @@ def wanted(
 
 
 def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
-    """An empty tensor for a stored one, laid out as another if it has its shape.
+    """An empty tensor for a stored one, with the layout of another tensor if the shapes are equal.
 
-    What an optimiser keeps in the dtype of the stored weight follows the dtype of the pipeline's.
+    Optimiser state in the dtype of the stored weight gets the dtype of the pipeline's weight.
     """
     if own.kind == MODEL and stored.shape != tuple(like.shape):
         raise ConfigError(
-            f"{place}: {own.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; read it into "
+            f"{place}: {own.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; load it into "
             "the model that it was made of"
         )
     dtype = like.dtype
@@ -206,17 +205,17 @@ def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, 
 def load(
     pipeline: Pipeline, state: Mapping[str, Any], place: str, *, training: bool = True, options: bool = True
 ) -> None:
-    """Put state into a pipeline, which takes what it has a place for.
+    """Load state into a pipeline, which uses the parts that it has a place for.
 
     Args:
-        pipeline: where it goes.
-        state: by key, with the pipeline's own names: tensors and what is none.
-        place: what is read, for errors.
-        training: whether its optimiser's state is taken too.
-        options: whether the optimiser's options and the learning rate's schedule are too.
+        pipeline: pipeline that loads the state.
+        state: tensors and other objects by key, with the pipeline's own names.
+        place: name of the checkpoint, for errors.
+        training: whether to load its optimiser's state too.
+        options: whether to load the optimiser's options and the learning rate's schedule too.
 
     Raises:
-        ConfigError: something is missing or does not fit.
+        ConfigError: a part is missing or does not fit.
     """
     entries = {kept_of(key): value for key, value in state.items()}
     model = {str(kept.of): value for kept, value in entries.items() if kept.kind == MODEL}
@@ -230,13 +229,14 @@ def load(
         theirs, ours = value["optimizer"], mine.get(kept, value)["optimizer"]
         if theirs != ours:
             raise ConfigError(
-                f"{place}: holds the state of {theirs}, not of {ours}; give the same optimiser, or read the "
+                f"{place}: contains the state of {theirs}, not of {ours}; give the same optimiser, or load "
+                "the "
                 "weights only"
             )
     options_of = {kept: value["options"] for kept, value in begins.items()}
     found = assembled({**options_of, **others}.items())
     if AVERAGED in found:
-        found.setdefault(AVERAGE, {})  # also where this pipeline has no place for it, which is told
+        found.setdefault(AVERAGE, {})  # also if this pipeline has no place for it, which is logged
     pipeline.weights.saved.load_training_state(found, options=options)
 
 
@@ -244,9 +244,11 @@ def dtype_of(stored: Stored, place: str) -> torch.dtype:
     """The dtype of a stored tensor.
 
     Raises:
-        ConfigError: there is no such dtype.
+        ConfigError: the dtype is unknown.
     """
     found = DTYPES.get(stored.dtype)
     if found is None:
-        raise ConfigError(f"{place}: has a tensor of dtype {stored.dtype[:20]!r}, which is unknown here")
+        raise ConfigError(
+            f"{place}: has a tensor of dtype {stored.dtype[:20]!r}, which this Counterflow does not support"
+        )
     return found

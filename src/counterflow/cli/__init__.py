@@ -1,11 +1,11 @@
-"""The command ``counterflow``: what people type, and what they read.
+"""The command ``counterflow``: what people type and read.
 
-``commands`` has one file a command: it parses, calls one function and prints. ``options`` are the flags and
-what they mean, ``output`` is what commands print with.
+``commands`` contains one file per command, which parses, calls one function and prints. ``options`` defines
+the flags and their meaning, ``output`` what commands print with.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 the work failed, 2 the request was
-wrong. Nothing here imports torch, and what a command does not need (figures, tables of papers) is not
-loaded by it.
+wrong. Nothing here imports torch, and a command loads only what it needs (no figures or papers' tables for
+others).
 """
 
 from .app import application, main

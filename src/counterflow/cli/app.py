@@ -99,7 +99,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 class _Files(Mapping[str, Any]):
-    """The commands, each loaded when it is looked up: so one does not wait for what only others need."""
+    """The commands, each loaded when it is looked up, so a command does not wait for imports that only others
+    need.
+    """
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] = {}
@@ -148,12 +150,12 @@ class Commands(TyperGroup):
         self.commands = _Files()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take ``--debug`` wherever it stands."""
+        """Accept ``--debug`` anywhere on the command line."""
         rest = [arg for arg in args if arg != "--debug"]
         return super().parse_args(ctx, rest if len(rest) == len(args) else ["--debug", *rest])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; its errors become a line on stderr and an exit code."""
+        """Run a command and turn its errors into a line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except CounterflowError as error:
@@ -174,7 +176,7 @@ class Commands(TyperGroup):
         raise typer.Exit(code)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Show usage errors as plain text, like all other errors; only help is in panels."""
+        """Show usage errors as plain text like all other errors; only help uses panels."""
         self.rich_markup_mode = None
         return super().main(*args, **extra)
 
@@ -185,9 +187,9 @@ class Commands(TyperGroup):
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
-    """Message and exit code of an error that nothing expects: a name that no file can have, or a bug."""
+    """Message and exit code of an unexpected error: an illegal file name, or a bug."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{error.filename}: no file can have such a name", 2
+        return f"{error.filename}: this is not a legal file name; choose another", 2
     text = " ".join(str(error).split())
     name = type(error).__name__
     message = f"{name}: {text}" if text else name
@@ -195,11 +197,13 @@ def _unforeseen(error: Exception) -> tuple[str, int]:
 
 
 _LONGEST, _LONGEST_WORD = 1_000, 200
-"""Characters of a message, about ten lines, and of a word in it: what was given, most often, or a path."""
+"""Maximum length in characters of a message (about ten lines) and of a word in it, which is usually the
+user's input or a path.
+"""
 
 
 def _shortened(message: str) -> str:
-    """A message with its beginning and its end, and so its words, where they are too long to be read.
+    """A message shortened to its beginning and end, and its words likewise, if they are too long to be read.
 
     >>> _shortened("no file " + "x" * 500 + ".toml: give one")[90:]
     'xxxxxxxxxxxxxxxxxx… (381 more) …xxxxxxxxxxxxxxxxxxx.toml: give one'
@@ -208,7 +212,7 @@ def _shortened(message: str) -> str:
     if len(message) <= _LONGEST:
         return message
     begin, end = message[: _LONGEST * 7 // 10], message[-_LONGEST // 5 :]
-    return f"{begin} … ({len(message) - len(begin) - len(end):,} characters are left out) … {end}"
+    return f"{begin} … ({len(message) - len(begin) - len(end):,} characters omitted) … {end}"
 
 
 def _short_word(word: str) -> str:
@@ -217,7 +221,7 @@ def _short_word(word: str) -> str:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether typer raised it about the arguments (its base class is not public in every version)."""
+    """Whether typer raised the error about the arguments (its base class is not public in every version)."""
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 
@@ -246,7 +250,7 @@ def _global(
 
 
 def application() -> typer.Typer:
-    """All commands; each has the options of the schemes that are known when it is first used."""
+    """All commands; each has the options of the schemes that are registered when it is first used."""
     app = typer.Typer(
         cls=Commands,
         name="counterflow",
@@ -255,7 +259,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
         epilog="\n\n".join(
             [
-                "Results go to stdout, all else to stderr; --json prints one JSON object.",
+                "Results go to stdout, everything else to stderr; --json prints one JSON object.",
                 "Exit codes: 0 done, 1 the work failed, 2 the request was wrong. Of train also 130 after "
                 "Ctrl-C, 75 after another signal: the run can go on.",
                 "Example: counterflow simulate chimera --stages 4 --micro-batches 8",
@@ -269,13 +273,13 @@ def application() -> typer.Typer:
 def main() -> None:
     """Entry point of the command ``counterflow``."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without some signs shows ? in their place
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks some characters shows ? in their place
             stream.reconfigure(errors="replace")
     try:
         try:
             application()(prog_name="counterflow")
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

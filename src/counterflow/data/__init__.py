@@ -1,1 +1,1 @@
-"""What the main job reads: a text as bytes, and mini-batches of it. Knows no schedule and no model."""
+"""Data of the main job: a text as bytes, and mini-batches of it. Schedules and models are not imported."""

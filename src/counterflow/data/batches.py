@@ -1,8 +1,8 @@
 """Mini-batches of a byte-level text: the next byte for GPT, masked bytes for BERT.
 
 Invariant: a sample is a pure function of (seed, step, its index in the mini-batch). So all workers of a
-replica read the same, replicas read different samples, and the whole mini-batch does not depend on how
-many replicas it is spread over: replica r of W reads the r-th of W contiguous slices.
+pipeline group read the same samples, replicas read different ones, and the whole mini-batch does not depend
+on the number of replicas: replica r of W reads the r-th of W contiguous slices.
 
 The last 5 % of the text are kept for validation: no training sample reads them, no validation sample
 reads anything else. There are no epochs: windows start anywhere, drawn with replacement.
@@ -24,21 +24,21 @@ from counterflow.errors import ConfigError
 from .text import BYTE_VALUES
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
-"""What a model takes: one tensor or several, each with one row a sample."""
+"""Inputs of a model: one tensor or several, each with one row per sample."""
 
 Batch = tuple[Tensors, torch.Tensor]
 """Inputs and targets."""
 
 IGNORED = -100
-"""Target of a position that has no loss; what ``torch.nn.functional.cross_entropy`` ignores."""
+"""Target of a position without a loss, which ``torch.nn.functional.cross_entropy`` ignores."""
 
 MASK = BYTE_VALUES
 """The token that stands for a masked byte."""
 
 _VALIDATION_SHARE = 20  # one byte in 20
 _CHOSEN = 0.15  # of a sample's tokens (Devlin et al. 2019, section 3.1)
-_MASKED, _REPLACED = 0.8, 0.1  # of those; the rest stay as they are
-_KEYS = 2**32  # a key is 32 bits, so that no two (seed, step, sample) make one stream
+_MASKED, _REPLACED = 0.8, 0.1  # of the chosen tokens; the rest are unchanged
+_KEYS = 2**32  # a key is 32 bits, so no two (seed, step, sample) make the same stream
 VALIDATION_STEP = _KEYS - 1
 
 _Bytes = npt.NDArray[np.uint8]
@@ -62,33 +62,35 @@ class Batches(Protocol):
 
         Args:
             step: number of the mini-batch, 0 or more.
-            samples: samples a replica, 1 or more.
-            replica: which replica reads, from 0.
-            replicas: how many there are (W).
+            samples: samples per replica, 1 or more.
+            replica: number of the replica that reads, from 0.
+            replicas: number of replicas (W).
 
         Raises:
             ConfigError: a number is out of range.
         """
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> Batch:
-        """One replica's part of the fixed validation batch; it depends neither on a step nor on the seed."""
+        """One replica's part of the fixed validation batch, which depends neither on a step nor on the
+        seed.
+        """
 
 
 class _OfText(ABC, Generic[_Made]):
-    """Windows of a text, of which ``_made`` makes inputs and targets."""
+    """Windows of a text, from which ``_made`` makes inputs and targets."""
 
     ahead: int
-    """How many bytes a window has beyond a sample's positions."""
+    """Number of bytes of a window beyond a sample's positions."""
     vocabulary: int
 
     def __init__(self, text: bytes, positions: int, *, seed: int = 0, name: str = "the text") -> None:
         """Split ``text`` into training and validation part.
 
         Args:
-            text: as ``read_text`` gives it.
+            text: result of ``read_text``.
             positions: bytes of a sample, 1 or more.
             seed: 0 to 2³² − 1.
-            name: what to call the text in errors.
+            name: name of the text in errors.
 
         Raises:
             ConfigError: a number is out of range, or the text is too short for ``positions``.
@@ -105,18 +107,18 @@ class _OfText(ABC, Generic[_Made]):
         return self._made(self._windows.at_random([int(drawn.random_raw()) for drawn in streams]), streams)
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> _Made:
-        """Windows evenly spread over the validation part, always alike; see ``Batches.validation``."""
+        """Windows evenly spread over the validation part, always the same; see ``Batches.validation``."""
         chosen = part_of(samples, replica, replicas)
         windows = self._windows.spread(chosen, samples * replicas)
         return self._made(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
 
     @abstractmethod
     def _made(self, windows: _Tokens, streams: Sequence[np.random.PCG64]) -> _Made:
-        """Inputs and targets of windows, by the random bits of each."""
+        """Inputs and targets of windows, from the random bits of each."""
 
 
 class NextByte(_OfText[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a text, each byte to predict from those before it (GPT).
+    """Windows of a text, in which each byte is predicted from those before it (GPT).
 
     Inputs and targets are int64 of shape [samples, positions]; a target is the byte after its input.
 
@@ -135,12 +137,12 @@ class NextByte(_OfText[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class MaskedByte(_OfText[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]):
-    """Windows of a text with some bytes hidden, to predict from all others (BERT).
+    """Windows of a text with some bytes hidden, which are predicted from all others (BERT).
 
     Inputs are (token ids, segment ids), both int64 of shape [samples, positions]; there is one segment,
-    number 0. Of a sample's bytes 15 % are chosen, at least one and equally many in every sample, so that
-    a mean over samples is one over chosen bytes too. Of those 80 % become the mask token 256, 10 % any
-    byte, 10 % stay. Targets are the true bytes where chosen, −100 elsewhere.
+    number 0. 15 % of a sample's bytes are chosen, at least one and equally many in every sample, so a mean
+    over samples is a mean over chosen bytes too. 80 % of those become the mask token 256, 10 % any byte, 10 %
+    are unchanged. Targets are the true bytes if chosen, otherwise −100.
 
     Source: Devlin et al. 2019 (BERT), section 3.1, without the next-sentence task.
     """
@@ -167,12 +169,12 @@ class _Windows:
     length: int
 
     def at_random(self, draws: Sequence[int]) -> _Tokens:
-        """Training windows, one a draw (a 64-bit random number)."""
+        """Training windows, one per draw (a 64-bit random number)."""
         starts = self.training.size - self.length + 1
         return self._read(self.training, [draw % starts for draw in draws])
 
     def spread(self, chosen: range, total: int) -> _Tokens:
-        """Those of ``total`` evenly spread validation windows whose numbers are in ``chosen``."""
+        """The windows numbered ``chosen`` of ``total`` evenly spread validation windows."""
         starts = self.held_back.size - self.length + 1
         return self._read(self.held_back, [number * starts // total for number in chosen])
 
@@ -196,7 +198,7 @@ def in_range(name: str, value: int, least: int, most: int = _KEYS - 1) -> int:
     """The value, if it is in its range.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is out of its range.
     """
     if not least <= value <= most:
         raise ConfigError(f"{name}={value}: must be {least} to {most}")
@@ -214,7 +216,8 @@ def part_of(samples: int, replica: int, replicas: int) -> range:
 def stream(seed: int, step: int, sample: int) -> np.random.PCG64:
     """The random bits of one sample.
 
-    Taken raw: numpy fixes the bits of a bit generator for ever, but not what a ``Generator`` makes of them.
+    The raw bits are used because numpy guarantees the bits of a bit generator for ever, but not the numbers
+    that a ``Generator`` makes of them.
     """
     return np.random.PCG64(np.random.SeedSequence((seed, step, sample)))
 
@@ -228,11 +231,11 @@ def hide(
 
     Args:
         sample: token ids.
-        target: gets the true ids of what was chosen.
-        places: that may be chosen.
+        target: receives the true ids of the chosen tokens.
+        places: places that may be chosen.
         drawn: the sample's random bits.
         mask: the token that stands for a hidden one.
-        tokens: as many there are that may stand in a hidden one's place.
+        tokens: number of tokens that may replace a hidden one.
     """
     count = min(len(places), max(1, round(_CHOSEN * len(places))))
     chosen = places[np.argsort(drawn.random_raw(len(places)), kind="stable")[:count]]

@@ -1,4 +1,4 @@
-"""What a model of transformers is to tell of texts beside the next token: hidden tokens, or a text's class.
+"""Targets of transformers models other than the next token: hidden tokens, or a text's class.
 
 Invariant: as in ``batches``, a sample is a pure function of (seed, step, its index in the mini-batch),
 whatever the number of replicas or workers.
@@ -20,11 +20,11 @@ from .tokens import Documents, Inputs, Packed, Padded
 
 
 class Masked:
-    """Samples with some tokens hidden, to tell from all others.
+    """Samples with some tokens hidden, which are predicted from all others.
 
-    Of a sample's tokens that are neither special nor padding 15 % are chosen, at least one. Of those 80 %
-    become the tokenizer's mask token, 10 % any token, 10 % stay. Labels are the true tokens where chosen,
-    -100 elsewhere. Other tokens are chosen whenever a sample is read again.
+    15 % of a sample's tokens that are neither special nor padding are chosen, at least one. 80 % of those
+    become the tokenizer's mask token, 10 % any token, 10 % are unchanged. Labels are the true tokens if
+    chosen, otherwise -100. Whenever a sample is read again other tokens are chosen.
 
     Source: Devlin et al. 2019 (BERT), section 3.1, without the next-sentence task.
     """
@@ -33,9 +33,9 @@ class Masked:
         """Hide tokens of samples.
 
         Args:
-            samples: with ``causal=False``.
-            tokenizer: of transformers.
-            seed: of what is hidden.
+            samples: samples made with ``causal=False``.
+            tokenizer: a tokenizer of transformers.
+            seed: seed of the choice of tokens.
 
         Raises:
             ConfigError: the tokenizer has no mask token.
@@ -61,7 +61,7 @@ class Masked:
         return self._masked(*found, streams)
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
-        """Samples of the validation part, always masked alike; see ``Batches.validation``."""
+        """Samples of the validation part, always masked in the same way; see ``Batches.validation``."""
         found = self._samples.validation(samples, replica=replica, replicas=replicas)
         streams = [stream(0, VALIDATION_STEP, sample) for sample in part_of(samples, replica, replicas)]
         return self._masked(*found, streams)
@@ -69,7 +69,7 @@ class Masked:
     def _masked(
         self, inputs: Inputs, labels: torch.Tensor, streams: Sequence[np.random.PCG64]
     ) -> tuple[Inputs, torch.Tensor]:
-        """Hide tokens of each sample as its stream says."""
+        """Hide tokens of each sample by its random stream."""
         ids = inputs["input_ids"].numpy()
         may = (labels.numpy() != IGNORED) & ~np.isin(ids, self._special)
         targets = np.full_like(ids, IGNORED)
@@ -79,7 +79,7 @@ class Masked:
 
 
 class Labelled(Padded):
-    """Samples that are a document each, whose targets are the documents' labels."""
+    """Samples with a document each, whose targets are the documents' labels."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Labelled(Padded):
         labels: npt.NDArray[np.int64],
         **options: Any,
     ) -> None:
-        """Take documents as samples.
+        """Use documents as samples.
 
         Args:
-            documents: as ``read_documents`` gives them.
-            positions: the most tokens of a sample, 1 or more.
-            vocabulary: different tokens of the model.
-            labels: of the documents.
+            documents: result of ``read_documents``.
+            positions: maximum tokens of a sample, 1 or more.
+            vocabulary: number of different tokens of the model.
+            labels: labels of the documents.
             options: see ``Padded``.
         """
         super().__init__(documents, positions, vocabulary, causal=False, **options)
@@ -110,12 +110,12 @@ def numbered(documents: Documents, names: Mapping[str, int], classes: int) -> np
     """The labels of documents as numbers of classes.
 
     Args:
-        documents: that were read with their labels.
-        names: of classes, and their numbers.
-        classes: how many there are.
+        documents: documents that were read with their labels.
+        names: names of classes, and their numbers.
+        classes: number of classes.
 
     Raises:
-        ConfigError: a label is none of them.
+        ConfigError: a label is not a class.
 
     >>> found = Documents(np.zeros(2, np.int32), np.array([0, 1, 2]), 2, ("bad", 1))
     >>> numbered(found, {"bad": 0, "good": 1}, 2)
@@ -127,7 +127,8 @@ def numbered(documents: Documents, names: Mapping[str, int], classes: int) -> np
     for number, label in zip(found, documents.labels, strict=True):
         if type(number) not in (int, bool) or not 0 <= number < classes:
             raise ConfigError(
-                f"the label {label!r} of a text is none of the model's {classes} classes; give numbers from "
+                f"the label {label!r} of a text is not one of the model's {classes} classes; give numbers "
+                "from "
                 f"0 to {classes - 1}, or their names in the model's config ({', '.join(map(repr, names))})"
             )
     return np.array(found, np.int64)

@@ -25,12 +25,12 @@ BYTE_VALUES = 256
 def shipped_text() -> bytes:
     """The text that ships with Python: the help topics of ``pydoc``, sorted by their names.
 
-    Topics quote each other; a paragraph is kept where it comes first, or a third of the text's end would
-    stand before it too and tell nothing of what a model learnt. About 370 kB of English with code remain;
-    they differ a little from one version of Python to the next.
+    Topics quote each other. Only the first occurrence of a paragraph is kept, because otherwise a third of
+    the text's end would also occur earlier and say nothing about what a model learnt. About 370 kB of English
+    with code remain; they differ slightly between versions of Python.
 
     Raises:
-        ConfigError: this Python comes without it.
+        ConfigError: this Python does not contain the text.
 
     >>> len(shipped_text()) > 300_000
     True
@@ -49,32 +49,32 @@ def read_text(path: Path | str) -> bytes:
     """The bytes of a text file, or of all text files in a folder.
 
     A folder is read with all its subfolders, its files in the order of their paths, joined by a newline.
-    Files that hold a NUL byte are binary and skipped, and so is everything whose name starts with a dot.
+    Files that contain a NUL byte are binary and skipped, and so is everything whose name starts with a dot.
 
     Raises:
-        ConfigError: there is no such file or folder, it cannot be read, is binary, or holds no text.
+        ConfigError: the file or folder does not exist, cannot be read, is binary, or contains no text.
     """
     path = Path(path)
     if path.is_dir():
         texts = [data for file in _files(path) if (data := _bytes(file)) and not _binary(data)]
         if not texts:
-            raise ConfigError(f"{path}: there is no text file in this folder; name one that holds text")
+            raise ConfigError(f"{path}: this folder contains no text file; name one that does")
         return b"\n".join(texts)
     data = _bytes(path)
     if not data:
-        raise ConfigError(f"{path}: the file is empty; name one that holds text")
+        raise ConfigError(f"{path}: the file is empty; name one that contains text")
     if _binary(data):
         raise ConfigError(
-            f"{path}: is no text (byte {data.index(0)} is NUL); name a text file, or a folder of them"
+            f"{path}: is not a text file (byte {data.index(0)} is NUL); name a text file, or a folder of them"
         )
     return data
 
 
 def unigram_entropy(data: bytes) -> float:
-    """Entropy of single bytes, in nats a byte: the loss of a model that knows only how frequent each is.
+    """Entropy of single bytes, in nats per byte: the loss of a model that knows only how frequent each is.
 
     Raises:
-        ConfigError: there are no bytes.
+        ConfigError: the text is empty.
 
     >>> unigram_entropy(b"abab") == math.log(2)
     True
@@ -85,7 +85,7 @@ def unigram_entropy(data: bytes) -> float:
 
 
 def entropy_of(numbers: npt.NDArray[Any]) -> float:
-    """In nats: how uncertain is a number that is drawn from these, which are 0 or more.
+    """Entropy in nats of a number that is drawn from these, which are 0 or more.
 
     >>> entropy_of(np.array([5, 5, 7, 7])) == math.log(2)
     True
@@ -113,11 +113,11 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file or folder") from None
+        raise ConfigError(f"{path}: no such file or folder") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the path
-        raise ConfigError(f"{str(path)!r}: is no path: {error}") from None
+    except ValueError as error:  # the path contains a NUL
+        raise ConfigError(f"{str(path)!r}: is not a path: {error}") from None
 
 
 def _binary(data: bytes) -> bool:

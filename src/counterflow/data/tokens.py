@@ -1,9 +1,9 @@
 """Texts through a tokenizer of transformers: samples of tokens and labels for a language model.
 
 Invariant: as in ``batches``, a sample is a pure function of (seed, step, its index in the mini-batch),
-whatever the number of replicas. Samples come in another order in each epoch and each once an epoch; the last
-5 % are kept for validation. Labels are the token ids themselves (a causal model shifts them), -100 where
-nothing counts. What is hidden from a masked model, and the classes of texts, are in ``targets``.
+whatever the number of replicas. In each epoch samples come in another order, each once; the last 5 % are kept
+for validation. Labels are the token ids themselves (a causal model shifts them), or -100 if a token does not
+count. Hidden tokens of masked models, and classes of texts, are in ``targets``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _KINDS = {
     ".txt": "text",
     ".md": "text",
 }
-"""By suffix, what ``datasets`` reads a file as."""
+"""Format with which ``datasets`` reads a file, by suffix."""
 
 _VALIDATION_SHARE = 20  # one sample in 20
 _PERMUTATIONS = 2**32 - 2
-"""In place of a step, in the key of an epoch's order."""
+"""Stands for a step in the key of an epoch's order."""
 
 _Tokens = npt.NDArray[np.int64]
 
@@ -51,10 +51,10 @@ class Documents:
     """Texts as tokens, one after another.
 
     Attributes:
-        tokens: of all of them.
-        starts: where each begins; at the end how many tokens there are.
-        bytes: of the texts.
-        labels: of each, as the file has them; none if it was not asked for them.
+        tokens: tokens of all texts.
+        starts: beginning of each text; at the end the number of tokens.
+        bytes: size of the texts in bytes.
+        labels: label of each text in the file; empty if labels were not asked for.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -64,12 +64,12 @@ class Documents:
 
     @property
     def count(self) -> int:
-        """How many texts."""
+        """Number of texts."""
         return len(self.starts) - 1
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokens, where texts begin, and the labels."""
+        """Digest of the tokens, the beginnings of texts, and the labels."""
         found = hashlib.blake2b(np.ascontiguousarray(self.tokens).data, digest_size=16)
         found.update(np.ascontiguousarray(self.starts).data)
         found.update(repr(self.labels).encode())
@@ -77,7 +77,7 @@ class Documents:
 
     @cached_property
     def entropy(self) -> float:
-        """In nats a token: the loss of a model that knows only how frequent each is."""
+        """Loss in nats per token of a model that knows only how frequent each token is."""
         return entropy_of(self.tokens)
 
 
@@ -91,24 +91,24 @@ def read_documents(
     """The texts of a file or of all files in a folder, each a document that ends with the tokenizer's end
     token.
 
-    A text file is one document, a line of a JSONL (a row of a parquet or CSV file) another. What was read is
-    kept, by ``datasets`` for other processes and here for other threads.
+    A text file is one document, and so is a line of a JSONL file or a row of a parquet or CSV file. Documents
+    are cached, by ``datasets`` for other processes and here for other threads.
 
     Args:
-        path: of a text, JSON, JSONL, CSV or parquet file, or of a folder of them.
-        tokenizer: of transformers.
-        column: of a row, that has its text.
-        label: of a row, that has its label; None: it needs none.
+        path: a text, JSON, JSONL, CSV or parquet file, or a folder of them.
+        tokenizer: a tokenizer of transformers.
+        column: key of a row that contains its text.
+        label: key of a row that contains its label; None: no labels.
 
     Raises:
-        ConfigError: it cannot be read, or has no text or no labels.
+        ConfigError: the file cannot be read, or contains no text or no labels.
     """
     path = Path(path)
     try:
         files = sorted(p for p in path.rglob("*") if p.suffix in _KINDS) if path.is_dir() else [path]
         stats = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file or folder") from None
+        raise ConfigError(f"{path}: no such file or folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -158,16 +158,16 @@ def _tokenized(
     flat = [chunk.flatten().to_numpy().astype(np.int32, copy=False) for chunk in lists]
     size = sum(tokens.data.column("bytes").to_pylist())
     if not size:
-        raise ConfigError(f"{path}: there is no text in it; name a file that holds some")
+        raise ConfigError(f"{path}: contains no text; name a file that does")
     joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
     return Documents(joined, np.concatenate([[0], np.cumsum(lengths)]), size, labels)
 
 
 def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | None) -> dict[str, Any]:
-    """Of each text its tokens, with the end token, and its length."""
+    """The tokens of each text, with the end token, and its length."""
     texts = rows[column]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{column!r} of a row is no text")
+        raise TypeError(f"{column!r} of a row is not a text")
     found = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
         "input_ids"
     ]
@@ -176,7 +176,7 @@ def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | Non
 
 
 class _Samples(ABC):
-    """Samples of documents, which are read in another order in each epoch."""
+    """Samples of documents, read in another order in each epoch."""
 
     def __init__(
         self,
@@ -191,15 +191,15 @@ class _Samples(ABC):
         """Make samples of documents.
 
         Args:
-            documents: as ``read_documents`` gives them.
-            positions: the most tokens of a sample, 1 or more.
-            vocabulary: different tokens of the model.
-            causal: whether tokens see only what comes before them.
-            seed: of the order.
-            name: what to call them in errors.
+            documents: result of ``read_documents``.
+            positions: maximum tokens of a sample, 1 or more.
+            vocabulary: number of different tokens of the model.
+            causal: whether tokens see only earlier tokens.
+            seed: seed of the order.
+            name: name of the documents in errors.
 
         Raises:
-            ConfigError: there are too few.
+            ConfigError: there are too few samples.
         """
         self.positions = in_range("positions", positions, 1)
         self.vocabulary = vocabulary
@@ -231,7 +231,7 @@ class _Samples(ABC):
 
     @abstractmethod
     def _count(self) -> int:
-        """How many samples there are, validation included."""
+        """Number of samples, including validation."""
 
     @abstractmethod
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
@@ -248,11 +248,11 @@ class _Samples(ABC):
 
 
 class Packed(_Samples):
-    """Samples that are full: the documents one after another, cut into pieces of one length.
+    """Full samples: the documents one after another, cut into pieces of one length.
 
-    Inputs are a dict of ``input_ids`` and, where a sample has parts of several documents, ``position_ids``,
-    which begin anew with each: a document sees no other. The first token of a document is no label. For a
-    model whose tokens see what comes after them too, documents are not kept apart.
+    Inputs are a dict of ``input_ids`` and, if a sample has parts of several documents, ``position_ids``,
+    which restart with each: a document does not see any other. The first token of a document is not a label.
+    For a model whose tokens also see later tokens, documents are not separated.
     """
 
     def _count(self) -> int:
@@ -260,7 +260,7 @@ class Packed(_Samples):
 
     @cached_property
     def _has_parts(self) -> bool:
-        """Whether a sample has parts of several documents that are kept apart."""
+        """Whether a sample has parts of several documents that are separated."""
         inside = self._documents.starts[:-1]
         used = inside[inside < self._count() * self.positions]
         return self._causal and bool((used % self.positions).any())
@@ -286,22 +286,22 @@ class Packed(_Samples):
 
 
 class Padded(_Samples):
-    """Samples that are a document each: its first tokens, and padding up to the longest's length.
+    """Samples with a document each: its first tokens, and padding up to the longest's length.
 
-    Inputs are a dict of ``input_ids``. Padding is no label. There is no mask: padding comes last, so that no
-    token sees it. A model whose tokens see what comes after them gets an ``attention_mask``, and of a text
-    that is cut also the last token, which closes it.
+    Inputs are a dict of ``input_ids``. Padding is not a label. There is no mask, because padding comes last
+    and no token sees it. A model whose tokens also see later tokens gets an ``attention_mask`` and, for a
+    text that is cut, also the last token, which closes it.
     """
 
     def __init__(
         self, documents: Documents, positions: int, vocabulary: int, *, padding: int, **options: Any
     ) -> None:
-        """Take documents as samples.
+        """Use documents as samples.
 
         Args:
-            documents: as ``read_documents`` gives them.
-            positions: the most tokens of a sample, 1 or more.
-            vocabulary: different tokens of the model.
+            documents: result of ``read_documents``.
+            positions: maximum tokens of a sample, 1 or more.
+            vocabulary: number of different tokens of the model.
             padding: the token to pad with.
             options: ``causal``, ``seed`` and ``name``, see ``Packed``.
         """

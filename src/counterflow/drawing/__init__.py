@@ -61,29 +61,30 @@ def draw(
     grey: bool = False,
     **sizes: OptionValue,
 ) -> Figure | None:
-    """Draw a simulated schedule into a file, on axes of your own, or as a figure of matplotlib.
+    """Draw a simulated schedule into a file, on your own axes, or as a matplotlib figure.
 
     Args:
-        result: what ``simulate`` returned; or a schedule, or the name of a scheme, to be simulated with a
+        result: a result of ``simulate``; or a schedule or the name of a scheme, which is simulated with a
             forward of 1 and a backward of 2.
-        path: the file; its suffix says what to draw: ``.png``, ``.svg``, ``.pdf``, ``.html`` (a page that
+        path: the file; its suffix is the format: ``.png``, ``.svg``, ``.pdf``, ``.html`` (a page that
             works offline) or ``.trace.json`` (for Perfetto). An existing file is replaced.
-        ax: axes of matplotlib, on which the timeline is drawn, with its legend above; leave them an inch.
+        ax: matplotlib axes on which the timeline is drawn, with its legend above; leave an inch of space
+            there.
         compare: a second simulation, drawn under the first on the same time axis.
         memory: also draw each worker's memory over time.
         messages: also draw every message between workers as an arrow.
         title: the heading; None: the scheme and its options.
-        width: of the whole picture, in inches; None: as wide as the ops' numbers need.
-        font: a font's name, one that matplotlib finds; None: DejaVu Sans.
-        grey: shades of grey in place of colours.
-        sizes: options of the scheme that is named.
+        width: width of the whole picture in inches; None: as wide as the ops' numbers need.
+        font: name of a font that matplotlib finds; None: DejaVu Sans.
+        grey: whether to use shades of grey instead of colours.
+        sizes: options of the named scheme.
 
     Returns:
-        The figure; None of a page or a trace, which are none.
+        The figure; None for a page or a trace.
 
     Raises:
-        ConfigError: another suffix, a folder that is not there, a file that cannot be written, or what a
-            page, a trace or given axes have no room for.
+        ConfigError: the suffix is unknown, the folder does not exist, the file cannot be written, or a page,
+            a trace or given axes do not support an option.
 
     >>> draw("dapple", "dapple.jpg", workers=2, micro_batches=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -93,14 +94,16 @@ def draw(
     if not isinstance(result, Simulation):
         result = simulate(schedule_of(result, sizes))
     elif sizes:
-        raise ConfigError(f"draw: there is no option {min(sizes)}; sizes are for the name of a scheme")
+        raise ConfigError(
+            f"draw: unknown option {min(sizes)}; sizes are accepted only with the name of a scheme"
+        )
     charts = _charts(result, compare, memory, messages)
     if title is not None:
         charts = [replace(charts[0], heading=title), *charts[1:]]
     look = Look(width, font, grey)
     if ax is not None:
         if path is not None or compare is not None or memory or width is not None:
-            raise ConfigError("ax: takes one timeline; leave out path, compare, memory and width")
+            raise ConfigError("ax: accepts one timeline; leave out path, compare, memory and width")
         from .figure import draw_on  # noqa: PLC0415 - matplotlib takes a while to import
 
         return draw_on(ax, charts[0], look)
@@ -116,11 +119,11 @@ def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -
 
     Args:
         charts: at least one.
-        path: as for ``draw``.
-        look: how it looks.
+        path: as in ``draw``.
+        look: look of the picture.
 
     Raises:
-        ConfigError: as for ``draw``.
+        ConfigError: as in ``draw``.
     """
     path = Path(path)
     form = require_form(path, (*FORMS, *_OTHERS))
@@ -148,10 +151,10 @@ def draw_terminal(
     compare: Simulation | None = None,
     memory: bool = False,
 ) -> None:
-    """Print a simulated schedule's timeline, as wide as the console at most.
+    """Print a simulated schedule's timeline, at most as wide as the console.
 
     Args:
-        result: what ``simulate`` gave.
+        result: result of ``simulate``.
         console: where to print; without colour, forwards are digits and backwards are letters.
         compare: a second simulation, printed under the first on the same time axis.
         memory: also print each worker's memory over time.

@@ -1,6 +1,6 @@
-"""Bars side by side in groups, as papers compare throughputs: PNG, SVG and PDF.
+"""Groups of bars, as in papers that compare throughputs: PNG, SVG and PDF.
 
-Invariant: the same bars give the same file. This module imports matplotlib when a picture is made.
+Invariant: the same bars give the same file. matplotlib is imported when a picture is made.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Series:
     """Bars of one colour, one in each group.
 
     Attributes:
-        label: what the legend calls them.
-        values: heights, 0 or more; None leaves a bar out.
-        marks: heights to compare with, drawn as a line across the bar; None leaves one out.
-        texts: what stands above each bar.
+        label: name in the legend.
+        values: heights, 0 or more; None omits a bar.
+        marks: heights to compare with, drawn as a line across the bar; None omits a line.
+        texts: text above each bar.
     """
 
     label: str
@@ -41,10 +41,10 @@ class Bars:
     Attributes:
         title: the heading.
         about: the line under it.
-        axis: what heights are, with the unit.
+        axis: label of the heights, with the unit.
         groups: labels of the groups.
         series: bars, each with as many values as there are groups.
-        mark: what the lines across the bars are; empty where there are none.
+        mark: meaning of the lines across the bars; empty if there are none.
     """
 
     title: str
@@ -59,20 +59,20 @@ def draw_bars(bars: Bars, path: str | Path) -> None:
     """Write the bars into a file; an existing one is replaced.
 
     Args:
-        bars: what to draw.
+        bars: the bars to draw.
         path: see ``saved``, also for the errors.
     """
     saved(path, lambda: make_bars(bars))
 
 
-_WIDTH = 0.8  # of a group's bars together, a group being 1 wide
+_WIDTH = 0.8  # width of a group's bars together, relative to the group
 _BAR_INCHES = 0.5
 _HEIGHT = 4.2
-_WIDE = 8.0  # inches in which the whole legend has one line
+_WIDE = 8.0  # inches in which the whole legend fits on one line
 
 
 def make_bars(bars: Bars) -> Figure:
-    """The figure: one axes with the groups, the legend under the heading."""
+    """The figure: one axes with the groups, and the legend under the heading."""
     width = max(6.6, 1.2 + _BAR_INCHES * len(bars.groups) * len(bars.series) / _WIDTH)
     figure = sized(width, _HEIGHT)
     top = 0.8 if width > _WIDE else 0.74

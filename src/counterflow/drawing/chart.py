@@ -1,6 +1,6 @@
-"""What a picture shows: a timeline as plain boxes; ``charting.py`` makes them from a simulation.
+"""A chart: a timeline as plain boxes; ``charting.py`` makes it from a simulation.
 
-Invariant: a ``Chart`` holds all that any drawer needs, and drawers look at nothing else, so a measured
+Invariant: a ``Chart`` contains everything that a drawer needs, and drawers read nothing else, so a measured
 timeline is drawn like a predicted one. Charts drawn together share one time axis. Nothing is drawn here.
 """
 
@@ -18,7 +18,7 @@ from .units import AmountUnit, TimeUnit, compact, time_unit
 
 
 class BoxKind(Enum):
-    """What a box stands for."""
+    """Meaning of a box."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -46,9 +46,9 @@ LETTERS = {box: op.value for op, box in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a box's colour stands for: a pipe, or a chunk of a worker's stages.
+    """Meaning of a box's colour: a pipe, or a chunk of a worker's stages.
 
-    ``name`` is empty where there is only one; ``hue`` counts into the palette.
+    ``name`` is empty if there is only one; ``hue`` is a number in the palette.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Lane:
 class Box:
     """An op or a gradient sync, from ``start`` to ``end`` (seconds) on ``worker``.
 
-    ``lane`` and ``pipe`` are None for a sync; ``label`` is short, for inside the box; ``detail`` adds to
-    the rest in a sentence, such as ``"half 1 of 2"``; ``op`` is the op as schedules write it; ``needs``
-    are the boxes that make what it takes, counted in its chart.
+    ``lane`` and ``pipe`` are None for a sync; ``label`` is short, for inside the box; ``detail`` is an
+    addition in words, such as ``"half 1 of 2"``; ``op`` is the op as schedules write it; ``needs`` are the
+    numbers of the boxes in the chart whose products it takes.
     """
 
     worker: int
@@ -97,7 +97,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Time in which ``worker`` has nothing to run, and why."""
+    """Time in which ``worker`` has no op to run, and why."""
 
     worker: int
     start: float
@@ -125,7 +125,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The largest amount on any worker."""
+        """The maximum on any worker."""
         return max(use.peak for use in self.workers)
 
 
@@ -133,10 +133,10 @@ class Memory:
 class Chart:
     """One timeline. ``makespan`` in seconds; ``steady`` is each worker's (start, end) of its steady part.
 
-    ``in_forwards``: times are no seconds but in units of a forward. ``playable``: false of orders that
-    deadlock, whose ops stand one after another. The page alone shows what follows:
-    ``slack`` of the first boxes, in seconds; ``circle``, pairs of boxes of which the first waits for the
-    second, where workers wait in a circle; ``limit``, the most that each worker may have of ``memory``.
+    ``in_forwards``: times are in units of a forward instead of seconds. ``playable``: false for orders that
+    deadlock, whose ops are drawn one after another. Only the page shows the following: ``slack`` of the first
+    boxes, in seconds; ``circle``, pairs of boxes of which the first waits for the second, if workers wait in
+    a circle; ``limit``, the maximum of each worker's ``memory``.
     """
 
     heading: str
@@ -162,7 +162,7 @@ class Chart:
 
     @property
     def split(self) -> str:
-        """Bubbles by cause in a line, as shares of all workers' time.
+        """Bubbles by cause on one line, as shares of all workers' time.
 
         >>> Chart("", "", 2, 10.0, (), (), bubbles=(Bubble(1, 0.0, 1.0, "warm-up"),)).split
         'bubbles 5 %: warm-up 5 %'
@@ -179,7 +179,7 @@ class Chart:
         return f"bubbles {percent(sum(sums.values()) / whole)}: {causes}"
 
     def told(self, box: Box) -> tuple[tuple[str, str], ...]:
-        """What there is to know of a box, by name."""
+        """The facts about a box, by name."""
         lane = "" if box.lane is None else self.lanes[box.lane].name
         unit = shared_unit([self])
         rows = [("op", box.op), ("stage", str(box.stage)), ("worker", str(box.worker))]
@@ -191,7 +191,7 @@ class Chart:
 
     @property
     def kinds(self) -> tuple[BoxKind, ...]:
-        """The kinds of op in it; forward and backward where there is none."""
+        """The kinds of op in the chart; forward and backward if it has none."""
         kinds = tuple(
             kind for kind in BoxKind if kind.shade is not None and any(box.kind is kind for box in self.boxes)
         )
@@ -256,13 +256,13 @@ def shared_end(charts: Sequence[Chart]) -> float:
 
 
 def marks_input_gradients(charts: Sequence[Chart]) -> bool:
-    """Whether backwards and input gradients, which share a shade, both occur: the latter get a mark."""
+    """Whether both backwards and input gradients, which share a shade, occur, so the latter get a mark."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     return {BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT} <= kinds
 
 
 def ways(chart: Chart) -> str:
-    """What a lane's shades mean, in a legend.
+    """Meaning of a lane's shades, in a legend.
 
     >>> ways(Chart("", "", 1, 1.0, (), ()))
     'forward | backward'
@@ -271,13 +271,13 @@ def ways(chart: Chart) -> str:
 
 
 def shared_peak(charts: Sequence[Chart], unit: AmountUnit) -> float:
-    """The most memory in ``unit`` on any worker of any chart; 1 if there is none."""
+    """The maximum memory in ``unit`` on any worker of any chart; 1 if there is none."""
     peaks = [chart.memory.peak for chart in charts if chart.memory and chart.memory.unit is unit]
     return max(peaks, default=0.0) or 1.0
 
 
 def steps_until(use: MemoryUse, end: float) -> Iterator[tuple[float, float, float]]:
-    """A worker's memory as (start, end, amount) until ``end``; steps without length are left out."""
+    """A worker's memory as (start, end, amount) until ``end``, without steps of no length."""
     for index, (start, amount) in enumerate(zip(use.times, use.amounts, strict=True)):
         stop = use.times[index + 1] if index + 1 < len(use.times) else end
         if stop > start:

@@ -1,4 +1,4 @@
-"""From a simulation to what a picture shows of it: a pure function. What is shown is a ``Chart``."""
+"""From a simulation to a ``Chart``, by a pure function."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def chart_of(
     """The chart of a simulated schedule.
 
     Args:
-        simulation: what ``simulate`` gave.
-        messages: add every message between workers.
-        memory: add each worker's memory over time: bytes if the costs had byte costs, else stashed
-            forwards in (stage × micro-batch) units.
+        simulation: result of ``simulate``.
+        messages: whether to add every message between workers.
+        memory: whether to add each worker's memory over time: bytes if the costs had byte costs, otherwise
+            stashed forwards in (stage × micro-batch) units.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> from counterflow.simulation import simulate
@@ -67,7 +67,7 @@ def order_chart(schedule: Schedule, costs: Costs) -> Chart:
 
     Args:
         schedule: any schedule of legal stages and workers, however wrong.
-        costs: what ops cost; messages and syncs are left out.
+        costs: costs of ops; messages and syncs are omitted.
     """
     ops, spans = costs.of_ops(schedule.stages), []
     for worker, order in enumerate(schedule.orders):
@@ -100,10 +100,10 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
 
 
 _Named = tuple[BoxKind, str, int, int, int, tuple[int, ...], str, str, tuple[int, ...]]
-"""Of an op's box what no cost changes: what comes after its times in ``Box``."""
+"""The fields of an op's box that no cost changes: those after its times in ``Box``."""
 
 _kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
-"""By schedule as the simulator keeps it, so that another cost names nothing again."""
+"""Cache by the simulator's model of a schedule, so names are computed once for all costs."""
 
 
 def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> Iterator[Box]:
@@ -177,7 +177,7 @@ def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], 
 
 
 def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
-    """Down pipes in cool hues, up pipes in warm ones; what goes neither way takes hues in turn."""
+    """Down pipes in cool hues, up pipes in warm ones; pipes with no direction take hues in turn."""
     words = [_direction(stages) for stages in placement.pipes_stages]
     if not {"down", "up"}.issuperset(words):
         return tuple(Lane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
@@ -191,7 +191,7 @@ def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
 
 
 def _direction(holders: Sequence[int]) -> str:
-    """Which way a pipe runs over the workers; steps that wrap around are outvoted by the others."""
+    """The direction of a pipe over the workers; the few steps that wrap around do not count."""
     downs = sum(b > a for a, b in pairwise(holders))
     ups = sum(b < a for a, b in pairwise(holders))
     return "down" if downs > ups else "up" if ups > downs else "other"

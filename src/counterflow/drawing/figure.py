@@ -1,9 +1,9 @@
-"""PNG, SVG and PDF, drawn with matplotlib's own objects; pyplot and its global state are not touched.
+"""PNG, SVG and PDF, drawn with matplotlib objects; pyplot and its global state are not used.
 
-Every chart is a panel: heading, summary, legend, one row a worker, and its memory under it. All places are
-reckoned in inches from the top, so that nothing overlaps at any number of workers. This module imports
-matplotlib and is itself imported when a picture is made. Invariant: the same charts give the same file.
-Nothing is shown on a screen.
+Every chart is a panel: heading, summary, legend, one row per worker, and its memory below. All positions are
+computed in inches from the top, so nothing overlaps at any number of workers. This module imports matplotlib
+and is itself imported when a picture is made. Invariant: the same charts give the same file. Nothing is shown
+on a screen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .units import nice_step
 
 _INSIDE: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes
-_SMALLEST = 4.5  # font size below which a number is left out
+_SMALLEST = 4.5  # font size below which numbers are omitted
 
 Rectangle = tuple[float, float, float, float]
 """Left, right, bottom, top in data coordinates."""
@@ -64,7 +64,7 @@ def _svg_text(figure: Figure, charts: Sequence[Chart]) -> str:
 
 
 def styled(charts: Sequence[Chart], look: Look) -> Figure:
-    """The figure of the charts as a caller wants it to look."""
+    """The figure of the charts in the look that the caller wants."""
     with mpl.rc_context(_settings(look)):
         figure = make_figure(charts, look)
     if look.grey:
@@ -113,7 +113,7 @@ class _Panel:
         self.floor = 0.74 if chart.has_syncs else 0.93
 
     def draw(self, top: float) -> float:
-        """Draw from ``top`` inches down; gives where the panel ends."""
+        """Draw from ``top`` inches down; return where the panel ends."""
         chart, sheet = self.chart, self.sheet
         bottom = top + sheet.panel_height(chart)
         last = self.index == len(sheet.charts) - 1
@@ -156,7 +156,7 @@ class _Panel:
         return axes
 
     def on(self, axes: Axes) -> None:
-        """Draw the timeline on axes that are there, and its legend above them."""
+        """Draw the timeline on existing axes, and its legend above them."""
         self._rows(axes, self.height, (0.07 + self.floor) / 2)
         self._timeline(axes)
         above = self.sheet.legend_height(self.chart) / self.height
@@ -213,7 +213,7 @@ class _Panel:
     def _boxes(self, axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
         shortest = min((b.end - b.start for b in boxes if b.end > b.start), default=0.0)
         points = shortest * self.sheet.points_per_second
-        # An edge is a hair of the box; where it would eat the box, neighbours touch instead.
+        # An edge is thin relative to its box; if it would cover the box, neighbours touch instead.
         edge = min(0.5, points / 12)
         axes.add_collection(
             PolyCollection(
@@ -228,7 +228,7 @@ class _Panel:
         )
 
     def _bubbles(self, axes: Axes) -> None:
-        """Bubbles as paper: nothing to see, but something to point at."""
+        """Bubbles in the colour of paper: invisible, but with a title."""
         spaces = [
             _corners(bubble.start, bubble.end, bubble.worker + self.floor, bubble.worker + 0.07)
             for bubble in self.chart.bubbles
@@ -239,7 +239,7 @@ class _Panel:
             axes.add_collection(paper, autolim=False)
 
     def _messages(self, axes: Axes) -> None:
-        """An arrow a message, from its sender's row to its receiver's."""
+        """One arrow per message, from its sender's row to its receiver's."""
         if not self.chart.messages:
             return
         ends = []
@@ -268,7 +268,7 @@ class _Panel:
         return box.start, box.end, box.worker + self.floor, box.worker + 0.07
 
     def _labels(self, axes: Axes, boxes: Sequence[Box], kind: BoxKind) -> None:
-        """The boxes' numbers; none at all if most boxes have no room."""
+        """The boxes' numbers; none if most boxes have no room."""
         tall = (self.floor - 0.07) * self.height * 72 / self.chart.workers
         scale = self.sheet.points_per_second
         sizes = [
@@ -278,7 +278,7 @@ class _Panel:
         if 2 * sum(size >= _SMALLEST for size in sizes) < len(sizes):
             return
         ink = colour_of(palette.INKS, kind)
-        # Of a picture with hatches, a number stands on a rim of its box's grey.
+        # In a picture with hatches, a number has a rim in its box's grey.
         rim = [withStroke(linewidth=2.0, foreground=colour_of(palette.GREY, kind))] if self.sheet.grey else []
         for box, size in zip(boxes, sizes, strict=True):
             if size >= _SMALLEST:
@@ -350,7 +350,7 @@ class _Panel:
             ],
             facecolor=palette.MEMORY,
             linewidth=0,
-            # Steps share edges, and smoothing them apart would show as stripes.
+            # Steps share edges, and smoothing each alone would show as stripes.
             antialiased=False,
             gid=f"chart-{self.index}-memory",
             zorder=2,

@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgba_array
 
 
 def in_grey(drawn: Artist) -> None:
-    """Turn every colour to the grey that is as light."""
+    """Replace every colour by the grey of the same lightness."""
     for artist in drawn.findobj():
         for name in ("facecolor", "edgecolor", "color", "hatchcolor", "markeredgecolor"):
             setter, getter = getattr(artist, f"set_{name}", None), getattr(artist, f"get_{name}", None)
@@ -21,4 +21,4 @@ def in_grey(drawn: Artist) -> None:
 
 
 _LIGHTNESS = np.array([0.2126, 0.7152, 0.0722])
-"""Of red, green and blue (ITU-R BT.709)."""
+"""Weights of red, green and blue (ITU-R BT.709)."""

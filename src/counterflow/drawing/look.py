@@ -1,4 +1,4 @@
-"""How a picture looks where a caller has a say in it."""
+"""Options for the look of a picture."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a caller may choose of a picture.
+    """Options of a caller for the look of a picture.
 
     Attributes:
-        width: of the whole picture, in inches; None: as wide as the ops' numbers need.
-        font: a font's name, one that matplotlib finds; None: DejaVu Sans.
-        grey: shades of grey in place of colours.
+        width: width of the whole picture in inches; None: as wide as the ops' numbers need.
+        font: name of a font that matplotlib finds; None: DejaVu Sans.
+        grey: whether to use shades of grey instead of colours.
     """
 
     width: float | None = None

@@ -1,4 +1,4 @@
-"""What boxes and lines look like, in a chart and in its legend."""
+"""The look of boxes and lines, in a chart and in its legend."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .chart import BoxKind, Chart
 from .sheet import hues_of
 
 BAND = 0.16
-"""Of a box's height, where input gradients are marked."""
+"""Share of a box's height in which input gradients are marked."""
 
 STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
-"""The lines around what repeats."""
+"""Style of the lines around the steady part."""
 
 
 def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
-    """What a legend draws before each of its texts.
+    """The samples that a legend draws before each of its texts.
 
     Args:
-        chart: whose legend it is.
-        marked: whether input gradients are told from backwards by a band.
-        grey: whether lanes are told apart by hatches in place of colours.
+        chart: chart of the legend.
+        marked: whether a band distinguishes input gradients from backwards.
+        grey: whether hatches instead of colours distinguish lanes.
     """
 
     def patch(colour: str, **style: Any) -> Patch:
-        # Patch's keywords are not typed one by one.
+        # The types of Patch's keywords are not known one by one.
         return Patch(facecolor=colour, edgecolor=palette.INK, linewidth=0.5, **style)
 
     handles: list[Any] = []
@@ -51,7 +51,7 @@ def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
 
 
 class _Marked(Patch):
-    """The legend's box of an input gradient that is told from a backward; its label is the band's colour."""
+    """The legend's box of an input gradient with a band; its label is the band's colour."""
 
 
 class _MarkedHandler(HandlerPatch):
@@ -70,15 +70,15 @@ class _MarkedHandler(HandlerPatch):
 
 
 def colour_of(hue: palette.Hue, kind: BoxKind) -> str:
-    """The colour of a kind of boxes, of a micro-batch's hue."""
+    """The colour of boxes of a kind, in a micro-batch's hue."""
     assert kind.shade is not None, "a sync has no hue"
     return hue.shades[kind.shade.value]
 
 
 def hatched(hue: palette.Hue, kind: BoxKind) -> dict[str, str]:
-    """What draws the hatch of a hue on a kind of boxes; nothing for a hue without one."""
+    """Style of a hue's hatch on a kind of boxes; empty for a hue without one."""
     return {"hatch": hue.hatch, "hatchcolor": colour_of(palette.HATCHES, kind)} if hue.hatch else {}
 
 
 HANDLERS = {tuple: HandlerTuple(ndivide=None, pad=0), _Marked: _MarkedHandler()}
-"""How a legend draws them."""
+"""Legend handlers."""

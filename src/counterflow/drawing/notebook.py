@@ -1,7 +1,7 @@
-"""What simulations and schedules show of themselves in a notebook: a picture, or the orders as a table.
+"""Representations of simulations and schedules in a notebook: a picture, or the orders as a table.
 
-Invariant: the picture is an SVG that refers to nothing outside, and all text is escaped; nothing of this is
-loaded before something is shown.
+Invariant: the picture is an SVG without external references, and all text is escaped; this module is loaded
+when something is shown.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from counterflow.simulation import Simulation, simulate
 from .charting import chart_of
 
 MOST_OPS = 5_000
-"""Ops that are drawn; more make a notebook slow, and no op of theirs can be seen."""
+"""Maximum ops that are drawn; more make a notebook slow, and single ops invisible."""
 
 
 def svg_of(result: Simulation) -> str | None:
-    """The timeline as an SVG element; None where there are too many ops to be seen."""
+    """The timeline as an SVG element; None if there are too many ops to be seen."""
     from .figure import svg  # noqa: PLC0415 - matplotlib takes a while to import
 
     if not 0 < sum(map(len, result.schedule.orders)) <= MOST_OPS:
@@ -29,7 +29,7 @@ def svg_of(result: Simulation) -> str | None:
 
 
 def html_of(schedule: Schedule) -> str:
-    """A schedule as it plays with unit costs; one that is wrong as its orders, with what is wrong."""
+    """A schedule simulated with unit costs; a wrong one as its orders, with the violations."""
     if sum(map(len, schedule.orders)) > MOST_OPS:
         return titled(str(schedule), _orders(schedule))
     try:
@@ -40,7 +40,7 @@ def html_of(schedule: Schedule) -> str:
 
 
 _SHOWN = 60
-"""Ops of a worker that its row shows."""
+"""Maximum ops of a worker that its row shows."""
 
 
 def _orders(schedule: Schedule) -> str:

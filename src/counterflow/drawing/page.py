@@ -1,8 +1,8 @@
-"""One HTML page that works offline: hover tells about an op, the wheel, the mouse and the keys move in time.
+"""One HTML page that works offline: hovering shows an op, the wheel, the mouse and the keys move in time.
 
-The page is ``page.html`` with ``timeline.css``, ``timeline.js`` and, as JSON, the charts put in; it loads
-nothing. Ops are columns of numbers, with every text that repeats written once, so that 100,000 of them are a
-few megabytes.
+The page is ``page.html`` with ``timeline.css``, ``timeline.js`` and, as JSON, the charts inserted; it loads
+nothing. Ops are columns of numbers, with every repeated text written once, so 100,000 of them are a few
+megabytes.
 
 Invariant: text from a chart reaches the page only as JSON in which ``<``, ``>`` and ``&`` are escaped, and
 the page shows it only as text.
@@ -41,7 +41,7 @@ def page(charts: Sequence[Chart]) -> str:
     template = asset("page.html")
     for mark, name in (("STYLE", "timeline.css"), ("CODE", "timeline.js")):
         template = template.replace(f"/* PUT THE {mark} HERE */\n", asset(name), 1)
-    # None of these can end the script element they stand in.
+    # None of these can end the enclosing script element.
     text = json.dumps(page_data(charts), separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -54,7 +54,7 @@ def asset(name: str) -> str:
 
 
 def page_data(charts: Sequence[Chart]) -> dict[str, object]:
-    """What the page draws, as plain lists and dictionaries."""
+    """The data that the page draws, as plain lists and dictionaries."""
     return {
         "end": _number(shared_end(charts)),
         "unit": shared_unit(charts).symbol,
@@ -113,7 +113,7 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
 
 
 class Texts:
-    """Texts by number, each kept once."""
+    """Texts by number, each stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -143,6 +143,6 @@ def _numbers(values: Iterable[float]) -> list[float | int]:
 
 
 def _number(value: float) -> float | int:
-    """``value`` to nine digits after the largest, and whole numbers without a point."""
+    """``value`` to nine digits, and whole numbers without a point."""
     rounded = float(f"{value:.10g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -1,12 +1,12 @@
 """The colours of every picture.
 
 A lane (a pipe, or a chunk of a worker's stages) has a hue. Its forwards are light, its backwards and input
-gradients dark, its weight gradients between the two, so that they differ in grey too. Hues alternate between
+gradients dark, its weight gradients between the two, so they differ in grey too. Hues alternate between
 cool and warm. They were found by search for the largest smallest distance between all shades (and the
 background) as seen with normal vision, protanopia, deuteranopia and tritanopia, the first four first;
-``tests/drawing/test_palette.py`` holds them to it.
+``tests/drawing/test_palette.py`` checks it.
 
-Invariant: ``HUES`` alternates cool and warm, so that pipes of the two directions never share a hue.
+Invariant: ``HUES`` alternates cool and warm, so pipes of the two directions never share a hue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class Shade(Enum):
-    """Which of a hue's colours: its place in ``Hue.shades``."""
+    """A colour of a hue, as an index into ``Hue.shades``."""
 
     LIGHT = 0
     DARK = 1
@@ -54,47 +54,48 @@ _PATTERNS = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "||||", "oo")
 """The hatch of each hue's lane in a picture without colours."""
 
 BACKGROUND = "#ffffff"
-"""Paper, and therefore bubbles."""
+"""Colour of paper, and therefore of bubbles."""
 
 INK = "#16181d"
-"""Text on paper and on forwards, edges, the lines around the steady part."""
+"""Colour of text on paper and on forwards, of edges, and of the lines around the steady part."""
 
 FAINT = "#6b7280"
-"""Axes and second lines."""
+"""Colour of axes and second lines."""
 
 ON_DARK = "#ffffff"
-"""Text on backwards."""
+"""Colour of text on backwards."""
 
 INKS = Hue("text", INK, ON_DARK, INK)
-"""Text on each ``Shade``."""
+"""Colour of text on each ``Shade``."""
 
 NEUTRAL = Hue("grey", "#d3d7de", "#565d69", "#979ca5")
-"""What a legend shows where it means all lanes."""
+"""Colours in a legend that stand for all lanes."""
 
 SYNC = "#e5e7eb"
-"""Gradient syncs: light grey under a hatch in ``SYNC_HATCH``."""
+"""Colour of gradient syncs: light grey under a hatch in ``SYNC_HATCH``."""
 
 SYNC_HATCH = "#30343b"
 
 GREY = Hue("grey", "#d8d8d8", "#585858", "#9e9e9e")
-"""All lanes, in a picture without colours."""
+"""Colours of all lanes in a picture without colours."""
 
 HATCHES = Hue("hatch", "#9a9a9a", "#8c8c8c", "#6e6e6e")
-"""The hatch of a lane on each ``Shade``, in a picture without colours."""
+"""Hatch colours of a lane on each ``Shade``, in a picture without colours."""
 
 MEMORY = "#9aa3b2"
-"""The area under a worker's memory."""
+"""Colour of the area under a worker's memory."""
 
 HEAT = ("#f4f5f7", "#c3c9d4", "#8f99aa", "#5a6476", "#2b313c")
-"""Memory as a strip: from none to the most, a grey that belongs to no lane."""
+"""Colours of memory as a strip, from none to the maximum: greys that belong to no lane."""
 
 
 def hue(lane_hue: int, *, grey: bool = False) -> Hue:
     """The hue of that number; numbers past the last start again.
 
     Args:
-        lane_hue: from 0.
-        grey: one grey for each shade in place of the colours; the hatch alone tells lanes apart.
+        lane_hue: number of the hue, from 0.
+        grey: whether to use one grey for each shade instead of colours; then only the hatch distinguishes
+            lanes.
     """
     place = lane_hue % len(HUES)
     return replace(GREY, hatch=_PATTERNS[place]) if grey else HUES[place]

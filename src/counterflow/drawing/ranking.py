@@ -1,6 +1,6 @@
-"""Schedules of one model, the quickest first: a bar a step, with what a worker holds beside it.
+"""Schedules of one model, fastest first: one bar per step, with each worker's memory next to it.
 
-Invariant: the same rows give the same file. This module imports matplotlib when a picture is made.
+Invariant: the same rows give the same file. matplotlib is imported when a picture is made.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Ranked:
     """One row.
 
     Attributes:
-        name: the schedule.
-        step: seconds of a mini-batch, or forwards.
-        bubble_ratio: the share of it in which a worker is idle.
-        activations: most that a worker holds.
+        name: name of the schedule.
+        step: duration of a mini-batch in seconds, or in forwards.
+        bubble_ratio: share of the step in which a worker is idle.
+        activations: maximum activations that a worker holds.
         weights: copies of its share of the model that a worker holds.
-        synchronous: whether numbers are those of one process.
+        synchronous: whether the numbers equal those of one process.
     """
 
     name: str
@@ -47,11 +47,11 @@ def draw_ranking(rows: Sequence[Ranked], path: str | Path, *, title: str, about:
     """Write the rows into a file; an existing one is replaced.
 
     Args:
-        rows: what to draw, from the top.
+        rows: rows to draw, from the top.
         path: see ``saved``, also for the errors.
         title: the heading.
         about: the line under it.
-        unit: of the steps.
+        unit: unit of the steps.
     """
     saved(path, lambda: make_ranking(rows, title=title, about=about, unit=unit))
 
@@ -67,8 +67,8 @@ def make_ranking(rows: Sequence[Ranked], *, title: str, about: str, unit: str) -
     bottom, tall = _BOTTOM / height, 1 - (_TOP + _BOTTOM) / height
     panels = {
         f"step, {unit}": (_NAMES, 0.39, [row.step for row in rows]),
-        "activations a worker": (0.71, 0.12, [row.activations for row in rows]),
-        "weights a worker": (0.86, 0.12, [row.weights for row in rows]),
+        "activations per worker": (0.71, 0.12, [row.activations for row in rows]),
+        "weights per worker": (0.86, 0.12, [row.weights for row in rows]),
     }
     for number, (label, (left, width, values)) in enumerate(panels.items()):
         axes = figure.add_axes((left, bottom, width, tall), label=label)
@@ -91,7 +91,7 @@ _BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color
 
 
 def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: str, *, idle: bool) -> None:
-    """One quantity of all rows; in that of steps the idle part is empty, and names stand at the left."""
+    """One quantity of all rows; for steps the idle part is empty, and names are at the left."""
     most = max(values, default=1.0)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         hue = palette.HUES[0 if row.synchronous else 1]

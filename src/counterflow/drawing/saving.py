@@ -1,6 +1,6 @@
-"""Pictures as files: what a name's ending says, matplotlib's settings, and why a file cannot be written.
+"""Pictures as files: format by suffix, matplotlib's settings, and errors of writing.
 
-Invariant: the same picture gives the same file. This module imports matplotlib when a picture is made.
+Invariant: the same picture gives the same file. matplotlib is imported when a picture is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMS = (".png", ".svg", ".pdf")
-"""Endings that a figure's file may have."""
+"""Suffixes of a figure's file."""
 
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "counterflow",
@@ -29,19 +29,19 @@ SETTINGS: dict[Any, Any] = {
     "hatch.linewidth": 0.6,
     "path.simplify": False,
     "legend.frameon": False,
-    "text.parse_math": False,  # text is data: a dollar sign in a measured run's name starts no formula
+    "text.parse_math": False,  # text is data: a dollar sign in a measured run's name begins no formula
 }
-"""matplotlib's, for every figure."""
+"""Settings of matplotlib for every figure."""
 
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
-"""Metadata by form, without what differs from one writing to the next."""
+"""Metadata by format, without entries that differ from one writing to the next."""
 
 
 def require_form(path: Path, forms: Iterable[str] = FORMS) -> str:
-    """The ending of a picture's file.
+    """The suffix of a picture's file.
 
     Raises:
-        ConfigError: another one than ``forms``, or a folder that is not there.
+        ConfigError: the suffix is not in ``forms``, or the folder does not exist.
     """
     form = next((form for form in forms if path.name.lower().endswith(form)), None)
     if form is None:
@@ -49,13 +49,13 @@ def require_form(path: Path, forms: Iterable[str] = FORMS) -> str:
             f"{path}: cannot tell what to draw from this name; legal endings: {', '.join(forms)}"
         )
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} is not there; make it first")
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
     return form
 
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Within this context a file is written; what keeps it from that is a ``ConfigError``."""
+    """Within this context a file is written; errors of writing become ``ConfigError``."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 def sized(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - takes a while to import
 
     return Figure(figsize=(width, height), dpi=160, facecolor=palette.BACKGROUND)
@@ -73,11 +73,11 @@ def saved(path: str | Path, make: Callable[[], Figure]) -> None:
     """Write a figure into a file; an existing one is replaced.
 
     Args:
-        path: the file; its suffix, ``.png``, ``.svg`` or ``.pdf``, says what to draw.
-        make: makes the figure, under ``SETTINGS``.
+        path: the file; its suffix, ``.png``, ``.svg`` or ``.pdf``, is the format.
+        make: function that makes the figure, under ``SETTINGS``.
 
     Raises:
-        ConfigError: another suffix, a folder that is not there, or a file that cannot be written.
+        ConfigError: the suffix is unknown, the folder does not exist, or the file cannot be written.
     """
     path = Path(path)
     form = require_form(path).removeprefix(".")

@@ -1,4 +1,4 @@
-"""How large everything of a figure is, in inches: what all its panels share, and what a legend says."""
+"""Sizes in a figure, in inches: those that all panels share, and the texts of a legend."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .look import USUAL, Look
 from .units import TimeUnit
 
 LEFT, RIGHT, EDGE = 0.55, 0.25, 0.12
-PEAKS = 0.8  # right margin that holds the peaks of memory
+PEAKS = 0.8  # right margin that contains the peaks of memory
 TITLE, LEGEND, TICKS, SPLIT, CAPTION = 0.5, 0.19, 0.34, 0.2, 0.3
 NARROWEST = 1.0  # inches of a time axis
-FEW = 8  # workers up to which memory is drawn as areas
+FEW = 8  # maximum number of workers whose memory is drawn as areas
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What all panels share. Lengths in inches, ``end`` in seconds."""
+    """Sizes that all panels share. Lengths in inches, ``end`` in seconds."""
 
     charts: tuple[Chart, ...]
     end: float
@@ -35,14 +35,14 @@ class Sheet:
 
     @classmethod
     def of(cls, charts: Sequence[Chart], look: Look = USUAL) -> Sheet:
-        """Sizes under which the shortest usual op has room for its number, within reason.
+        """Sizes with which the shortest usual op has room for its number, within reason.
 
         Args:
-            charts: what is drawn.
-            look: how the picture looks.
+            charts: charts to draw.
+            look: look of the picture.
 
         Raises:
-            ConfigError: a width that leaves no room.
+            ConfigError: the width leaves no room.
         """
         end = shared_end(charts)
         lasting = [
@@ -86,7 +86,7 @@ class Sheet:
 
     @property
     def points_per_second(self) -> float:
-        """Typographic points in a second of the time axis."""
+        """Typographic points per second of the time axis."""
         return 72 * self.plot_width / self.end
 
     def handle(self, chart: Chart) -> float:
@@ -94,7 +94,7 @@ class Sheet:
         return max(2.4, 1.2 * len(chart.kinds))
 
     def legend_columns(self, chart: Chart) -> int:
-        """How many legend entries fit beside each other."""
+        """Number of legend entries that fit next to each other."""
         handle = self.handle(chart) * 8 / 72
         widths = [0.36 + handle + 0.066 * len(text) for text in legend_texts(chart)]
         for columns in range(len(widths), 1, -1):
@@ -103,7 +103,7 @@ class Sheet:
         return 1
 
     def legend_height(self, chart: Chart) -> float:
-        """Height of a panel's legend, and of the space under it."""
+        """Height of a panel's legend, and of the space below it."""
         return 0.06 + LEGEND * -(-len(legend_texts(chart)) // self.legend_columns(chart))
 
     def rows_height(self, chart: Chart) -> float:
@@ -111,11 +111,11 @@ class Sheet:
         return self.row * chart.workers * (1.25 if chart.has_syncs else 1.0)
 
     def memory_height(self, chart: Chart) -> float:
-        """Height of the memory under a panel's rows."""
+        """Height of the memory below a panel's rows."""
         return (self.row if chart.workers <= FEW else 0.75 * self.row) * chart.workers
 
     def most(self, memory: Memory) -> float:
-        """The largest amount of any chart's memory in the same unit, so that charts compare."""
+        """The maximum of any chart's memory in the same unit, so charts can be compared."""
         return shared_peak(self.charts, memory.unit)
 
     def panel_height(self, chart: Chart) -> float:
@@ -127,7 +127,7 @@ class Sheet:
 
 
 def hues_of(chart: Chart, *, grey: bool = False) -> list[tuple[palette.Hue, str]]:
-    """The legend's hues: what the shades mean, then each hue, if there are several."""
+    """The legend's hues: the meaning of shades, then each hue if there are several."""
     entries = chart.legend()
     if len(entries) == 1 and not entries[0][1]:
         return [(palette.hue(entries[0][0], grey=grey), ways(chart))]

@@ -1,7 +1,7 @@
-"""What an SVG's viewer shows over each shape of a chart.
+"""Titles that an SVG's viewer shows over each shape of a chart.
 
-matplotlib gives shapes no titles of their own: they are put into the SVG that it wrote, by the names of the
-groups in which it draws them. Nothing else of the SVG is changed.
+matplotlib writes no titles of shapes, so they are inserted into its SVG by the names of the groups in which
+shapes are drawn. Nothing else of the SVG is changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .chart import BoxKind, Chart, shared_unit
 
 
 def titles_of(charts: Sequence[Chart]) -> dict[str, list[str]]:
-    """What an SVG's viewer shows over each shape, by group and in its order."""
+    """Titles of shapes, by group and in the group's order."""
     titles: dict[str, list[str]] = {}
     for index, chart in enumerate(charts):
         unit = shared_unit([chart])
@@ -29,7 +29,7 @@ def titles_of(charts: Sequence[Chart]) -> dict[str, list[str]]:
 
 
 def with_titles(svg: str, titles: dict[str, list[str]]) -> str:
-    """The same SVG with a title in each path of the groups named."""
+    """The same SVG with a title in each path of the named groups."""
     for name, texts in titles.items():
         start = svg.index(f'<g id="{name}"')
         stop = svg.index("</g>", start)
@@ -44,6 +44,6 @@ def with_titles(svg: str, titles: dict[str, list[str]]) -> str:
 
 
 def group_of(chart: int, kind: BoxKind, lane: int | None) -> str:
-    """The name of the group of a lane's boxes of one kind."""
+    """Name of the group of a lane's boxes of one kind."""
     name = f"chart {chart} {kind.value}" + ("" if lane is None else f" {lane}")
     return name.replace(" ", "-")

@@ -1,13 +1,13 @@
-"""A timeline as text: one row a worker, time to the right, as wide as the console at most.
+"""A timeline as text: one row per worker, time to the right, at most as wide as the console.
 
 Time goes in slots of the longest duration that divides every start and end, each wide enough for a
 micro-batch's number if there is room, so an op of two slots is twice as wide as one of one slot. A timeline
 with more slots than characters is scaled: then a character is a slice of time and shows the op that fills
-most of it. With colour, hue and shade tell ops apart; without, a forward is a digit, a backward or an input
-gradient a small letter and weight gradients a capital. Where backwards and input gradients both occur, the
-latter are underlined or have a quote after them. Bubbles are dots either way.
+most of it. With colour, hue and shade distinguish ops; without, a forward is a digit, a backward or an input
+gradient a small letter and weight gradients a capital. If both backwards and input gradients occur, the
+latter are underlined or followed by a quote. Bubbles are dots either way.
 
-Invariant: the same charts, width and colours give the same text. Nothing here looks at a schedule.
+Invariant: the same charts, width and colours give the same text. No schedule is read here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Grid:
     """How time becomes characters.
 
     ``slot`` is in seconds and ``wide`` characters show it; ``short``: numbers are cut to one character;
-    ``scaled``: ops begin and end within slots; ``room``: characters there are for a row; ``marked``: input
-    gradients are told from backwards.
+    ``scaled``: ops begin and end within slots; ``room``: number of characters of a row; ``marked``: input
+    gradients are distinguished from backwards.
     """
 
     charts: tuple[Chart, ...]
@@ -84,7 +84,7 @@ class Grid:
         ops = [box for chart in charts for box in chart.boxes if box.kind is not BoxKind.SYNC]
         marked = marks_input_gradients(charts)
         colour = console.color_system is not None and not console.no_color
-        # One blank keeps neighbours apart.
+        # A blank keeps neighbours apart.
         wide = 1 + max((len(box.label if colour else _letters(box, marked)) for box in ops), default=1)
         slot = common_slot([t for chart in charts for b in chart.boxes for t in (b.start, b.end)], end)
         scaled = slot is None or round(end / slot) > room
@@ -98,20 +98,20 @@ class Grid:
 
     @property
     def width(self) -> int:
-        """Characters of the whole time axis."""
+        """Width of the whole time axis in characters."""
         return round(self.end / self.slot) * self.wide
 
     def column(self, seconds: float) -> int:
-        """The column in which ``seconds`` lies."""
+        """The column that contains the time ``seconds``."""
         return round(seconds / self.slot) * self.wide
 
     def columns(self, chart: Chart) -> int:
-        """Characters of a chart's makespan."""
+        """Width of a chart's makespan in characters."""
         return self.column(chart.makespan)
 
 
 def common_slot(times: Sequence[float], end: float) -> float | None:
-    """The longest slot, within reason, of which all ``times`` are multiples; None if there is none.
+    """The longest slot, within reason, of which all ``times`` are multiples; None if none exists.
 
     >>> common_slot([0.0, 1.0, 1.0, 3.0], 3.0), common_slot([0.0, 1.0, 2.5], 2.5)
     (1.0, 0.5)
@@ -121,7 +121,7 @@ def common_slot(times: Sequence[float], end: float) -> float | None:
     near = 1e-6 * end
     slot = 0.0
     for time in sorted(set(times)):
-        # Euclid's algorithm, with a little tolerance for sums of fractions.
+        # Euclid's algorithm, with a small tolerance for sums of fractions.
         a, b = time, slot
         while b > near:
             a, b = b, a % b
@@ -170,7 +170,7 @@ Cell = tuple[str, Style]
 
 
 def _bubbles(chart: Chart, grid: Grid) -> list[Cell]:
-    """A row without ops: one dot a slot, under its first character."""
+    """A row without ops: one dot per slot, under its first character."""
     return [(_BUBBLE if i % grid.wide == 0 else " ", _FAINT) for i in range(grid.columns(chart))]
 
 
@@ -191,7 +191,7 @@ def _text(name: str, cells: Sequence[Cell], grid: Grid) -> Text:
 
 
 def _grid_line(text: str, style: Style = _PLAIN) -> Text:
-    """A line that belongs to the grid: on a console that is too narrow it is cut, not wrapped."""
+    """A line of the grid: on a console that is too narrow it is cut, not wrapped."""
     return Text(text, style=style, no_wrap=True, overflow="crop")
 
 
@@ -213,7 +213,7 @@ def _runs(boxes: Sequence[Box], width: int, grid: Grid) -> Iterator[tuple[int, i
 
 
 def _dominant(boxes: Sequence[Box], width: int, slot: float) -> Iterator[Box | None]:
-    """For each slice of time the box that fills most of it; None where that is a bubble."""
+    """For each slice of time the box that fills most of it; None if that is a bubble."""
     index = 0
     for column in range(width):
         begin, end = column * slot, (column + 1) * slot
@@ -233,7 +233,7 @@ def _dominant(boxes: Sequence[Box], width: int, slot: float) -> Iterator[Box | N
 
 
 def _filling(box: Box, width: int, grid: Grid) -> str:
-    """What stands in a box of ``width`` characters."""
+    """Text in a box of ``width`` characters."""
     if box.kind is BoxKind.SYNC:
         label = box.label if len(box.label) + 2 <= width else ""
         return f"={label}".ljust(width, "=")
@@ -242,7 +242,7 @@ def _filling(box: Box, width: int, grid: Grid) -> str:
     slots = width // grid.wide
     if not grid.short:
         return _letters(box, grid.marked).ljust(grid.wide) * slots
-    # Micro-batches that are computed together share the slots.
+    # Micro-batches that are computed together divide the slots.
     batches = box.micro_batches or (0,)
     shown = (batches[slot * len(batches) // slots] for slot in range(slots))
     return "".join(_short(box.kind, batch).ljust(grid.wide) for batch in shown)
@@ -265,9 +265,9 @@ def _letters(box: Box, marked: bool) -> str:
     if box.kind not in _FIRST:
         return box.label
     text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
-    # The label of a part ends in the part: 4a is the first half of 4, in letters e1.
+    # The label of a part ends with the part: 4a is the first half of 4, in letters e1.
     _, dot, number = box.label.partition(".")
-    if dot:  # of a sliced micro-batch the number of the slice follows, as in forwards
+    if dot:  # for a sliced micro-batch the number of the slice follows, as in forwards
         return f"{text}.{number}"
     last = box.label[-1:]
     if last.isalpha():
@@ -291,7 +291,7 @@ def _style(box: Box, chart: Chart, grid: Grid) -> Style:
 
 
 def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
-    """The colours of a kind of op; an input gradient is underlined beside backwards."""
+    """The colours of a kind of op; input gradients are underlined if there are backwards too."""
     shade = (kind.shade or palette.Shade.LIGHT).value
     line = grid.marked and kind is BoxKind.INPUT_GRADIENT
     return Style(color=palette.INKS.shades[shade], bgcolor=hue.shades[shade], underline=line or None)
@@ -325,7 +325,7 @@ def _memory(chart: Chart, memory: Memory, grid: Grid) -> Iterator[Text]:
         for start, stop, amount in steps_until(use, chart.makespan):
             first = int(start / grid.end * width + 1e-6)
             after = min(columns, max(first + 1, round(stop / grid.end * width)))
-            # A peak shorter than a column is still seen.
+            # A peak shorter than a column is still visible.
             amounts[first:after] = [max(amount, a) for a in amounts[first:after]]
         bars = "".join(_level(amount / most, grid.levels) for amount in amounts)
         peak = memory.unit.short(use.peak)
@@ -385,7 +385,7 @@ def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
 
 
 def _said(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
-    """What the letters of gradients mean."""
+    """Meaning of the letters of gradients."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     small = [k.value for k in (BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT) if k in kinds]
     if len(small) == 2 and not grid.short:

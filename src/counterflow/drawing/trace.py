@@ -1,8 +1,8 @@
-"""A trace that Perfetto (ui.perfetto.dev) and Chrome's tracer open: one process a chart, one thread a worker.
+"""A trace for Perfetto (ui.perfetto.dev) and Chrome's tracer: one process per chart, one thread per worker.
 
-Gradient syncs have a thread of their own under their worker's, memory is a counter a worker. Times are
-rounded to nanoseconds, starts and ends alike, so that ops which touch stay beside each other instead of
-overlapping by a rounding error. Invariant: one complete event ("X") a box.
+Gradient syncs have a thread of their own below their worker's, memory is a counter per worker. Starts and
+ends are rounded to nanoseconds in the same way, so adjacent ops never overlap by a rounding error. Invariant:
+one complete event ("X") per box.
 
 Source: "Trace Event Format" (the JSON of chrome://tracing).
 """
@@ -44,19 +44,19 @@ def trace_events(charts: Sequence[Chart]) -> Iterator[Event]:
 
 
 def _meta(process: int, what: str, thread: int, **args: object) -> Event:
-    """What a process or a thread is called."""
+    """Name of a process or a thread."""
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
 def _slice(name: str, kind: str, where: tuple[int, int], box: Box | Arrow, args: Event) -> Event:
-    """What lasts from the start to the end of a box, or of a message, on a (process, thread)."""
+    """An event from the start to the end of a box, or of a message, on a (process, thread)."""
     start, end = _nanoseconds(box.start), _nanoseconds(box.end)
     place = {"pid": where[0], "tid": where[1], "ts": start / 1000, "dur": (end - start) / 1000}
     return {"ph": "X", "name": name, "cat": kind, **place, "args": args}
 
 
 def _messages(process: int, chart: Chart) -> Iterator[Event]:
-    """A thread a link, under the workers', with a slice a message."""
+    """One thread per link, below the workers', with one slice per message."""
     links = sorted({(m.sender, m.receiver) for m in chart.messages})
     threads = {link: 2 * chart.workers + 1 + i for i, link in enumerate(links)}
     for (sender, receiver), thread in threads.items():

@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class AmountUnit(Enum):
-    """What a worker's memory is counted in."""
+    """The unit of a worker's memory."""
 
     BYTES = "bytes"
     ACTIVATIONS = "activations"
@@ -26,7 +26,7 @@ class AmountUnit(Enum):
         return f"{compact(amount)} activation{'' if amount == 1 else 's'}"
 
     def short(self, amount: float) -> str:
-        """``amount`` where there is little room: activations without their unit."""
+        """``amount`` in little space: activations without their unit."""
         return bytes_text(amount) if self is AmountUnit.BYTES else compact(amount)
 
 
@@ -62,7 +62,7 @@ def bytes_text(amount: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimeUnit:
-    """A unit to show times in: its symbol and how many seconds it has."""
+    """A unit of time: its symbol and its seconds."""
 
     symbol: str
     seconds: float
@@ -76,8 +76,8 @@ def time_unit(makespan_seconds: float, *, in_forwards: bool = False) -> TimeUnit
     """The unit in which a timeline of this length reads well.
 
     Args:
-        makespan_seconds: its length.
-        in_forwards: whether that is no seconds but times of a forward (``Costs.in_forwards``).
+        makespan_seconds: length of the timeline.
+        in_forwards: whether times are in units of a forward instead of seconds (``Costs.in_forwards``).
 
     >>> time_unit(30.0).text(30.0), time_unit(0.25).text(0.125), time_unit(3e-4).text(3e-4)
     ('30 s', '125 ms', '300 µs')

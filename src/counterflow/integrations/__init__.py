@@ -1,4 +1,4 @@
-"""What people have already: their trainers, with a pipeline underneath.
+"""Integrations with trainers that people already use, with a pipeline underneath.
 
-A sub-room for each system, which is imported only there. Nothing else in Counterflow knows this room.
+Each system has its own package and is imported only there. No other room imports this one.
 """

@@ -1,6 +1,6 @@
-"""What things cost here: stages, ops, layers, links and the machine, measured with the runtime.
+"""Measurements on this machine: stages, ops, layers, links and the machine, measured with the runtime.
 
-What is measured is told in seconds and bytes, and as records for the planner (``profile``, ``cluster``);
-nothing here knows more of the planner, nor a config. What layers cost without running them is guessed in
-``runtime.stages.estimates``.
+Results are seconds and bytes, and records for the planner (``profile``, ``cluster``); nothing else of the
+planner, and no config, is used here. ``runtime.stages.estimates`` estimates costs of layers without running
+them.
 """

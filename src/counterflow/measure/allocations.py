@@ -1,8 +1,8 @@
-"""Bytes that this worker allocates for tensors: what torch's allocator gave it, kernels' scratch included.
+"""Bytes that this worker allocates for tensors from torch's allocator, including scratch memory of kernels.
 
-On the CPU every allocation and every free of the calling thread is noted, so the peak is exact and the same
-each time; workers that are threads are told apart. On a GPU torch's allocator tells, of all that a process
-does on it. What libraries allocate for themselves (Gloo's and NCCL's buffers, oneDNN's) is not seen.
+On the CPU every allocation and every free of the calling thread is noted, so the peak is exact and
+reproducible, and threads are separated. On a GPU torch's allocator counts everything that a process does on
+it. Memory that libraries allocate themselves (buffers of Gloo, NCCL and oneDNN) is not counted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from counterflow.runtime.torch_private import allocations, errors_alone, start_a
 
 
 class Allocated:
-    """What is allocated now, and was at most, beside what was there before.
+    """Current and maximum allocation, in addition to earlier ones.
 
     Attributes:
-        current: bytes since the beginning; below 0 where more was freed.
-        peak: the most that there were at once.
+        current: bytes since the beginning; negative if more was freed.
+        peak: maximum bytes at once.
     """
 
     __slots__ = ("current", "peak")
@@ -30,11 +30,11 @@ class Allocated:
 
     @property
     def rise(self) -> int:
-        """The peak, beside what stays."""
+        """The peak in excess of what stays."""
         return self.peak - self.current
 
     def note(self, sizes: Iterator[int]) -> None:
-        """Go through what was allocated, and freed (below 0)."""
+        """Process allocations, and frees (negative)."""
         for size in sizes:
             self.current += size
             self.peak = max(self.peak, self.current)
@@ -42,10 +42,10 @@ class Allocated:
 
 @contextmanager
 def allocated(device: torch.device | str = "cpu", *, since: int = 0) -> Iterator[Allocated]:
-    """Notes what the block allocates; read it after the block. Blocks do not nest.
+    """Record the allocations of the block; read the result after the block. Blocks do not nest.
 
     Args:
-        device: where.
+        device: device of the tensors.
         since: bytes that were allocated before.
 
     >>> with allocated() as bytes:

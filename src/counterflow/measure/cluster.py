@@ -1,6 +1,6 @@
-"""What links and nodes cost, as the planner's cluster has it.
+"""Costs of links and nodes, as the planner's cluster.
 
-Invariant: what was not measured (a second node) is left out, and each number says how it came about.
+Invariant: what was not measured (a second node) is omitted, and each number states its origin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .machine import cores, memory_bytes
 from .survey import Survey
 
 _NOTICED = 0.1
-"""Nodes whose times are nearer than this to the profile's are as the profile says."""
+"""Share of the profile's times within which a node's times count as equal."""
 
 
 def cluster_of(found: Survey) -> Cluster:
@@ -41,29 +41,30 @@ def cluster_of(found: Survey) -> Cluster:
         cores=cores() if on_cpu else None,
         kinds=kinds_by_speed([one.by_worker for one in found.by_size], found.nodes),
         sources={
-            "memory_bytes": "as the machine tells, divided among its workers",
+            "memory_bytes": "as the machine reports it, divided by its workers",
             "inside": _source("messages", messages) or "one worker: not used",
             "between": _source("messages", far_messages) or "one node: not used",
             "allreduce_inside": _source("all-reduces of 2 workers", sums),
             "allreduce_between": _source("all-reduces of 2 workers", far_sums),
-            "shared_adapter": "taken: the workers of a node have one way out" if several else "",
+            "shared_adapter": "assumed: the workers of a node have one way out" if several else "",
         },
     )
 
 
 def _source(what: str, travels: Sequence[Travel]) -> str:
-    """To what a link was fitted; empty where nothing was measured."""
+    """Measurements to which a link was fitted; empty if nothing was measured."""
     if not travels:
         return ""
     return f"fitted to {what} of {travels[0].size_bytes:,} to {travels[-1].size_bytes:,} bytes"
 
 
 def kinds_by_speed(seconds: Sequence[Sequence[float]], nodes: int) -> tuple[NodeKind, ...]:
-    """Kinds of nodes, in the nodes' order; none where all are about as quick.
+    """Kinds of nodes, in the nodes' order; empty if all are about equally fast.
 
     Args:
-        seconds: of the same work, by measurement and rank; the profile has their median over ranks.
-        nodes: on how many nodes the ranks are, as many on each.
+        seconds: seconds of the same work, by measurement and rank; the profile contains their median over
+            ranks.
+        nodes: number of nodes, with equally many ranks on each.
 
     >>> [(kind.name, kind.nodes, kind.slowness) for kind in kinds_by_speed([(1.0, 1.0, 1.0, 1.6)], 4)]
     [('nodes 0-2', 3, 1.0), ('node 3', 1, 1.6)]
@@ -92,11 +93,11 @@ def kinds_by_speed(seconds: Sequence[Sequence[float]], nodes: int) -> tuple[Node
 
 
 def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
-    """The link whose latency and seconds a byte come nearest to what was measured, in proportion to it.
+    """The link whose latency and seconds per byte fit the measurements best, in relative terms.
 
     Args:
-        travels: sizes and seconds; none: a link that costs nothing.
-        begins: latencies in one of them: 2 in an all-reduce of two workers, which sends its bytes once.
+        travels: sizes and seconds; empty: a link that costs nothing.
+        begins: number of latencies in each: 2 in an all-reduce of two workers, which sends its bytes once.
 
     >>> link = fitted([Travel(0, 1.0), Travel(10, 2.0), Travel(20, 3.0)])
     >>> round(link.latency_seconds, 6), round(link.seconds_per_byte, 6)

@@ -1,7 +1,7 @@
-"""What the machine at hand has of what Counterflow uses: versions, devices, networks, memory, limits.
+"""What this machine has of everything that Counterflow uses: versions, devices, networks, memory, limits.
 
-Invariant: it looks and changes nothing, opens no connection, and what cannot be looked at is told as unknown.
-What is found is true of this machine alone: of others in a job it says nothing.
+Invariant: checks change nothing and open no connection, and what cannot be checked is reported as unknown.
+Findings are about this machine alone, not about others in a job.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        about: what that was.
-        found: what there is, in words.
-        ok: whether that will do; None where it is only told, or could not be looked at.
-        advice: what to do about it; empty if nothing.
+        about: subject of the check.
+        found: finding in words.
+        ok: whether the finding suffices; None if it is only information, or could not be checked.
+        advice: what to change; empty if nothing.
     """
 
     about: str
@@ -62,34 +62,34 @@ class Finding:
 class Doctor(Result):
     """`counterflow doctor`."""
 
-    version: Annotated[str, said("of Counterflow")]
+    version: Annotated[str, said("version of Counterflow")]
     ok: Annotated[bool, said("whether nothing is wrong")]
     findings: list[Finding]
 
 
 def gpus() -> int:
-    """GPUs that torch sees."""
+    """Number of GPUs that torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def findings(folder: Path | None = None) -> list[Finding]:
-    """All that is found, in the order in which it is told.
+    """All findings, in the order in which they are shown.
 
     Args:
-        folder: where runs are to be written; None: the working folder.
+        folder: folder of runs; None: the working folder.
     """
     storage = _storage(folder or Path())
     return [*_software(), *_devices(), *_transports(), *_networks(), *_limits(), storage, *_job()]
 
 
 def _storage(folder: Path) -> Finding:
-    """Whether a run in a folder can be kept from another one, and its checkpoints whole."""
+    """Whether storage can keep a second process from a run's folder, and checkpoints whole."""
     found = storage_of(folder)
     told = f"{found.kind or 'unknown'}, at {found.point}"
     if found.why:
         return Finding("storage of runs", f"{told}: {found.why}", ok=False, advice=ADVICE)
     if found.renames is None:
-        return Finding("storage of runs", told, None, f"not known here; runs want that {WANTED}")
+        return Finding("storage of runs", told, None, f"unknown; runs need that {WANTED}")
     return Finding("storage of runs", f"{told}: {WANTED}", ok=True)
 
 
@@ -103,7 +103,7 @@ def _software() -> Iterator[Finding]:
     for extra, packages in EXTRAS.items():
         missing = [name for name in packages if _version(name) is None]
         if missing:
-            advice = f'pip install "counterflow[{extra}]" where it is wanted'
+            advice = f'pip install "counterflow[{extra}]" if it is needed'
             yield Finding(f"extra {extra}", f"no {', '.join(missing)}", None, advice)
         else:
             yield Finding(f"extra {extra}", ", ".join(f"{name} {_version(name)}" for name in packages))
@@ -125,7 +125,7 @@ def _devices() -> Iterator[Finding]:
     yield Finding("memory", f"{memory_bytes('cpu', 1) / GIB:.4g} GiB")
     if not gpus():
         built = torch.version.cuda
-        found = f"none that torch for CUDA {built} sees" if built else "none: this torch is for the CPU"
+        found = f"none is visible to torch for CUDA {built}" if built else "none: this torch is for the CPU"
         yield Finding("GPUs", found, None, "workers compute on the CPU")
         return
     for index in range(gpus()):
@@ -133,7 +133,7 @@ def _devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         used = f"{free / GIB:.4g} of {total / GIB:.4g} GiB free"
         kind = f"{about.name}, compute capability {about.major}.{about.minor}"
-        advice = "" if free > total / 2 else "another process has half of it or more"
+        advice = "" if free > total / 2 else "another process uses half of it or more"
         yield Finding(f"GPU {index}", f"{kind}, {used}", None if advice else True, advice)
 
 
@@ -159,10 +159,10 @@ def _networks() -> Iterator[Finding]:
     chosen = os.environ.get(interface.CHOICE)
     if chosen is not None:
         known = chosen in {known for _, known in socket.if_nameindex()}
-        advice = "" if known else f"there is no network of that name here; change {interface.CHOICE}"
+        advice = "" if known else f"no network has that name; change {interface.CHOICE}"
         yield Finding(interface.CHOICE, chosen, known, advice)
     elif interface.is_loopback(address):
-        advice = f"for several machines: set {interface.CHOICE} if the network over which they meet is not it"
+        advice = f"for several machines: set {interface.CHOICE} if they meet over another network"
         yield Finding("name of this host", f"{name} leads to {address or 'nothing'}", None, advice)
     else:
         yield Finding("name of this host", f"{name} leads to {address}")
@@ -173,24 +173,24 @@ def _networks() -> Iterator[Finding]:
         ports = _read("/proc/sys/net/ipv4/ip_local_port_range").split()
         yield Finding("ports", " to ".join(ports) or "there", True)
     except OSError as error:
-        yield Finding("ports", f"none: {error.strerror}", False, "workers meet over ports of 127.0.0.1")
+        yield Finding("ports", f"none: {error.strerror}", False, "workers connect over ports of 127.0.0.1")
 
 
 def _limits() -> Iterator[Finding]:
     try:
         shared = shutil.disk_usage("/dev/shm")  # noqa: S108  (looked at, not written)
         enough = shared.free >= _LEAST_SHARED
-        advice = "" if enough else "NCCL and copies for restarts need it; docker run --shm-size"
+        advice = "" if enough else "NCCL and copies for restarts need it; use docker run --shm-size"
         free = f"{shared.free / GIB:.4g} of {shared.total / GIB:.4g} GiB free"
         yield Finding("shared memory", free, enough or None, advice)
     except OSError:
-        yield Finding("shared memory", "no /dev/shm", None, "copies for restarts are kept nowhere")
+        yield Finding("shared memory", "no /dev/shm", None, "copies for restarts are not possible")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     shown = "without limit" if files == resource.RLIM_INFINITY else f"{files:,}"
     enough = files == resource.RLIM_INFINITY or files >= _LEAST_FILES
     yield Finding("open files", shown, enough or None, "" if enough else f"ulimit -n {_LEAST_FILES} or more")
     threads = os.environ.get("OMP_NUM_THREADS")
-    yield Finding("OMP_NUM_THREADS", threads or "not set: cores are shared out among workers")
+    yield Finding("OMP_NUM_THREADS", threads or "not set: cores are divided among workers")
 
 
 def _job() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
-"""Times a model's layers in steps that train.
+"""Measures a model's layers in training steps.
 
 In one pipeline each layer is a stage of its own, which gives its share; in another the model is one stage,
-which gives the sum without the engine's code around each layer. The difference is that code.
+which gives the sum without the runtime's code around each layer. The difference is that code.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .stage_costs import StageCost, measure_stages
 from .workspace import UpdateMemory, measure_update
 
 MICRO_BATCHES = 4
-"""Of a step that is timed, on each stage."""
+"""Micro-batches of a timed step, on each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is timed; every process gets a copy of it.
+    """The subject of a measurement; every process gets a copy of it.
 
     Attributes:
         layers: the model, on the meta device.
-        loss: the model's output and targets to the mean loss over the samples.
-        optimizer: of some parameters.
-        batch: inputs and targets of that many samples.
-        seed: of weights and random draws.
-        execution: how it is executed.
+        loss: function of the model's output and targets that returns the mean loss over the samples.
+        optimizer: function that makes an optimiser of parameters.
+        batch: function that makes inputs and targets of a number of samples.
+        seed: seed of weights and random draws.
+        execution: how the pipeline executes it.
     """
 
     layers: list[nn.Module]
@@ -53,10 +53,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class AtSize:
-    """What layers cost at a size of micro-batches, in samples; seconds by layer.
+    """Costs of layers at a size of micro-batches, in samples; seconds by layer.
 
-    ``overhead_seconds`` is what an op takes beside its layers, ``by_worker`` what each worker took for
-    all of it, by rank.
+    ``overhead_seconds`` is the time of an op in addition to its layers, ``by_worker`` the total time of each
+    worker, by rank.
     """
 
     size: int
@@ -70,13 +70,13 @@ class AtSize:
 
 
 def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, targets: Any) -> AtSize:
-    """What layers hold, with no times: of a micro-batch as large as these inputs.
+    """Memory of layers, without times, for a micro-batch as large as these inputs.
 
     Args:
-        make: a pipeline of one worker with the model.
-        layers: how many it has.
-        inputs: as for ``Pipeline.step``.
-        targets: likewise.
+        make: function that makes a pipeline of one worker with the model.
+        layers: number of layers.
+        inputs: inputs as in ``Pipeline.step``.
+        targets: targets as in ``Pipeline.step``.
     """
     whole, each = make(dapple(1, 1)), make(interleaved(1, 1, chunks=layers))
     for one in (whole, each):
@@ -88,29 +88,29 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
 
 
 class _Turns:
-    """Pipelines that are timed in turns, and updates of the first; all workers call all methods."""
+    """Pipelines that are timed alternately, and updates of the first; all workers call all methods."""
 
     def __init__(self, *timers: OpTimer) -> None:
         self._timers = timers
         self._updates: list[float] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
-        """Steps that are not timed."""
+        """Run steps that are not timed."""
         for timer in self._timers:
             timer.warm_up(steps)
 
     def turn(self) -> None:
-        """A step of each pipeline, and an update."""
+        """Run a step of each pipeline, and an update."""
         for timer in self._timers:
             timer.turn()
         self._updates.append(_update_seconds(self._timers[0].pipeline))
 
     def update_seconds(self, quietest: float) -> float:
-        """An update of this worker, as the turns found it."""
+        """Seconds of an update of this worker, from the turns."""
         return statistics.median(least(self._updates, quietest, key=float))
 
     def close(self) -> None:
-        """Free what was timed."""
+        """Free the timed pipelines."""
         for timer in self._timers:
             timer.pipeline.close()
 
@@ -123,12 +123,12 @@ class LayerTimer(_Turns):
         self._batch = subject.batch(size * MICRO_BATCHES)
         count = len(subject.layers)
         one = dapple(1, MICRO_BATCHES)
-        # 1F1B as well, in which no op follows another of the same layer: both find as little in the caches.
+        # 1F1B as well, in which no op follows one of the same layer, so both find little in the caches.
         each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
         super().__init__(*(OpTimer(_pipeline(subject, made), *self._batch) for made in (one, each)))
 
     def result(self, quietest: float = 1.0) -> AtSize:
-        """What the turns found (see ``OpTimer.times``), and bytes."""
+        """Times from the turns (see ``OpTimer.times``), and bytes."""
         one, each = (timer.pipeline for timer in self._timers)
         together, apart = (timer.times(quietest) for timer in self._timers)
         costs = measure_stages(each, *self._batch, repeats=3)
@@ -147,7 +147,7 @@ class LayerTimer(_Turns):
 
 
 class StepTimer(_Turns):
-    """Times what lies between ops, and around them in a step, of a pipeline over all workers."""
+    """Times a pipeline over all workers between ops, and around them in a step."""
 
     def __init__(self, subject: Subject, size: int) -> None:
         workers = current_transport().world_size
@@ -157,7 +157,9 @@ class StepTimer(_Turns):
         super().__init__(OpTimer(pipeline, *subject.batch(2 * MICRO_BATCHES * size)))
 
     def result(self, quietest: float = 1.0) -> tuple[float, float]:
-        """Seconds between two ops; of a step beside its ops and the optimiser. See ``OpTimer.times``."""
+        """Seconds between two ops, and of a step in addition to its ops and the optimiser. See
+        ``OpTimer.times``.
+        """
         (timer,) = self._timers
         times = timer.times(quietest)
         update = max(row[0] for row in timer.pipeline.transport.gather([self.update_seconds(quietest)]))
@@ -165,7 +167,9 @@ class StepTimer(_Turns):
 
 
 def _update_seconds(pipeline: Pipeline) -> float:
-    """One update of this worker's weights, with gradients of zero: without any, nothing is updated."""
+    """Seconds of an update of this worker's weights, with zero gradients, because without gradients nothing
+    is updated.
+    """
     pipeline.weights.attach()
     begin = time.perf_counter()
     for optimizer in pipeline.optimizers.values():
@@ -178,7 +182,7 @@ def _update_seconds(pipeline: Pipeline) -> float:
 
 
 def trained_bytes(pipeline: Pipeline) -> int:
-    """Bytes of this worker's weights that are trained."""
+    """Bytes of this worker's trained weights."""
     every = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
     return sum(p.nbytes for p in every.values() if p.requires_grad)
 
@@ -186,7 +190,7 @@ def trained_bytes(pipeline: Pipeline) -> int:
 def timed(
     make: Callable[[Subject, int], LayerTimer | StepTimer], subject: Subject, size: int, repeats: int
 ) -> Any:
-    """What a worker runs: a timer's turns."""
+    """Run a timer's turns on a worker."""
     timer = make(subject, size)
     timer.warm_up()
     for _ in range(repeats):
@@ -197,13 +201,14 @@ def timed(
 
 
 _LEAST = 0.1
-"""Of a layer's time alone: so much of it is the layer's, however small that is beside the overhead."""
+"""Minimum share of a layer's time that counts as the layer's, however small it is compared with the overhead.
+"""
 
 
 def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
-    """Layers' seconds that add up to what they take together, and what each took more alone.
+    """Layers' seconds that add up to their time together, and the additional time of each alone.
 
-    The time of the layers together has that overhead once as well; it is taken out.
+    The time of the layers together contains that overhead once as well; it is subtracted.
 
     >>> without_overhead((2.0, 4.0), 5.0)
     ((1.0, 3.0), 1.0)

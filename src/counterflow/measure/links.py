@@ -1,6 +1,7 @@
-"""What messages and all-reduces between workers take, measured with the transport that will carry them.
+"""Durations of messages and all-reduces between workers, measured with the transport that will carry them.
 
-Invariant: what is measured is what a worker waits for: from the call that begins to the return of the wait.
+Invariant: the measured time is the one that a worker waits: from the call that begins to the return of the
+wait.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.world import current_transport
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-"""Bytes of the messages and all-reduces from which latency and seconds a byte are fitted."""
+"""Bytes of the messages and all-reduces from which latency and seconds per byte are fitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """Seconds a message, or an all-reduce, of some bytes takes; the median of some."""
+    """Size and median seconds of a message, or an all-reduce."""
 
     size_bytes: int
     seconds: float
@@ -30,12 +31,12 @@ class Travel:
 def measure_messages(
     transport: Transport, sizes: Sequence[int], *, repeats: int = 15, pair: tuple[int, int] = (0, 1)
 ) -> tuple[Travel, ...]:
-    """One message between two ranks, half of what there and back takes; all workers call it.
+    """Time of one message between two ranks, half of a round trip; all workers call it.
 
     Args:
-        transport: of 2 workers or more.
-        sizes: of messages, in bytes, multiples of 4.
-        repeats: of each size; twice as many of it come before, uncounted, as pages are new.
+        transport: transport of 2 workers or more.
+        sizes: sizes of messages in bytes, multiples of 4.
+        repeats: measurements of each size; twice as many precede uncounted, because memory pages are new.
         pair: the two ranks.
     """
     return tuple(
@@ -46,7 +47,9 @@ def measure_messages(
 def measure_allreduces(
     transport: Transport, sizes: Sequence[int], *, repeats: int = 15, ranks: Sequence[int] | None = None
 ) -> tuple[Travel, ...]:
-    """One all-reduce over some ranks, or all; all workers call it. Arguments as in ``measure_messages``."""
+    """Time of an all-reduce over some ranks, or all; all workers call it. Arguments as in
+    ``measure_messages``.
+    """
     ranks = range(transport.world_size) if ranks is None else ranks
     group = transport.group(ranks)
 
@@ -97,7 +100,7 @@ def _finish(transport: Transport) -> None:
 
 
 def measure_links(repeats: int, pair: tuple[int, int]) -> tuple[tuple[Travel, ...], tuple[Travel, ...]]:
-    """What messages and all-reduces of two workers take; all call it."""
+    """Times of messages and all-reduces of two workers; all call it."""
     transport = current_transport()
     times = 3 * repeats
     return (

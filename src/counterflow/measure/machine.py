@@ -1,4 +1,4 @@
-"""The machine at hand: its cores, processor and memory, as the system tells."""
+"""The machine of this process: its cores, processor and memory, as the system reports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """Number of CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -26,7 +26,7 @@ def memory_bytes(device: str, workers: int) -> float:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory in use: allocated by torch on a GPU, or of this process resident."""
+    """Maximum memory in use: allocated by torch on a GPU, otherwise resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -34,9 +34,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def beside_torch_bytes(device: torch.device) -> int:
-    """What of a GPU is in use beside what torch's allocator has; 0 on the CPU.
+    """GPU memory in use outside torch's allocator; 0 on the CPU.
 
-    CUDA, the communicators of NCCL, other libraries and other processes: what ``reserve_bytes`` stands for.
+    It is that of CUDA, NCCL's communicators, other libraries and other processes, for which ``reserve_bytes``
+    stands.
     """
     if device.type != "cuda":
         return 0
@@ -45,7 +46,7 @@ def beside_torch_bytes(device: torch.device) -> int:
 
 
 def forget_peak_bytes(device: torch.device) -> None:
-    """On a GPU, count the most from now on; of a process the system counts it from its start."""
+    """Reset the maximum on a GPU; for a process the system counts it from its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -55,11 +56,11 @@ def device_name(device: str, threads: int) -> str:
     if device == "cuda":
         return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
     used = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{cores()} cores of {processor()}, {used} a worker, torch {torch.__version__}"
+    return f"{cores()} cores of {processor()}, {used} per worker, torch {torch.__version__}"
 
 
 def processor() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, as far as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

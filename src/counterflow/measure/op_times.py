@@ -1,8 +1,8 @@
-"""What ops take in steps as they run: layers one after another, other micro-batches in memory, messages.
+"""Durations of ops in real steps: layers one after another, other micro-batches in memory, messages.
 
-A layer run again and again finds its weights and activations in the processor's caches; in a step it does
-not. So a profile takes its times from steps. Several pipelines are best timed in turns, so that what else
-the machine does meets all of them.
+A layer that runs repeatedly finds its weights and activations in the processor's caches; in a step it does
+not. So a profile takes its times from steps. Several pipelines are best timed alternately, so disturbances
+affect all of them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from counterflow.schedule.ir import Op, OpKind
 T = TypeVar("T")
 
 WARM_UP_STEPS = 3
-"""Steps before all that are timed: shapes are learnt, bytes counted, memory got from the system."""
+"""Steps before the timed ones, in which shapes are learnt, bytes counted and memory obtained from the system.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTimes:
-    """What an op takes in the mean over steps and micro-batches, and in the median over workers.
+    """Duration of ops: the mean over steps and micro-batches, and the median over workers.
 
-    The mean, because a step is a sum of ops: what now and then takes longer does so in a step, too.
+    The mean is used because a step is a sum of ops, so an op that now and then takes longer does so in a
+    step, too.
 
     Attributes:
         forward: seconds of a forward, by stage.
         backward: seconds of a backward, by stage.
-        gap_seconds: between two ops of a worker, where the second one waits for nobody: what is sent is
-            posted there.
-        around_seconds: of a step, before its first op and after its last one on any worker.
+        gap_seconds: seconds between two ops of a worker if the second one does not wait: sends are posted
+            there.
+        around_seconds: seconds of a step before its first op and after its last one on any worker.
         by_worker: seconds of all of a worker's ops, one micro-batch, by rank.
     """
 
@@ -48,7 +50,7 @@ class OpTimes:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a timed step was made of, in seconds; ``whole`` is the same on all workers."""
+    """Parts of a timed step, in seconds; ``whole`` is the same on all workers."""
 
     whole: float
     around: float
@@ -60,9 +62,9 @@ class OpTimer:
     """Times the ops of a synchronous pipeline. All workers call all methods.
 
     Args:
-        pipeline: what is timed; it trains.
+        pipeline: the pipeline to time, which trains.
         inputs: see ``Pipeline.step``.
-        targets: likewise.
+        targets: see ``Pipeline.step``.
     """
 
     def __init__(self, pipeline: Pipeline, inputs: Any, targets: Any) -> None:
@@ -72,12 +74,12 @@ class OpTimer:
         self._turns: list[_Turn] = []
 
     def warm_up(self, steps: int = WARM_UP_STEPS) -> None:
-        """Steps that are not timed."""
+        """Run steps that are not timed."""
         for _ in range(steps):
             self.pipeline.step(*self._batch)
 
     def turn(self) -> None:
-        """A step that is timed."""
+        """Run a timed step."""
         pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
         step = pipeline.step(*self._batch)
@@ -93,10 +95,10 @@ class OpTimer:
         self._turns.append(turn)
 
     def times(self, quietest: float = 1.0) -> OpTimes:
-        """What the turns found.
+        """Results of the turns.
 
         Args:
-            quietest: the share of the steps that count, those that took least.
+            quietest: share of the steps that count, which are the fastest ones.
         """
         turns = least(self._turns, quietest, key=lambda turn: turn.whole)
         seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
@@ -131,7 +133,7 @@ class OpTimer:
 
 
 def least(found: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:
-    """A share of what was found, one at least: what is least by ``key``.
+    """A share of the values, at least one: the smallest by ``key``.
 
     >>> least([4, 1, 3, 2], 0.5, key=float)
     [1, 2]
@@ -140,11 +142,13 @@ def least(found: Sequence[T], share: float, key: Callable[[T], float]) -> list[T
 
 
 _ODD = 5
-"""So many times the median is none of what an op takes: the machine was busy with something else."""
+"""Multiple of the median from which a duration is discarded, because the machine was busy with something
+else.
+"""
 
 
 def _mean(seconds: list[float]) -> float:
-    """The mean without what is odd; 0 of nothing."""
+    """The mean without outliers; 0 if there are no values."""
     if not seconds:
         return 0.0
     most = _ODD * statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""What layers cost, as the planner's profile has it: by kinds of layers, at each size of micro-batches.
+"""Costs of layers as the planner's profile: by kinds of layers, at each size of micro-batches.
 
 Layers of one class with weights of the same shapes are one kind; its numbers are the medians over them.
 """
@@ -20,7 +20,7 @@ from .stage_costs import StageCost
 
 
 def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile:
-    """A profile of what was measured of layers and updates, and nothing else."""
+    """A profile of measured layers and updates, and nothing else."""
     kinds = kinds_of(layers)
     update = by_size[-1].update
     return Profile(
@@ -46,7 +46,7 @@ def layer_profile(
         return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
 
     def half(of: Callable[[StageCost], float]) -> tuple[float, ...]:
-        """Seconds as in a step: the share that they are of the whole backward where both were alone."""
+        """Seconds as in a step: in proportion to the halves' own times, scaled to the whole backward."""
 
         def seconds(one: AtSize, i: int) -> float:
             cost = one.costs[i]
@@ -92,7 +92,7 @@ def _is_low(parameter: nn.Parameter) -> bool:
 
 
 def skips_of(measured: AtSize) -> tuple[LayerSkip, ...]:
-    """What layers save for later ones, measured with each layer as a stage."""
+    """Skip connections of layers, measured with each layer as a stage."""
     return tuple(
         LayerSkip(layer, skip.targets, skip.size_bytes / (1 if skip.once else measured.size), skip.once)
         for layer, cost in enumerate(measured.costs)
@@ -120,11 +120,11 @@ def ties_of(layers: Sequence[nn.Module]) -> tuple[LayerTie, ...]:
 
 
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a word of a class's name begins."""
+"""Beginning of a word in a class's name."""
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
-    """Each layer's kind: its class, and a number where weights of a class differ in shape or are frozen.
+    """Each layer's kind: its class, and a number if weights of a class differ in shape or are frozen.
 
     >>> kinds_of([nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1)])
     ['linear', 'layer-norm', 'linear', 'linear-2']

@@ -1,4 +1,6 @@
-"""How far workers are that measure: they append to a file, and whoever started them reads how long it is."""
+"""Progress of measuring workers: they append to a file, and the process that started them reads its
+length.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _POLL_SECONDS = 0.2
-"""How often it is looked how far the workers are."""
+"""Seconds between checks of the workers' progress."""
 
 Progress = Callable[[str, int, int], None]
-"""What is measured, how many parts of it are done, and of how many."""
+"""Called with the current part, the number of things done in it, and their total."""
 
 
 @contextmanager
 def reported(parts: Sequence[tuple[str, int]], progress: Progress) -> Iterator[Path]:
-    """Gives a file that grows by a byte with each thing done, and tells it meanwhile, part by part.
+    """Yield a file that grows by a byte per thing done, and report the progress meanwhile, part by part.
 
     Args:
-        parts: what is done, and how many things that is; the last is done when the context ends.
-        progress: told of each from none to all.
+        parts: names and numbers of things to do; the last one is done when the context ends.
+        progress: called for each part from 0 to its number.
     """
     due = deque[tuple[int, str, int, int]]()
     before = 0

@@ -1,7 +1,7 @@
-"""What the stages of a pipeline cost on the workers at hand: times and bytes of one micro-batch.
+"""Costs of a pipeline's stages on its workers: times and bytes of one micro-batch.
 
-All workers measure their own stages at the same time, as they compute in a step, so that workers who
-share a core are measured sharing it.
+All workers measure their own stages at the same time, as they compute in a step, so workers that share a core
+are measured while they share it.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from .workspace import NO_WORKSPACE, Workspace, measure_workspace
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage's cost for one micro-batch.
+    """Cost of one stage for one micro-batch.
 
     Attributes:
         forward_seconds: median seconds of a forward.
         backward_seconds: median seconds of a backward, without recomputation.
-        activation_bytes: what autograd saves for the backward, without recomputation.
-        input_bytes: the stage's input, all that is kept with recomputation of the stage.
-        layer_input_bytes: the inputs of all its layers, and what the loss saves: all that is kept with
-            recomputation of layers.
-        largest_layer_bytes: most that a layer saves beyond its input: there while layers are recomputed.
+        activation_bytes: bytes that autograd saves for the backward, without recomputation.
+        input_bytes: size of the stage's input, which is all that is saved with recomputation of the stage.
+        layer_input_bytes: size of the inputs of all its layers, and of the loss's saved tensors: all that is
+            saved with recomputation of layers.
+        largest_layer_bytes: maximum bytes that a layer saves beyond its input, while layers are recomputed.
         layers: number of layers.
         weight_bytes: bytes of the parameters.
-        cast_bytes: what these are cast to in another precision, once for all micro-batches in flight.
-        kept_bytes: what a split backward keeps between input gradient and weight gradients.
-        held_input_bytes: of its input, what the graph holds between them though no weight gradient needs it.
+        cast_bytes: size of their casts to another precision, made once for all micro-batches in flight.
+        kept_bytes: bytes that a split backward saves between input gradient and weight gradients.
+        held_input_bytes: bytes of its input that the graph holds between them although no weight gradient
+            needs it.
         input_gradient_seconds: median seconds of the first half of a split backward.
-        weight_gradients_seconds: of the other half.
-        beyond_input_bytes: what autograd saves beyond the stage's input.
-        output_bytes: what the next stage takes, without skips.
-        skips: what it saves for later stages.
-        workspace: what its ops hold while they run.
+        weight_gradients_seconds: median seconds of the other half.
+        beyond_input_bytes: bytes that autograd saves beyond the stage's input.
+        output_bytes: bytes that the next stage takes, without skip connections.
+        skips: values for later stages.
+        workspace: memory of its ops while they run.
     """
 
     forward_seconds: float
@@ -81,12 +82,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class SkipCost:
-    """What a stage makes for later ones.
+    """A value that a stage makes for later ones.
 
     Attributes:
         targets: the stages that use it.
-        size_bytes: of it, for one micro-batch.
-        once: whether it is sent once a step.
+        size_bytes: its size for one micro-batch.
+        once: whether it is sent once per step.
     """
 
     targets: tuple[int, ...]
@@ -98,15 +99,15 @@ _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 
 
 def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3) -> list[StageCost]:
-    """The costs of all stages, by stage; all workers call it with a mini-batch as for ``step``.
+    """The costs of all stages; all workers call it with a mini-batch as in ``step``.
 
-    To be called between steps: weights, running statistics and random state are left as they were.
+    Call it between steps: weights, running statistics and random state are left unchanged.
 
     Args:
-        pipeline: with the stages.
+        pipeline: pipeline with the stages.
         inputs: see ``Pipeline.step``.
-        targets: likewise.
-        repeats: of each measurement.
+        targets: see ``Pipeline.step``.
+        repeats: number of measurements.
     """
     count = pipeline.schedule.micro_batches
     last = pipeline.schedule.stages - 1
@@ -154,14 +155,14 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a stage gave: to the next one, and by each skip that leads past it.
+    """Outputs of a stage: to the next one, and by each skip connection past it.
 
     Attributes:
-        following: the output, with what goes beside it to the next stage.
-        links: by where it leads, what goes past the next stage, by number.
-        users: by number, the stages that use it.
-        sizes: by number, its bytes.
-        output_bytes: of the output alone.
+        following: the output, with additional values for the next stage.
+        links: by target, the numbers of values for later stages.
+        users: by number, the stages that use the value.
+        sizes: by number, size of the value.
+        output_bytes: size of the output alone.
     """
 
     following: _Described
@@ -172,7 +173,7 @@ class _Made:
 
     @classmethod
     def of(cls, output: Any, copy: StageCopy, *, takes: bool) -> _Made:
-        """What a copy gave; ``takes``: whether a gradient is made for what it took."""
+        """Outputs of a copy; ``takes`` says whether a gradient is computed for its inputs."""
         place = f"stage {copy.stage}"
 
         def described(value: Any, *, once: bool = False) -> _Described:
@@ -216,7 +217,7 @@ class _Made:
 
 
 def _input_of(stage: int, made: Sequence[_Made], device: torch.device) -> Any:
-    """A stage's input of the shapes it will have; values do not matter to costs."""
+    """A stage's input of the real shapes; values do not affect costs."""
     value = _tensors_like(made[-1].following, device)
     by_skips: dict[int, Any] = {}
     for one in made:
@@ -243,7 +244,7 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
 
 
 def _run_of(pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *beside: Feature) -> Callable[[Any], Any]:
-    """A stage's run as in a step, nothing kept less: random state and buffers are as they were after it."""
+    """A stage's run as in a step, with everything saved; random state and buffers are restored."""
     run = composed(copy.layers, [InputGuard(), *beside, *copy.features])
 
     def apart(value: Any) -> Any:
@@ -261,7 +262,7 @@ def _measured(
     parameters = copy.parameters()
     constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
     if copy.stage == 0:
-        constant += given  # the mini-batch is the user's
+        constant += given  # the mini-batch belongs to the user
     if target is not None:
         constant += _tensors(target)
 
@@ -333,10 +334,10 @@ def _measured(
 def _split(
     pipeline: Pipeline, copy: StageCopy, given: list[Tensor], run: Callable[[], list[Tensor]], repeats: int
 ) -> tuple[list[tuple[float, float]], list[Tensor]]:
-    """Seconds of a split backward's halves, and what is kept between them."""
+    """Seconds of a split backward's halves, and the tensors saved between them."""
     seconds: list[tuple[float, float]] = []
     kept: list[Tensor] = []
-    for turn in range(repeats + 2):  # the first graph shows where others are joined
+    for turn in range(repeats + 2):  # the first graph shows the detach points of others
         with copy.splitting.joining() as joints:
             outputs = run()
         if not outputs:
@@ -357,10 +358,10 @@ def _split(
 
 
 class _ByLayer(Feature):
-    """What each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
+    """Bytes that each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
 
     Args:
-        constant: what does not count.
+        constant: tensors that do not count.
     """
 
     def __init__(self, constant: list[Tensor]) -> None:
@@ -369,7 +370,6 @@ class _ByLayer(Feature):
         self.inputs = SavedBytes(constant)
 
     def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
-        """See ``Feature``."""
         given = _tensors(value)
         for tensor in given:
             self.inputs.hold(tensor, [])
@@ -394,7 +394,9 @@ def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
 
 
 def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What the graphs of two runs both save, beside constants: what is made once for all of them."""
+    """Tensors that the graphs of two runs both save, in addition to constants: those made once for all
+    runs.
+    """
     graphs = [graph_of(run()) for _ in range(2)]
     saved = [
         {t.untyped_storage().data_ptr(): t for t in saved_by(graph) if t.untyped_storage().nbytes()}
@@ -418,7 +420,7 @@ def _now(pipeline: Pipeline) -> float:
 
 
 def _median(costs: list[StageCost]) -> StageCost:
-    """The costs of a stage over its copies: bytes are the same, times differ."""
+    """The costs of a stage over its copies: bytes are equal, times differ."""
     times = ("forward_seconds", "backward_seconds", "input_gradient_seconds", "weight_gradients_seconds")
     return replace(
         costs[0], **{name: statistics.median(getattr(cost, name) for cost in costs) for name in times}

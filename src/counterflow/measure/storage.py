@@ -1,10 +1,9 @@
-"""Which file system a folder is on, and what of it a run may trust: renames, locks, what is on the disk.
+"""The file system of a folder, and what a run can rely on: renames, locks, durability.
 
 A run's fence and lock, and a checkpoint that is complete or absent, need three things: a rename is one step,
-a lock (flock) holds between machines, and the names in a folder can be put on the disk (fsync).
+a lock (flock) holds between machines, and the names in a folder can be synced to the disk (fsync).
 
-Invariant: it reads the table of mounts and nothing else. What it does not know it says it does not know.
-Knows no torch.
+Invariant: only the table of mounts is read. What is unknown is reported as unknown. torch is not imported.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ MOUNTS = Path("/proc/self/mountinfo")
 """Linux's table of mounts."""
 
 WANTED = "a rename is one step, and locks hold on all machines that see it"
-ADVICE = "let one run at a time write there, and not be restarted; or give a folder of another file system"
-"""Where that is not so."""
+ADVICE = "let one run at a time write there, without restarts, or use a folder of another file system"
+"""Advice for other file systems."""
 
 _OBJECTS = re.compile(
     r"s3fs|s3ql|s3backer|gcsfuse|rclone|goofys|geesefs|yas3fs|riofs|mountpoint-s3|mount-s3|blobfuse2?|ossfs2?"
     r"|cosfs|obsfs|tigrisfs|hf-mount"
 )
-"""Object stores as folders: a rename copies and deletes, locks are of one machine, if of any."""
+"""Object stores mounted as folders: a rename copies and deletes, and locks, if any, are local to a machine.
+"""
 
 _KNOWN = {
     *("nfs", "nfs4", "lustre", "gpfs", "ceph", "wekafs", "ocfs2", "gfs2", "beegfs"),
@@ -32,10 +32,10 @@ _KNOWN = {
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
     *("tmpfs", "ramfs", "overlay", "apfs"),
 }
-"""Those that keep their word, if they are mounted so."""
+"""File systems that fulfil these needs, with suitable mount options."""
 
 _LOCAL_LOCKS = {"localflock", "noflock", "nolock", "local_lock=flock", "local_lock=all"}
-"""Options of NFS and Lustre."""
+"""Mount options of NFS and Lustre that make locks local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Storage:
     """The file system of a folder.
 
     Attributes:
-        kind: as the system calls it, such as ``ext4``; empty: unknown.
-        point: where it is mounted.
-        renames: whether a rename is one step and lasts; None: not known.
-        locks: whether a lock holds on all machines that see the folder; None: not known.
-        why: what is wrong with it, as a clause; empty: nothing is known to be.
+        kind: type by the system's name, such as ``ext4``; empty: unknown.
+        point: mount point.
+        renames: whether a rename is one step and durable; None: unknown.
+        locks: whether a lock holds on all machines that see the folder; None: unknown.
+        why: the problem, as a clause; empty: no known problem.
     """
 
     kind: str
@@ -65,8 +65,9 @@ def storage_of(folder: Path, mounts: str | None = None) -> Storage:
     ('fuse.s3fs', True)
 
     Args:
-        folder: which; it need not be there.
-        mounts: the table of mounts, as Linux's ``/proc/self/mountinfo`` has it; None: that of this machine.
+        folder: the folder, which need not exist.
+        mounts: the table of mounts in the form of Linux's ``/proc/self/mountinfo``; None: that of this
+            machine.
     """
     if mounts is None:
         try:
@@ -80,7 +81,7 @@ def storage_of(folder: Path, mounts: str | None = None) -> Storage:
         if not divided:
             continue
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-        # The longest one has the folder; of two in one place the later one hides the other.
+        # The longest mount point contains the folder; of two equal ones the later hides the earlier.
         if where.is_relative_to(point) and (
             found is None or found[0] == point or point.is_relative_to(found[0])
         ):
@@ -100,11 +101,11 @@ def _judged(point: Path, about: list[str]) -> Storage:
         why = "an object store, whose renames are copies and whose locks hold on one machine at most"
     elif kind == "fuse.sshfs":
         renames = locks = False
-        why = "its renames over what is there are two steps, and its locks hold on one machine only"
+        why = "its renames onto existing files are two steps, and its locks hold on one machine only"
     elif local := options & _LOCAL_LOCKS:
-        locks, why = False, f"mounted with {min(local)}, so that its locks hold on one machine only"
+        locks, why = False, f"mounted with {min(local)}, so its locks hold on one machine only"
     elif kind == "lustre" and "flock" not in options:
-        locks, why = False, "mounted without flock, so that nothing can be locked"
+        locks, why = False, "mounted without flock, so nothing can be locked"
     elif kind not in _KNOWN:
         renames = locks = None
     return Storage(kind, point, renames, locks, why)

@@ -1,8 +1,8 @@
-"""Measures layers, steps and links on all workers of a machine, or of a cluster, at one time.
+"""Measures layers, steps and links on all workers of a machine or a cluster at the same time.
 
-They compute at one time in a run too: they share caches, memory and power.
+In a run they compute at the same time too, and share caches, memory and power.
 
-Invariant: nothing is guessed. What was not measured (a second node) is left out.
+Invariant: nothing is guessed. What was not measured (a second node) is omitted.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _Travels = tuple[tuple[Travel, ...], tuple[Travel, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured.
+    """Results of a survey.
 
     Attributes:
-        device: of each worker: cuda or cpu.
-        nodes: machines.
-        workers: of each of them.
-        threads: with which each computed.
-        by_size: what layers cost at each size of micro-batches.
-        gap_seconds: between two ops.
-        around_seconds: of a step beside its ops and the optimiser.
-        inside: messages and all-reduces of two workers of one node; empty where there is one worker.
-        between: those of two workers on different nodes; empty where there is one node.
+        device: device of each worker: cuda or cpu.
+        nodes: number of machines.
+        workers: number of workers of each machine.
+        threads: number of threads of each worker.
+        by_size: costs of layers at each size of micro-batches.
+        gap_seconds: seconds between two ops.
+        around_seconds: seconds of a step in addition to its ops and the optimiser.
+        inside: messages and all-reduces of two workers of one node; empty if there is one worker.
+        between: those of two workers on different nodes; empty if there is one node.
     """
 
     device: str
@@ -69,12 +69,12 @@ def survey(
     """Measure a model's layers on this machine, and its links; under torchrun on all machines.
 
     Args:
-        subject: what is timed.
-        sizes: samples of a micro-batch, from the least.
-        workers: of this machine; None: a GPU each, or a core.
-        threads: that each computes with; None: the cores shared out.
-        repeats: of each measurement, whose median counts.
-        progress: called as it goes on.
+        subject: the subject of the measurement.
+        sizes: samples of a micro-batch, ascending.
+        workers: workers of this machine; None: one per GPU, or one per core.
+        threads: threads of each worker; None: the cores divided by the workers.
+        repeats: number of measurements, of which the median counts.
+        progress: called with the progress.
 
     Raises:
         ConfigError: torchrun has started another number of workers, or not as many on each machine.
@@ -95,7 +95,7 @@ def survey(
             torch.set_num_threads(threads)
             by_size, steps, found = _measured(subject, sizes, repeats, done, pairs=_pairs(here, nodes))
         else:
-            # One launch for all: a worker takes seconds to start, and a model of transformers many.
+            # One launch for all: a worker takes seconds to start, and more for a model of transformers.
             alone = _pairs(here, 1) if here == 2 else ()
             by_size, steps, found = run(_measured, subject, sizes, repeats, done, pairs=alone, workers=here)[
                 0
@@ -117,7 +117,8 @@ def _workers_of_each_node(placed: Place, wanted: int | None) -> int:
     here, rest = divmod(placed.world_size, placed.machines)
     if rest:
         raise ConfigError(
-            f"{placed.world_size} workers on {placed.machines} machines: a cluster's nodes have as many each"
+            f"{placed.world_size} workers on {placed.machines} machines: all nodes need the same number; "
+            "start as many on each"
         )
     if wanted not in (None, here):
         raise ConfigError(f"workers={wanted}: {placed.by} has started {here} on each machine; leave it out")
@@ -132,13 +133,13 @@ def _measured(
     *,
     pairs: Sequence[tuple[int, int]],
 ) -> tuple[list[AtSize], tuple[float, float], list[_Travels]]:
-    """What a worker runs: layers at all sizes, steps, and links.
+    """Run the measurements on a worker: layers at all sizes, steps, and links.
 
     Args:
-        subject: what is timed.
+        subject: the subject of the measurement.
         sizes: samples of a micro-batch.
-        repeats: of each measurement.
-        done: gets a byte whenever a part is done.
+        repeats: number of measurements.
+        done: file that gets a byte whenever a part is done.
         pairs: ranks between which links are measured.
     """
 

@@ -1,7 +1,7 @@
-"""What a stage's ops hold at most while they run, in bytes that were allocated.
+"""Maximum memory of a stage's ops while they run, in allocated bytes.
 
-Each op is run once more and its allocations are noted (``allocations.py``): what it saves for later, what it
-gives, and what its kernels need meanwhile.
+Each op is run once more and its allocations are noted (``allocations.py``): saved tensors, outputs, and
+scratch memory of its kernels.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .allocations import allocated
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes of one micro-batch that a stage's ops hold, beside what there was before.
+    """Bytes of one micro-batch that a stage's ops hold in addition to earlier ones.
 
     Attributes:
-        forward_peak_bytes: a forward at most, with its output and what it saves.
-        kept_output_bytes: of its output, what it saves itself.
-        backward_peak_bytes: a backward at most; what it frees meanwhile makes room for the rest.
-        input_gradient_peak_bytes: the first half of a split backward, likewise.
-        weight_gradients_peak_bytes: the other half.
+        forward_peak_bytes: maximum of a forward, including its output and saved tensors.
+        kept_output_bytes: the part of its output that it saves itself.
+        backward_peak_bytes: maximum of a backward; memory that it frees is reused.
+        input_gradient_peak_bytes: maximum of the first half of a split backward.
+        weight_gradients_peak_bytes: maximum of the other half.
     """
 
     forward_peak_bytes: int = 0
@@ -43,7 +43,7 @@ class Workspace:
     kept_gradient_bytes: int = 0
 
     def scaled(self, factor: float) -> Workspace:
-        """Of so many times the samples."""
+        """The memory for ``factor`` times the samples."""
         return replace(self, **{one.name: round(factor * getattr(self, one.name)) for one in fields(self)})
 
 
@@ -57,14 +57,14 @@ def measure_workspace(
     run: Callable[[], list[Tensor]],
     around_backward: Callable[[], AbstractContextManager[Any]],
 ) -> Workspace:
-    """Runs a forward and its backward, then again with a split one.
+    """Run a forward and its backward, then again with a split backward.
 
     Args:
         copy: the stage, whose split backward has been run before.
-        device: where.
+        device: device of the stage.
         given: the tensors of its input; their gradients are dropped.
-        run: the forward; gives the outputs that take a gradient, or the loss.
-        around_backward: what a backward runs in.
+        run: the forward; returns the outputs that take a gradient, or the loss.
+        around_backward: context in which a backward runs.
     """
     with allocated(device) as forward:
         outputs = run()
@@ -108,14 +108,14 @@ def _drop(given: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMemory:
-    """What the optimiser and the gradient norm need of memory.
+    """Memory of the optimiser and of the gradient norm.
 
     Attributes:
-        layers: bytes that the optimiser needs while it updates a layer alone, beside its state.
-        together: whether it updates all at once, so that what it needs for the layers adds up.
-        states: bytes of state for each byte of trained weights.
-        norm_bytes_per_byte: what the norm needs for each byte of gradients, up to ``norm_peak_bytes``.
-        norm_peak_bytes: what it needs at most.
+        layers: bytes that the optimiser needs while it updates a layer alone, in addition to its state.
+        together: whether it updates all layers at once, so their memory adds up.
+        states: bytes of state per byte of trained weights.
+        norm_bytes_per_byte: memory of the norm per byte of gradients, up to ``norm_peak_bytes``.
+        norm_peak_bytes: maximum memory of the norm.
     """
 
     layers: tuple[int, ...]
@@ -126,11 +126,11 @@ class UpdateMemory:
 
 
 def measure_update(whole: Pipeline, layers: Pipeline) -> UpdateMemory:
-    """Runs updates and norms of gradients that are zero.
+    """Run updates and norms of zero gradients.
 
     Args:
         whole: the model as one stage.
-        layers: the same with each layer a stage of this worker.
+        layers: the model with each layer as a stage of this worker.
     """
     (together,) = _updates(whole)
     found = _updates(layers)
@@ -141,11 +141,11 @@ def measure_update(whole: Pipeline, layers: Pipeline) -> UpdateMemory:
         for optimizer in whole.weights.optimizers.values()
         for state in optimizer.state.values()
         for value in state.values()
-        if isinstance(value, Tensor) and value.dim()  # not counts of steps
+        if isinstance(value, Tensor) and value.dim()  # without counts of steps
     ]
     return UpdateMemory(
         layers=tuple(found),
-        # At once is their sum, one after another the largest of them: nearer to which?
+        # If updated at once, the memory is the sum; one after another, the largest: which is nearer?
         together=together > (sum(found) + max(found)) / 2 and len(found) > 1,
         states=sum(states) / max(1, sum(trained.values())),
         norm_bytes_per_byte=max((norms[s] / size for s, size in trained.items() if size), default=0.0),
@@ -158,7 +158,7 @@ def _trained(copy: StageCopy) -> int:
 
 
 def _updates(pipeline: Pipeline) -> list[int]:
-    """By stage, the most that its optimiser allocates in an update."""
+    """By stage, maximum bytes that its optimiser allocates in an update."""
     found = []
     pipeline.weights.attach()
     for stage in pipeline.stages:
@@ -172,7 +172,7 @@ def _updates(pipeline: Pipeline) -> list[int]:
 
 
 def _norm(pipeline: Pipeline, stage: int) -> int:
-    """The most that the norm of a stage's gradients allocates."""
+    """Maximum bytes that the norm of a stage's gradients allocates."""
     pipeline.weights.attach()
     with allocated(pipeline.device) as norm:
         pipeline.weights.clip(stage, None, None)

@@ -1,8 +1,8 @@
 """BERT: an embedding, blocks that normalise last, and the two heads of its pre-training; a list of layers.
 
-Invariant: layer 0 takes a tuple of token ids, segment ids and perhaps a mask; with a mask the blocks hand on
-``(hidden, mask)``, without one the hidden tensor alone; the last layer gives logits. Making masked samples of
-a text is not done here.
+Invariant: layer 0 accepts a tuple of token ids, segment ids and perhaps a mask; with a mask the blocks pass
+on ``(hidden, mask)``, without one only the hidden tensor; the last layer returns logits. Masked samples of a
+text are made elsewhere.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .parts import (
 )
 
 Hidden = Tensor | tuple[Tensor, Tensor]
-"""What a block takes and gives: [samples, positions, hidden], alone or with the mask [samples, positions]."""
+"""Input and output of a block: [samples, positions, hidden], alone or with the mask [samples, positions]."""
 
 _EPSILON = 1e-12
-"""BERT's own, below LayerNorm's default."""
+"""BERT's own epsilon, less than LayerNorm's default."""
 
 _MASKED_SHARE = 0.15
 
@@ -40,11 +40,11 @@ class BERTConfig(Transformer):
     """The shape of a BERT.
 
     Attributes:
-        segments: different segment ids.
-        next_sentence: whether there are a pooler and a head that says if segment 1 follows segment 0.
+        segments: number of different segment ids.
+        next_sentence: whether the model has a pooler and a head that predicts if segment 1 follows segment 0.
 
     Raises:
-        ConfigError: a shape that cannot be built.
+        ConfigError: the shape cannot be built.
 
     >>> config = BERTConfig(layers=2, hidden=16, heads=2, vocabulary=32, positions=8)
     >>> [type(layer).__name__ for layer in config.build()]
@@ -61,7 +61,7 @@ class BERTConfig(Transformer):
         require_at_least(1, segments=self.segments)
 
     def build(self) -> list[nn.Module]:
-        """The layers, on the device and in the dtype that are torch's defaults where this is called."""
+        """The layers, on torch's default device and in its default dtype at the time of the call."""
         embedding = BERTEmbedding(self)
         blocks = [BERTBlock(self) for _ in range(self.layers)]
         return [embedding, *blocks, BERTHead(self, embedding.tokens.weight if self.tied else None)]
@@ -77,14 +77,14 @@ class BERTConfig(Transformer):
         """Random inputs and targets.
 
         Args:
-            samples: how many.
-            positions: tokens of a sample; None: as many as the model takes.
-            device: where to make them; on ``meta`` they have a shape only.
-            generator: where the randomness comes from; None: torch's own.
+            samples: number of samples.
+            positions: tokens of a sample; None: the model's maximum.
+            device: device of the tensors; on ``meta`` they have only a shape.
+            generator: source of randomness; None: torch's own.
 
         Returns:
-            Token ids and segment ids, and what :meth:`loss` takes for a target: about 15 % of the tokens
-            and at least one of each sample, with the next-sentence labels where the model has that head.
+            Token ids and segment ids, and the target for :meth:`loss`: about 15 % of the tokens and at least
+            one of each sample, with the next-sentence labels if the model has that head.
         """
         length = positions or self.positions
         size = (samples, length)
@@ -98,14 +98,14 @@ class BERTConfig(Transformer):
         return (tokens, segments), (target, follows) if self.next_sentence else target
 
     def loss(self, output: Hidden, target: Hidden) -> Tensor:
-        """:func:`~counterflow.models.loss.masked_token_loss`, this model's."""
+        """The model's loss, :func:`~counterflow.models.loss.masked_token_loss`."""
         return masked_token_loss(output, target)
 
 
 class BERTEmbedding(Embedding):
-    """``(token ids, segment ids)`` or ``(token ids, segment ids, mask)`` to what the blocks take.
+    """``(token ids, segment ids)`` or ``(token ids, segment ids, mask)`` to the input of the blocks.
 
-    Ids are int64, the mask bool and True where there is a token; each is [samples, positions].
+    Ids are int64, the mask bool and True for tokens; each is [samples, positions].
     """
 
     def __init__(self, config: BERTConfig) -> None:
@@ -114,7 +114,7 @@ class BERTEmbedding(Embedding):
         self.norm = nn.LayerNorm(config.hidden, eps=_EPSILON)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Hidden:
-        """Add the tokens', the positions' and the segments' vectors and normalise."""
+        """Add the vectors of tokens, positions and segments and normalise."""
         if not isinstance(inputs, tuple) or len(inputs) not in (2, 3):
             given = f"a tuple of {len(inputs)}" if isinstance(inputs, tuple) else type(inputs).__name__
             raise ConfigError(
@@ -126,7 +126,7 @@ class BERTEmbedding(Embedding):
 
 
 class BERTBlock(nn.Module):
-    """Attention, then feed-forward, each added to what came in and then normalised."""
+    """Attention, then feed-forward, each added to its input and then normalised."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class BERTBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, inputs: Hidden) -> Hidden:
-        """What came in, in the same form; the mask goes through."""
+        """The output in the form of the input; the mask is passed through."""
         hidden, mask = inputs if isinstance(inputs, tuple) else (inputs, None)
         hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, mask)))
         hidden = self.feed_forward_norm(hidden + self.dropout(self.feed_forward(hidden)))
@@ -147,7 +147,7 @@ class BERTBlock(nn.Module):
 class BERTHead(nn.Module):
     """The masked-token head with its own decoder and bias, and the pooler with the next-sentence head.
 
-    Gives logits [samples, positions, vocabulary]; with the next-sentence head a tuple of these and of
+    It returns logits [samples, positions, vocabulary]; with the next-sentence head a tuple of these and of
     logits [samples, 2].
     """
 

@@ -1,7 +1,7 @@
 """GPT: an embedding, blocks that normalise first, and an output layer; a list of layers.
 
-Invariant: layer 0 takes token ids, every further one the previous one's tensor, and the last gives logits.
-It does not sample text.
+Invariant: layer 0 accepts token ids, every further one the previous one's tensor, and the last returns
+logits. Text is not sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GPTConfig(Transformer):
         deviation: standard deviation of fresh weights, above 0; GPT-2's 0.02 is low for a narrow model.
 
     Raises:
-        ConfigError: a shape that cannot be built.
+        ConfigError: the shape cannot be built.
 
     >>> config = GPTConfig(layers=2, hidden=16, heads=2, vocabulary=32, positions=8)
     >>> [type(layer).__name__ for layer in config.build()]
@@ -43,7 +43,7 @@ class GPTConfig(Transformer):
             raise ConfigError(f"deviation={self.deviation}: must be above 0")
 
     def build(self) -> list[nn.Module]:
-        """The layers, on the device and in the dtype that are torch's defaults where this is called."""
+        """The layers, on torch's default device and in its default dtype at the time of the call."""
         embedding = GPTEmbedding(self, self.deviation)
         blocks = [GPTBlock(self) for _ in range(self.layers)]
         return [embedding, *blocks, GPTHead(self, embedding.tokens.weight if self.tied else None)]
@@ -59,17 +59,17 @@ class GPTConfig(Transformer):
         """Random token ids and the tokens that follow them, each [samples, positions], int64.
 
         Args:
-            samples: how many.
-            positions: tokens of a sample; None: as many as the model takes.
-            device: where to make them; on ``meta`` they have a shape only.
-            generator: where the randomness comes from; None: torch's own.
+            samples: number of samples.
+            positions: tokens of a sample; None: the model's maximum.
+            device: device of the tensors; on ``meta`` they have only a shape.
+            generator: source of randomness; None: torch's own.
         """
         size = (samples, (positions or self.positions) + 1)
         tokens = torch.randint(self.vocabulary, size, device=device, generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """:func:`~counterflow.models.loss.next_token_loss`, this model's."""
+        """The model's loss, :func:`~counterflow.models.loss.next_token_loss`."""
         return next_token_loss(output, target)
 
 
@@ -77,17 +77,17 @@ class GPTEmbedding(Embedding):
     """Token ids [samples, positions], int64, to vectors [samples, positions, hidden]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Add the tokens' and the positions' vectors."""
+        """Add the vectors of tokens and positions."""
         output: Tensor = self.dropout(self.placed(tokens))
         return output
 
 
 class GPTBlock(nn.Module):
-    """Attention, then feed-forward, each after a normalisation and added to what came in."""
+    """Attention, then feed-forward, each after a normalisation and added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # GPT-2: what is added to the residual stream starts smaller the more blocks add to it.
+        # GPT-2: contributions to the residual stream start smaller the more blocks add to it.
         fresh = config.deviation, config.deviation / math.sqrt(2 * config.layers)
         self.attention_norm = nn.LayerNorm(config.hidden)
         self.attention = SelfAttention(

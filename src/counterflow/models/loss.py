@@ -1,8 +1,8 @@
 """The models' losses, each the mean over its samples.
 
 Invariant: for a batch cut into parts, ``loss(batch)`` is the sum of ``n_i/n · loss(part_i)``, ``n_i`` being
-the samples of part i. So a pipeline may weigh its micro-batches by their samples, however many positions each
-sample counts.
+the samples of part i. So a pipeline may weight its micro-batches by their samples, however many positions
+count in each sample.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.loss_sum import whole_target
 
 IGNORED = -100
-"""The target of a position that is not counted (torch's own default)."""
+"""Target of a position that does not count (torch's own default)."""
 
 
 def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
 
     Args:
         output: logits, [samples, positions, vocabulary].
-        target: int64, [samples, positions]; -100 where a position is not counted (padding).
+        target: int64, [samples, positions]; -100 if a position does not count (padding).
 
     Raises:
-        ConfigError: shapes that do not fit each other.
+        ConfigError: the shapes do not fit each other.
 
     >>> import torch
     >>> round(next_token_loss(torch.zeros(1, 2, 4), torch.tensor([[3, 1]])).item(), 4)  # ln 4
@@ -47,18 +47,19 @@ def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
 def masked_token_loss(
     output: Tensor | tuple[Tensor, Tensor], target: Tensor | tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Cross-entropy of the masked tokens, plus that of the next sentence where there are labels for it.
+    """Cross-entropy of the masked tokens, plus that of the next sentence if there are labels for it.
 
     Every sample is divided by its own number of masked tokens, and then the mean is over samples; a sample
     without one adds 0.
 
     Args:
         output: logits [samples, positions, vocabulary], or a tuple of these and of logits [samples, 2].
-        target: int64, [samples, positions], -100 where a token is not masked; or a tuple of this and of
+        target: int64, [samples, positions], -100 if a token is not masked; or a tuple of this and of
             labels [samples], 0 or 1.
 
     Raises:
-        ConfigError: shapes that do not fit each other; labels for a head that the model does not have.
+        ConfigError: the shapes do not fit each other, or there are labels for a head that the model does not
+            have.
     """
     tokens, follows = output if isinstance(output, tuple) else (output, None)
     masked, labels = target if isinstance(target, tuple) else (target, None)
@@ -78,7 +79,7 @@ def classification_loss(output: Tensor, target: Tensor) -> Tensor:
         target: int64, [samples].
 
     Raises:
-        ConfigError: shapes that do not fit each other.
+        ConfigError: the shapes do not fit each other.
     """
     if output.dim() != 2 or output.shape[:1] != target.shape:
         raise ConfigError(

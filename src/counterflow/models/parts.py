@@ -1,8 +1,8 @@
-"""The pieces GPT and BERT are made of: weights with the papers' initialisation, attention, feed-forward.
+"""Parts of GPT and BERT: weights with the papers' initialisation, attention, feed-forward.
 
 Invariant: a module that owns parameters sets all of them in ``reset_parameters``, and modules are built in
 the order of ``modules()``; so a layer made on the meta device, emptied onto a device and reset module by
-module is the layer that the same seed builds there directly. Where to normalise is each model's own matter.
+module is the layer that the same seed builds there directly. Each model decides where to normalise.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class Transformer:
     """The shape of a transformer.
 
     Attributes:
-        layers: transformer blocks; the model's list has two layers more, the embedding and the head.
-        hidden: numbers of a position's vector, a multiple of ``heads``.
+        layers: transformer blocks; the model's list has two more layers, the embedding and the head.
+        hidden: width of a position's vector, a multiple of ``heads``.
         heads: attention heads of a block.
-        vocabulary: different tokens.
+        vocabulary: number of different tokens.
         positions: tokens of the longest sample.
-        dropout: share dropped in training, 0 or more and below 1.
+        dropout: share of activations dropped in training, 0 or more and below 1.
         tied: whether the output layer's weight is the token embedding's own parameter.
 
     Raises:
-        ConfigError: a number below 1, a hidden size that the heads do not divide, a dropout outside 0 to 1.
+        ConfigError: a number is below 1, the heads do not divide the hidden size, or the dropout is not from
+            0 to 1.
     """
 
     layers: int
@@ -70,7 +71,7 @@ class Transformer:
 
 
 class Projection(nn.Linear):
-    """A linear map whose weights start normal with a given deviation, its bias at 0."""
+    """A linear map whose weights are initialised as normal with a given deviation, and its bias as 0."""
 
     def __init__(self, inputs: int, outputs: int, deviation: float = INITIAL_DEVIATION) -> None:
         self.deviation = deviation  # first: nn.Linear's constructor resets
@@ -83,7 +84,7 @@ class Projection(nn.Linear):
 
 
 class Lookup(nn.Embedding):
-    """A table of vectors that start normal with a given deviation."""
+    """A table of vectors that are initialised as normal with a given deviation."""
 
     weight: nn.Parameter
 
@@ -111,7 +112,7 @@ class Embedding(nn.Module):
         """The sum of the tokens' and the positions' vectors, [samples, positions, hidden].
 
         Raises:
-            ConfigError: samples longer than the model's table of positions.
+            ConfigError: samples are longer than the model's table of positions.
         """
         length, most = tokens.shape[1], self.positions.num_embeddings
         before: int = self.before.take(0)
@@ -130,11 +131,11 @@ class Output(nn.Module):
     """A linear map to the vocabulary; its weight may be the embedding's own (tied).
 
     Args:
-        hidden: numbers of an input vector.
-        vocabulary: numbers of an output vector.
+        hidden: width of an input vector.
+        vocabulary: width of an output vector.
         bias: whether one is added.
         weight: the [vocabulary, hidden] parameter to share; None makes one.
-        deviation: of the fresh weights.
+        deviation: standard deviation of fresh weights.
     """
 
     def __init__(
@@ -164,14 +165,14 @@ class Output(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a sample's positions to each other.
+    """Multi-head self-attention of a sample's positions.
 
     Args:
-        hidden: numbers of a position's vector, a multiple of ``heads``.
+        hidden: width of a position's vector, a multiple of ``heads``.
         heads: attention heads.
         dropout: share of the attention weights that is dropped in training.
         causal: whether a position sees only itself and those before it.
-        deviations: of the fresh weights, and of those of the output projection.
+        deviations: standard deviations of fresh weights, and of those of the output projection.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class SelfAttention(nn.Module):
 
         Args:
             hidden: [samples, positions, hidden].
-            mask: bool, [samples, positions], True for what may be seen; None: all of it.
+            mask: bool, [samples, positions], True for positions that may be seen; None: all.
         """
         samples, positions, width = hidden.shape
         stacked = self.queries_keys_values(hidden).view(
@@ -216,12 +217,12 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps, four times as wide between them, with a GELU.
+    """Two linear maps with a GELU between them, at four times the width.
 
     Args:
-        hidden: numbers of a position's vector.
+        hidden: width of a position's vector.
         tanh: whether the GELU is the approximation by a tanh (GPT-2) or exact (BERT).
-        deviations: of the fresh weights of the first map, and of the second.
+        deviations: standard deviations of the fresh weights of the first map, and of the second.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The papers' models by name, and the example.
 
-Invariant: a preset's parameter count is its paper's where that gives one (``tests/models/test_presets.py``).
-What a paper leaves open is chosen here and said so:
+Invariant: a preset's parameter count is its paper's if that gives one (``tests/models/test_presets.py``).
+What a paper leaves open is chosen here, as follows:
 
 * Hanayo §5 gives layers, heads and hidden size; vocabulary and positions are those of the Chimera models.
 * WPipe A.2 gives hidden size, heads and a *sequence* of 128: its BERTs keep BERT's 512 positions, and samples
@@ -24,15 +24,15 @@ from .resnext import ResNeXtConfig
 from .shapes import SHAPES, Family, Shape
 
 ModelConfig = GPTConfig | BERTConfig | ResNeXtConfig
-"""The shape of a model: ``build()`` gives its layers, ``sample()`` random data, ``loss()`` its loss."""
+"""Shape of a model: ``build()`` returns its layers, ``sample()`` random data, ``loss()`` its loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model with a name.
+    """A named model.
 
     Attributes:
-        name: what the model is asked for by.
+        name: name of the model.
         config: its shape.
         source: the paper it comes from.
         sequence: tokens of a sample in that paper's runs; None: the model's positions, or no tokens at all.
@@ -78,7 +78,7 @@ def preset(name: str) -> Preset:
     """The model of that name.
 
     Raises:
-        ConfigError: no such model.
+        ConfigError: the model is unknown.
 
     >>> preset("resnext-302").config
     ResNeXtConfig(blocks=(3, 38, 56, 3), groups=32, width=4, classes=1000, channels=3, planes=64,

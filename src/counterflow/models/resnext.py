@@ -1,8 +1,8 @@
 """ResNeXt: a stem, bottleneck blocks with grouped convolutions, and a classifier; a list of layers.
 
-Invariant: every layer takes and gives one tensor. With batch normalisation a sample's result depends on the
-micro-batch it is in (as in the papers' runs), so a pipeline equals one process only where that one normalises
-over the same micro-batches; ``Norm.GROUP`` has as many parameters and keeps samples apart.
+Invariant: every layer accepts and returns one tensor. With batch normalisation a sample's result depends on
+its micro-batch (as in the papers' runs), so a pipeline equals one process only if that one normalises over
+the same micro-batches; ``Norm.GROUP`` has the same number of parameters and keeps samples independent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPANSION = 4
 
 
 class Norm(Enum):
-    """What is normalised over: the micro-batch's samples, or groups of channels of one sample."""
+    """Values that are normalised together: the micro-batch's samples, or groups of channels of one sample."""
 
     BATCH = "batch"
     GROUP = "group"
@@ -38,16 +38,17 @@ class ResNeXtConfig:
     Attributes:
         blocks: blocks of each group of equal resolution; every group but the first halves the resolution.
         groups: cardinality, the groups of each block's middle convolution.
-        width: channels of each of these groups in the first group of blocks; doubled from each to the next.
-        classes: what is told apart.
-        channels: of an image: 3 for colour, 1 for grey.
-        planes: channels of the stem; a block of the first group gives four times as many.
-        small_images: a stem that keeps the resolution, for images of about 8 to 64 pixels; else the stem
-            divides it by 4.
+        width: channels of each of these groups in the first group of blocks; doubled from one group of blocks
+            to the next.
+        classes: number of classes.
+        channels: channels of an image: 3 for colour, 1 for grey.
+        planes: channels of the stem; a block of the first group returns four times as many.
+        small_images: whether the stem keeps the resolution, for images of about 8 to 64 pixels; otherwise the
+            stem divides it by 4.
         norm: the kind of normalisation.
 
     Raises:
-        ConfigError: a shape that cannot be built.
+        ConfigError: the shape cannot be built.
 
     >>> digits = ResNeXtConfig((1, 1), groups=4, classes=10, channels=1, planes=16, small_images=True)
     >>> [type(layer).__name__ for layer in digits.build()]
@@ -71,7 +72,7 @@ class ResNeXtConfig:
 
     @property
     def depth(self) -> int:
-        """The number in the model's name: three convolutions a block, the stem's and the classifier.
+        """The number in the model's name: three convolutions per block, the stem's and the classifier.
 
         >>> ResNeXtConfig((3, 4, 6, 3)).depth
         50
@@ -79,7 +80,7 @@ class ResNeXtConfig:
         return 3 * sum(self.blocks) + 2
 
     def build(self) -> list[nn.Module]:
-        """The layers, on the device and in the dtype that are torch's defaults where this is called."""
+        """The layers, on torch's default device and in its default dtype at the time of the call."""
         layers: list[nn.Module] = [Stem(self)]
         inputs = self.planes
         for group, blocks in enumerate(self.blocks):
@@ -102,22 +103,22 @@ class ResNeXtConfig:
         """Random images [samples, channels, pixels, pixels] and their classes [samples], int64.
 
         Args:
-            samples: how many.
+            samples: number of samples.
             pixels: an image's height and width; None: 224, or 32 for small images.
-            device: where to make them; on ``meta`` they have a shape only.
-            generator: where the randomness comes from; None: torch's own.
+            device: device of the tensors; on ``meta`` they have only a shape.
+            generator: source of randomness; None: torch's own.
         """
         side = pixels or (32 if self.small_images else 224)
         images = torch.randn((samples, self.channels, side, side), device=device, generator=generator)
         return images, torch.randint(self.classes, (samples,), device=device, generator=generator)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """:func:`~counterflow.models.loss.classification_loss`, this model's."""
+        """The model's loss, :func:`~counterflow.models.loss.classification_loss`."""
         return classification_loss(output, target)
 
 
 class Convolution(nn.Conv2d):
-    """A convolution without a bias that keeps the resolution but for its stride; He's initialisation."""
+    """A convolution without a bias that keeps the resolution except for its stride; He's initialisation."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
@@ -140,13 +141,13 @@ class Stem(nn.Module):
         self.pool = nn.Identity() if config.small_images else nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[samples, planes, …]: the resolution as it was, or divided by 4."""
+        """[samples, planes, …]: the resolution unchanged, or divided by 4."""
         output: Tensor = self.pool(functional.relu(self.norm(self.convolution(images)), inplace=True))
         return output
 
 
 class ResnextBlock(nn.Module):
-    """A bottleneck: 1×1, grouped 3×3 with the stride, 1×1, added to what came in."""
+    """A bottleneck: 1×1, grouped 3×3 with the stride, 1×1, added to the input."""
 
     def __init__(self, config: ResNeXtConfig, inputs: int, middle: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The named language models as numbers: what a config reads without importing torch.
+"""The named language models as numbers, which a config reads without importing torch.
 
-``presets.py`` makes the models of them, and tells what a paper leaves open.
+``presets.py`` makes models of them, and states what a paper leaves open.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Family(StrEnum):
-    """What a language model is trained to predict."""
+    """The training objective of a language model."""
 
     GPT = "gpt"  # the next token
     BERT = "bert"  # masked tokens
@@ -21,15 +21,15 @@ class Shape:
     """The shape of a language model.
 
     Attributes:
-        family: what it is trained to predict.
+        family: training objective.
         layers: transformer blocks.
         hidden: width of the hidden states.
         heads: attention heads.
         positions: tokens of the longest sample.
-        vocabulary: different tokens.
-        source: the paper it comes from.
+        vocabulary: number of different tokens.
+        source: paper of the model.
         sequence: tokens of a sample in that paper's runs; None: the model's positions.
-        dropout: share dropped in training.
+        dropout: share of activations dropped in training.
         deviation: standard deviation of fresh weights; None: the family's own.
     """
 
@@ -71,4 +71,4 @@ SHAPES = {
 """The language models by name."""
 
 EXAMPLE = SHAPES["example"]
-"""The shape of a model of which nothing is said."""
+"""The default shape of a model."""

@@ -1,4 +1,4 @@
-"""The papers: their runs, closed forms, tables and figures, beside what the planner and the simulator say.
+"""The papers: their runs, closed forms, tables and figures, next to the results of planner and simulator.
 
-The planner knows nothing of this room; what a paper says never decides a plan.
+The planner does not import this room; a paper's numbers never decide a plan.
 """

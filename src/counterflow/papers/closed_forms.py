@@ -1,9 +1,9 @@
 """The papers' closed forms: bubble ratio, idle time, weights and activations of each scheme.
 
-They stand beside the simulator as cross-checks and never decide. Every function quotes its source; where
-a published form differs from an exact simulation its docstring says so and ``tables`` shows by how
-much. Numbers are exact (``Fraction``). Units: time in forwards of one stage (F = 1); weights in stages;
-activations in (stage x micro-batch), unless a docstring says models.
+They are cross-checks of the simulator and never decide. Every function quotes its source; if a published form
+differs from an exact simulation, its docstring says so and ``tables`` shows by how much. Numbers are exact
+(``Fraction``). Units: time in forwards of one stage (F = 1); weights in stages; activations in (stage x
+micro-batch), unless a docstring says models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number that differs from worker to worker: the least and the most over all workers."""
+    """A number that differs between workers: its minimum and maximum over all workers."""
 
     least: Fraction
     most: Fraction
 
     @classmethod
     def of(cls, least: Fraction | int, most: Fraction | int | None = None) -> Range:
-        """From ``least`` to ``most``; one number for all workers if ``most`` is left out.
+        """From ``least`` to ``most``; one number for all workers if ``most`` is omitted.
 
         >>> print(Range.of(5, 8), Range.of(2))
         5..8 2
@@ -295,7 +295,7 @@ RECOMPUTED_ACTIVATIONS = {
     "pipedream-2bw": Fraction(1),
     "wpipe": Fraction(1, 2),
 }
-"""Models' activations with recomputation, stage inputs left out (WPipe, Table 1; PipeDream has none)."""
+"""Models' activations with recomputation, without stage inputs (WPipe, Table 1; PipeDream has none)."""
 
 
 def messages(workers: int, partitions_per_worker: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Tables and figures as ``counterflow reproduce --json`` prints them. What it does not do: print."""
+"""Tables and figures as ``counterflow reproduce --json`` prints them. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Reproducible(Result):
 
 
 class RowShown(Part):
-    """One quantity of one scheme; numbers are the least and the most over the workers."""
+    """One quantity of one scheme; numbers are the minimum and the maximum over the workers."""
 
     scheme: Annotated[str, said("the scheme with the options that matter")]
     quantity: Annotated[str, said("what is counted, with its unit")]
     setting: Annotated[str, said("micro-batches, and the times where they matter")]
-    source: Annotated[str, said("whose formula it is")]
-    formula: Annotated[str, said("as it is published")]
-    relation: Annotated[str, said("how it is meant: =, ≤ or →", "relation.value")]
-    value: Annotated[list[float] | None, _Ends, said("the formula at the setting; null: it gives none")]
-    measured: Annotated[list[float], _Ends, said("what the simulator finds")]
+    source: Annotated[str, said("source of the formula")]
+    formula: Annotated[str, said("formula as published")]
+    relation: Annotated[str, said("relation: =, ≤ or →", "relation.value")]
+    value: Annotated[list[float] | None, _Ends, said("value of the formula at the setting; null: none")]
+    measured: Annotated[list[float], _Ends, said("value by the simulator")]
     difference: Annotated[list[float] | None, _Ends, said("measured minus value")]
-    deviates: Annotated[bool, said("whether the measured value is another; of a bound, above it")]
+    deviates: Annotated[bool, said("whether the measured value differs; for a bound, exceeds it")]
     notes: Annotated[list[str], said("keys of the table's notes that say why")]
 
 
@@ -64,44 +64,48 @@ class CheckedShown(Part):
 
     model_config = reads("checked", "checked.published")
 
-    scheme: Annotated[str, said("as the paper calls it", "checked.published.label")]
-    quantity: Annotated[str, said("what is compared", "checked.published.quantity.value")]
-    runs: Annotated[list[str], said("those that it is of")]
-    found: Annotated[list[str], said("the planner's configurations, one a run, without repetition")]
-    stated: Annotated[str | None, _AsText, said("what the paper states of the configuration")]
+    scheme: Annotated[str, said("name of the scheme in the paper", "checked.published.label")]
+    quantity: Annotated[str, said("quantity that is compared", "checked.published.quantity.value")]
+    runs: Annotated[list[str], said("runs of the value")]
+    found: Annotated[list[str], said("the planner's configurations, one per run, without repetition")]
+    stated: Annotated[str | None, _AsText, said("configuration that the paper states")]
     published: Annotated[float | None, said("null: a best configuration", "checked.published.value")]
-    predicted: Annotated[float | None, said("with the configurations that are found; null: nothing fits")]
+    predicted: Annotated[float | None, said("value with the configurations found; null: nothing fits")]
     difference: Annotated[float | None, said("predicted over published, minus 1")]
-    predicted_at_stated: Annotated[float | None, said("with those that are stated", "checked.at_stated")]
+    predicted_at_stated: Annotated[
+        float | None, said("value with the configurations that the paper states", "checked.at_stated")
+    ]
     difference_at_stated: Annotated[float | None, said("likewise", "checked.stated_difference")]
     use: Annotated[str, said("fit: a constant was fitted on it; test", "checked.published.use.value")]
     holds: Annotated[bool, said("whether it is within the tolerance, or the best configuration is found")]
-    miss: Annotated[str, said("why not, for people")]
+    miss: Annotated[str, said("reason of a miss, for people")]
 
 
 class FormShown(Part):
     """The papers' closed form of a step."""
 
     seconds: float
-    source: Annotated[str, said("whose form it is")]
+    source: Annotated[str, said("source of the form")]
     difference: Annotated[float | None, said("its seconds over the simulated ones, minus 1")]
 
 
 class PlanOfFigure(PlanShown):
     """A plan of a figure."""
 
-    closed_form: Annotated[FormShown | None, said("what the papers' form says; null: there is none")]
-    parts: Annotated[Parts, said("where the step's seconds go")]
+    closed_form: Annotated[FormShown | None, said("the papers' closed form; null: none")]
+    parts: Annotated[Parts, said("parts of the step's seconds")]
 
 
 class EntryShown(Part):
     """A scheme in one run."""
 
-    scheme: Annotated[str, said("as the paper calls it")]
+    scheme: Annotated[str, said("name of the scheme in the paper")]
     run: str
     samples_per_second: Annotated[float | None, said("null: nothing fits")]
     found: Annotated[PlanOfFigure | None, said("the best plan in the paper's space")]
-    at_stated: Annotated[PlanOfFigure | None, said("the best with what the paper states")]
+    at_stated: Annotated[
+        PlanOfFigure | None, said("the best plan with the configuration that the paper states")
+    ]
 
 
 class FigureShown(Result):
@@ -117,7 +121,7 @@ class FigureShown(Result):
     subject: Annotated[str, said("the scheme whose ratios over the others are shown")]
     rows: list[CheckedShown]
     schemes: list[EntryShown]
-    constants: Annotated[dict[str, str], BeforeValidator(dict), said("where numbers come from")]
+    constants: Annotated[dict[str, str], BeforeValidator(dict), said("origins of numbers")]
     summary: str
 
 
@@ -149,7 +153,7 @@ def figure_shown(found: Reproduction) -> FigureShown:
 
 
 def plan_shown(plan: Plan | None) -> PlanOfFigure | None:
-    """A plan with the papers' closed form beside it."""
+    """A plan with the papers' closed form."""
     if plan is None:
         return None
     form = beside(plan.play)

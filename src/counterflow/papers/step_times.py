@@ -1,8 +1,8 @@
-"""The papers' closed forms of a step's time, to stand beside a simulated one.
+"""The papers' closed forms of a step's time, to be compared with a simulated one.
 
-They assume stages that all last as long as those of the slowest worker, and know neither memory nor the
-order of messages. They stand beside a prediction and never decide: the planner does not know them. None where
-no paper, and nothing that follows from one, gives a form.
+They assume that all stages are as slow as those of the slowest worker, and ignore memory and the order of
+messages. They are shown next to a prediction and never decide: the planner does not import them. The form is
+None if no paper implies one.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .closed_forms import gems_makespan, mixpipe_idle
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What the closed forms know of a step, in seconds.
+    """Inputs of the closed forms, in seconds.
 
     Attributes:
         forward: F, of one stage on one micro-batch.
-        backward: B, with recomputation where there is some.
+        backward: B, including recomputation if there is any.
         message: C_p2p, one message between neighbours.
-        allreduce: the all-reduce of stage 0, whose gradients are there last and nothing can hide.
+        allreduce: the all-reduce of stage 0, whose gradients are ready last, so nothing overlaps with it.
     """
 
     forward: float
@@ -36,23 +36,23 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """A closed form's answer.
+    """Result of a closed form.
 
     Attributes:
-        seconds: of a step.
-        source: whose form it is.
+        seconds: seconds of a step.
+        source: source of the form.
     """
 
     seconds: float
     source: str
 
     def difference(self, simulated_seconds: float) -> float | None:
-        """The form's seconds over the simulated ones, minus 1; None where a step takes no time."""
+        """The form's seconds over the simulated ones, minus 1; None if a step takes no time."""
         return self.seconds / simulated_seconds - 1 if simulated_seconds else None
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
-    """What the papers' form says of a step of this schedule; None where there is none.
+    """The papers' closed form of a step of this schedule; None if there is none.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> closed_form(chimera(stages=6, micro_batches=6), StageTimes(1.0, 2.0, 0.0, 0.0))
@@ -63,9 +63,9 @@ def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
 
 
 def beside(play: Play) -> ClosedForm | None:
-    """What the papers' form says of a configuration that the planner played; None where there is none.
+    """The papers' closed form of a configuration that the planner simulated; None if there is none.
 
-    The forms know no workers that differ in speed.
+    The forms assume workers of equal speed.
 
     >>> from counterflow.planning import Configuration, Predictor
     >>> from counterflow.planning.task import load_example
@@ -97,7 +97,7 @@ def beside(play: Play) -> ClosedForm | None:
 
 
 def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
-    """Seconds of a stage, the mean over what the slowest worker holds."""
+    """Seconds of a stage, averaged over the stages of the slowest worker."""
     each = [
         [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
     ]
@@ -160,7 +160,7 @@ def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
 
 
 def _unflushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """N·(F+B) a stage held: no bubbles."""
+    """N·(F+B) per stage held: no bubbles."""
     each = schedule.stages // schedule.workers
     seconds = schedule.micro_batches * each * (t.forward + t.backward)
     return ClosedForm(seconds, "Chimera, Table 2" if schedule.scheme != "wpipe" else "WPipe, Table 1")

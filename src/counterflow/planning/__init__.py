@@ -1,4 +1,4 @@
-"""Which plan: clusters and costs as data, predictions, the search, device placement."""
+"""Planning: clusters and costs as data, predictions, the search for a plan, device placement."""
 
 from __future__ import annotations
 

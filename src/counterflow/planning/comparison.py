@@ -1,8 +1,8 @@
-"""Every scheme on so many workers, for one model: the step, the bubbles, and what a worker has to hold.
+"""Every scheme with the same workers and the same model: step, bubbles, and each worker's memory.
 
-Invariant: every row computes the same model. Costs are those of a worker's share of it, or of all of it
-(``simulation/model_share.py``), so a scheme with two stages a worker has stages half as large. What it does
-not do: choose depth, replicas or micro-batches for a cluster; that is ``search``.
+Invariant: every row computes the same model. Costs are those of a worker's share of the model, or of the
+whole model (``simulation/model_share.py``), so a scheme with two stages per worker has stages half as large.
+Depth, replicas and micro-batches for a cluster are chosen by ``search``, not here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from counterflow.simulation.model_share import CostsOf, of_stages
 from counterflow.synthesis import Synthesis, synthesize
 
 STAGES_A_WORKER = 4
-"""Most stages of one pipe that a worker holds in a comparison, where no other number is asked for."""
+"""Default maximum of stages of one pipe that a worker holds in a comparison."""
 
 COMPUTED = "computed"
-"""The scheme of a row whose order was computed."""
+"""Scheme name of a row whose order was computed."""
 
 ROUNDING = 1e-9
-"""Of a limit: sums of fractions of activations round."""
+"""Share by which a limit may be exceeded, because sums of fractions of activations round."""
 
 Report = Callable[[int, int, str], None]
-"""Told how many rows are done, of how many, and what comes next."""
+"""Called with the number of rows done, their total, and what follows."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Compared:
     Attributes:
         simulation: the schedule, simulated with the costs of its stages.
         micro_batches: N of the comparison.
-        computed: what is known of a computed order: bound and method; None: a scheme's own order.
+        computed: bound and method of a computed order; None: a scheme's own order.
     """
 
     simulation: Simulation
@@ -60,26 +60,26 @@ class Compared:
 
     @property
     def name(self) -> str:
-        """What the row is called: the scheme with the options that are not the usual ones."""
+        """Name of the row: the scheme with the options that differ from their defaults."""
         if self.computed is not None:
             return _computed_name(self.schedule.placement)
         return _name(self.schedule)
 
     @property
     def scheme(self) -> str:
-        """The scheme; ``computed`` where the order was computed."""
+        """The scheme; ``computed`` if the order was computed."""
         return COMPUTED if self.computed is not None else self.schedule.scheme
 
     @property
     def synchronous(self) -> bool:
-        """Whether every update follows a flush, so that numbers are those of one process."""
+        """Whether every update follows a flush, so the numbers equal those of one process."""
         return self.schedule.synchronous
 
     @cached_property
     def step(self) -> float:
-        """What N micro-batches take: the makespan, or as long as that many last in the steady state.
+        """Duration of N micro-batches: the makespan, or their time in the steady state.
 
-        Infinite where an asynchronous schedule has no steady state.
+        It is infinite if an asynchronous schedule has no steady state.
         """
         if self.synchronous:
             return self.simulation.makespan
@@ -89,23 +89,23 @@ class Compared:
 
     @cached_property
     def bubble_ratio(self) -> float:
-        """Idle time over the step, the mean of all workers; of the steady state where there is no flush."""
+        """Idle time over the step, averaged over workers; in the steady state if asynchronous."""
         steady = None if self.synchronous else self.simulation.steady_bubble_ratio
         return self.simulation.bubble_ratio if steady is None else steady
 
     @property
     def proved(self) -> bool | None:
-        """Whether no order of these stages and limits is better; None: none was computed."""
+        """Whether no order of these stages and limits is better; None if none was computed."""
         return None if self.computed is None else self.computed.proved
 
     @property
     def lower_bound(self) -> float | None:
-        """No order of these stages within the limits takes less; None: none was computed."""
+        """Lower bound of all orders of these stages within the limits; None if none was computed."""
         return None if self.computed is None else self.computed.lower_bound
 
     @property
     def remark(self) -> str:
-        """What else to know of it, in a few words; often nothing."""
+        """A remark in a few words; usually empty."""
         if not self.synchronous:
             return "asynchronous: older weights"
         if self.computed is None:
@@ -120,32 +120,32 @@ class Compared:
 
     @cached_property
     def weights(self) -> float:
-        """Most weights of a worker, in shares of the model: 1 is 1/P of the model, held once."""
+        """Maximum weights of a worker, in shares of the model: 1 is 1/P of the model, held once."""
         return max(self.simulation.weight_copies) * self._share
 
     @cached_property
     def activations(self) -> float:
-        """Most activations of a worker, in those of a worker's share for one micro-batch."""
+        """Maximum activations of a worker, in units of a worker's share for one micro-batch."""
         return max(self.simulation.peak_activations) * self._share
 
     @cached_property
     def peak_bytes(self) -> float | None:
-        """Most bytes of a worker; None where no bytes were given."""
+        """Maximum bytes of a worker; None if no bytes were given."""
         found = self.simulation.peak_bytes
         return None if found is None else max(found)
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """All that was compared, the quickest first.
+    """Results of a comparison, fastest first.
 
     Attributes:
         workers: P.
         micro_batches: N.
-        costs: as they were given.
-        costs_of: what they were given for.
-        rows: what is within the limits, by ``step``.
-        too_large: what is not, by what it needs.
+        costs: costs as they were given.
+        costs_of: unit that the costs were given for.
+        rows: schedules within the limits, by ``step``.
+        too_large: schedules beyond the limits, by their needs.
         left_out: schemes that have no schedule of this size, with the reason.
     """
 
@@ -158,7 +158,7 @@ class Comparison:
     left_out: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """A line."""
+        """One line."""
         best = f", best {self.rows[0].name}: {self.rows[0].step:.6g}" if self.rows else ""
         counted = f"{len(self.rows)} of {len(self.rows) + len(self.too_large)} schedules within the limits"
         return f"Comparison({self.workers} workers, {self.micro_batches} micro-batches, {counted}{best})"
@@ -181,7 +181,7 @@ class Comparison:
 
     @property
     def best(self) -> tuple[Compared, ...]:
-        """Of each scheme its quickest row, the quickest first."""
+        """The fastest row of each scheme, fastest first."""
         found: dict[str, Compared] = {}
         for row in self.rows:
             found.setdefault(row.name if row.computed else row.scheme, row)
@@ -207,20 +207,21 @@ def compare(
     Args:
         workers: P.
         micro_batches: N, of one mini-batch.
-        costs: by default a forward takes 1, a backward 2, and messages nothing.
-        costs_of: what ``costs`` are given for: a ``worker``'s share, 1/P of the model, or the ``model``.
+        costs: default: a forward takes 1, a backward 2, and messages nothing.
+        costs_of: unit of ``costs``: a ``worker``'s share, 1/P of the model, or the ``model``.
         schemes: only these; None: all.
-        peak: most activations a worker may hold, in those of a worker's share for one micro-batch.
-        memory_bytes: most bytes a worker may hold; needs bytes in ``costs``.
-        stages_a_worker: most stages of one pipe that a worker may hold.
-        seconds: about how long to compute orders, in all; 0: none are computed. Computed are one stage a
-            worker, and two in a V, both with split backwards, within ``peak``, ``memory_bytes``, or without
-            either within the activations of 1F1B: P.
-        moves: so many moves of that search in place of ``seconds``; the same result on every machine.
-        report: told of the progress.
+        peak: maximum activations of a worker, in units of a worker's share for one micro-batch.
+        memory_bytes: maximum bytes of a worker; needs bytes in ``costs``.
+        stages_a_worker: maximum stages of one pipe that a worker holds.
+        seconds: approximate total time for computed orders; 0: none are computed. Orders are computed for one
+            stage per worker and for two in a V, both with split backwards, within ``peak`` and
+            ``memory_bytes``, or without either within the activations of 1F1B: P.
+        moves: search budget in moves instead of ``seconds``; the result is then the same on every machine.
+        report: called with the progress.
 
     Raises:
-        ConfigError: an unknown scheme, a number below 1, costs by stage, or a limit in bytes without bytes.
+        ConfigError: a scheme is unknown, a number is below 1, costs are given by stage, or a limit in bytes
+            without bytes.
 
     >>> found = compare(4, 8, schemes=["gpipe", "1f1b", "zb-v"], peak=4)
     >>> [(row.name, row.step, row.activations) for row in found.best]
@@ -274,10 +275,10 @@ def compare(
 
 
 _Given = tuple[Costs, CostsOf, int]
-"""Costs, what they are given for, and micro-batches."""
+"""Costs, their unit, and micro-batches."""
 
 _Found = Iterator[tuple[str, Compared | ConfigError]]
-"""By name what is compared, or why there is none."""
+"""By name the compared schedule, or the reason why it does not exist."""
 
 
 def _of_schemes(
@@ -286,7 +287,7 @@ def _of_schemes(
     given: _Given,
     tell: Callable[[str], None],
 ) -> _Found:
-    """Every schedule that its scheme makes with these options."""
+    """Every schedule of a scheme with these options."""
     costs, costs_of, micro_batches = given
     for scheme, options in asked:
         tell(scheme.name)
@@ -308,7 +309,7 @@ def _of_placements(
     given: _Given,
     tell: Callable[[str], None],
 ) -> _Found:
-    """The best orders found for these placements, with room for so many shares' activations."""
+    """The best orders found for these placements, within this many shares' activations."""
     costs, costs_of, micro_batches = given
     for placement in placements:
         tell("computed orders")
@@ -319,7 +320,7 @@ def _of_placements(
                 peak=None if room is None else room * placement.stages / placement.workers,
                 **limits,
             )
-        except ConfigError as error:  # not one micro-batch is within the limits
+        except ConfigError as error:  # not even one micro-batch is within the limits
             yield _computed_name(placement), error
             continue
         yield COMPUTED, Compared(found.simulation, micro_batches, found)
@@ -328,13 +329,14 @@ def _of_placements(
 def _refuse(
     costs_of: CostsOf, costs: Costs, peak: float | None, memory_bytes: float | None, **counts: int
 ) -> None:
-    """Refuse what cannot be compared.
+    """Refuse options that cannot be compared.
 
     Raises:
-        ConfigError: a count below 1, a limit in bytes without bytes, or costs of a stage.
+        ConfigError: a count is below 1, a limit in bytes is given without bytes, or costs are those of a
+            stage.
     """
     if costs_of is CostsOf.STAGE:
-        raise ConfigError("costs_of='stage': stages of schemes differ in size; use worker or model")
+        raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: must be 1 or more")
@@ -345,7 +347,7 @@ def _refuse(
 
 
 def _telling(report: Report | None, total: int) -> Callable[[str], None]:
-    """Count what is done and report it."""
+    """Count finished rows and report them."""
     done = count()
 
     def tell(what: str) -> None:
@@ -367,12 +369,12 @@ _SIZES = frozenset({*DEPTH, MICRO_BATCHES.name, PERIODS.name})
 def _options(
     scheme: Scheme, workers: int, micro_batches: int, layers: int
 ) -> Iterator[dict[str, OptionValue]]:
-    """All options of a scheme that are worth trying with so many workers, split backwards too."""
+    """All options of a scheme that are worth trying with this many workers, including split backwards."""
     base: dict[str, OptionValue] = {scheme.depth: workers}
     if not scheme.updates_each_micro_batch:
         base[MICRO_BATCHES.name] = micro_batches
     if not scheme.synchronous:
-        base[PERIODS.name] = 2 * workers + 4  # until the steady state is seen
+        base[PERIODS.name] = 2 * workers + 4  # until the steady state is reached
     for more in scheme.planner(workers, micro_batches, layers):
         yield base | dict(more)
         if scheme.option(SPLIT.name) is not None and SPLIT.name not in more:
@@ -380,7 +382,7 @@ def _options(
 
 
 def _name(schedule: Schedule) -> str:
-    """A schedule's scheme, with the options that are not sizes as pictures say them."""
+    """A schedule's scheme, with the options other than sizes in the words of pictures."""
     scheme = registry.scheme(schedule.scheme)
     told = [
         option.told(value)
@@ -391,9 +393,9 @@ def _name(schedule: Schedule) -> str:
 
 
 def _computed_name(placement: Placement) -> str:
-    """What an order that was computed for this placement is called."""
+    """Name of an order that was computed for this placement."""
     turns = placement.stages > placement.workers
-    return f"computed, {'two stages a worker in a V' if turns else 'one stage a worker'}"
+    return f"computed, {'two stages per worker in a V' if turns else 'one stage per worker'}"
 
 
 def _fits(row: Compared, peak: float | None, memory_bytes: float | None) -> bool:

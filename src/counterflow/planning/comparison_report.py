@@ -1,6 +1,6 @@
-"""A comparison as ``counterflow compare --json`` prints it: what each key means, and where it is read.
+"""A comparison as ``counterflow compare --json`` prints it: the meaning of each key, and where it is read.
 
-Times in the unit of the costs. What it does not do: print.
+Times are in the unit of the costs. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from counterflow.shown import Options, Part, Result, said
 class ComparedShown(Part):
     """A schedule of a comparison."""
 
-    name: Annotated[str, said("the scheme, with the options that are not the usual ones")]
-    scheme: Annotated[str, said("scheme; `computed`: an order that was computed")]
+    name: Annotated[str, said("the scheme, with the options that differ from their defaults")]
+    scheme: Annotated[str, said("scheme; `computed`: a computed order")]
     options: Annotated[Options, said("all options", "schedule.options")]
     synchronous: Annotated[bool, said("false: it computes with older weights")]
-    stages: Annotated[int, said("of the model", "schedule.stages")]
-    step: Annotated[float, said("seconds of one mini-batch; F where no seconds were given")]
+    stages: Annotated[int, said("number of stages of the model", "schedule.stages")]
+    step: Annotated[float, said("seconds of one mini-batch; F if no seconds were given")]
     bubble_ratio: Annotated[float, said("share of a step in which a worker is idle")]
     activations: Annotated[
-        float, said("most that a worker holds, in those of its share of the model for one micro-batch")
+        float, said("maximum activations of a worker, in units of its share of the model for one micro-batch")
     ]
-    weights: Annotated[float, said("most copies of its share of the model, versions counted")]
-    peak_bytes: Annotated[float | None, said("most that a worker holds; null: no bytes were given")]
+    weights: Annotated[float, said("maximum copies of a worker's share of the model, versions counted")]
+    peak_bytes: Annotated[float | None, said("maximum bytes of a worker; null: no bytes were given")]
     proved: Annotated[bool | None, said("whether no order of these stages is better; null: not computed")]
-    lower_bound: Annotated[float | None, said("no order of these stages takes less; null: not computed")]
+    lower_bound: Annotated[
+        float | None, said("lower bound of all orders of these stages; null: not computed")
+    ]
 
 
 class LeftOut(Part):
@@ -42,6 +44,6 @@ class ComparisonShown(Result):
     workers: int
     micro_batches: int
     costs_of: Annotated[str, said("worker: costs are those of a worker's share; model: of the whole model")]
-    rows: Annotated[list[ComparedShown], said("within the limits, the quickest first")]
-    too_large: Annotated[list[ComparedShown], said("not within them, the smallest first")]
+    rows: Annotated[list[ComparedShown], said("schedules within the limits, fastest first")]
+    too_large: Annotated[list[ComparedShown], said("schedules beyond the limits, smallest first")]
     left_out: list[LeftOut]

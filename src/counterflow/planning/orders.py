@@ -1,14 +1,15 @@
-"""Computed orders for the best plans: the best order of each plan's ops that can be found, and cuts to match.
+"""Computed orders for the best plans: the best order of each plan's ops that the search finds, and cuts to
+match.
 
 The best plan of each scheme fixes placement, replicas and micro-batches. For the first few that differ in
 placement or replicas, orders of the same micro-batches are computed, backwards whole and split, with each
-kind of recomputation, for the plan's costs and within the memory that its devices have left. Where the
-planner is free to cut, order and cuts are improved in turns: layers move between neighbouring stages while
-the order stays, then an order is computed for these stages.
+kind of recomputation, for the plan's costs and within the memory that its devices have left. If the planner
+is free to cut, order and cuts are improved alternately: layers move between neighbouring stages while the
+order is fixed, then an order is computed for these stages.
 
-Invariant: a computed order is a ``Play`` like any other, and no seconds are told but those that it takes.
-What a bound shows to be no quicker than the best plan is not looked for, and told (``Omission``). Not here:
-other placements, widths and micro-batches than the best plans have; asynchronous plans.
+Invariant: a computed order is a ``Play`` like any other, and only its simulated seconds are reported. Orders
+that a bound proves not to be faster than the best plan are not computed, but reported (``Omission``). Not
+considered: other placements, widths and micro-batches than those of the best plans, and asynchronous plans.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from .search.found import Found, Plan
 from .search.space import Omission
 
 Progress = Callable[[float, float, str], None]
-"""Called with the best step's seconds, those that no order of the ops at hand beats, and what is going on."""
+"""Called with the best step's seconds, the lower bound of the current ops, and the current activity."""
 
 SYNTHESIZED = "synthesized"
-"""Stands for a scheme's name where an order is computed."""
+"""Stands for a scheme's name if an order is computed."""
 
 _PLANS = 4
-"""So many of the best plans are looked at ..."""
+"""Number of best plans that are considered ..."""
 
 _JOBS = 6
-"""... and of what can be ordered for them so many, those with the lowest bounds."""
+"""... and number of orders computed for them, those with the lowest bounds."""
 
 _TURNS = 3
-"""The most orders that are computed for stages that are cut anew."""
+"""Maximum orders computed for stages that are cut anew."""
 
 _FIRST = 0.7
-"""The share of time for the first order, where stages may be cut anew after it."""
+"""Share of time for the first order, if stages may be cut anew after it."""
 
 _LESS = 1 - 1e-9
-"""Of a time: what is above it is no gain, since sums of floats round."""
+"""Share of a time above which there is no gain, because sums of floats round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class Computed:
 
     Attributes:
         named: the plan whose placement, replicas and micro-batches it has.
-        play: the order, played; its cuts may be others than the plan's.
-        synthesis: the order, its bound, and what found it.
-        method: what found it.
+        play: the simulated order; its cuts may differ from the plan's.
+        synthesis: the order, its bound, and the method that found it.
+        method: method that found the order.
     """
 
     named: Plan
@@ -77,22 +78,22 @@ class Computed:
 
     @property
     def prediction(self) -> Prediction:
-        """All of it as a record."""
+        """The prediction as a record."""
         return self.play.prediction()
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.play.seconds
 
     @property
     def bound_seconds(self) -> float:
-        """No order of these ops within the memory has a shorter step."""
+        """Lower bound of the step over all orders of these ops within the memory."""
         return min(self.play.step_seconds(self.synthesis.lower_bound), self.seconds)
 
     @property
     def gap(self) -> float:
-        """How much of its step a better order of these ops could save at most."""
+        """Maximum share of its step that a better order of these ops could save."""
         return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0
 
     @property
@@ -102,7 +103,7 @@ class Computed:
 
     @property
     def recut(self) -> bool:
-        """Whether its stages are other ones than the rule for cuts makes."""
+        """Whether its stages differ from those of the rule for cuts."""
         return isinstance(self.play.configuration.cuts, tuple) and (
             self.play.configuration.cuts != self.named.play.configuration.cuts
         )
@@ -110,13 +111,13 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What was computed for the best plans.
+    """Orders computed for the best plans.
 
     Attributes:
         named: the best plan before.
         computed: the orders, best first.
-        omissions: what was not looked for, and why.
-        stopped: whether it was interrupted.
+        omissions: orders that were not computed, and why.
+        stopped: whether the search was interrupted.
     """
 
     named: Plan
@@ -126,13 +127,13 @@ class Orders:
 
     @property
     def best(self) -> Computed | None:
-        """The best order, if it is quicker than the best named plan."""
+        """The best order, if it is faster than the best named plan."""
         found = self.computed[0] if self.computed else None
         return found if found is not None and found.seconds < self.named.seconds * _LESS else None
 
     @property
     def gain(self) -> float:
-        """How much of the best named plan's step the best order saves."""
+        """Share of the best named plan's step that the best order saves."""
         return 0.0 if self.best is None else 1 - self.best.seconds / self.named.seconds
 
 
@@ -144,21 +145,21 @@ def compute_orders(
     moves: int | None = None,
     progress: Progress | None = None,
 ) -> Orders:
-    """Orders for the best plans of a search; Ctrl-C ends it with what was found so far.
+    """Compute orders for the best plans of a search; Ctrl-C ends it with the results so far.
 
     Args:
-        found: what the search found.
-        constraints: what a plan has to be.
-        seconds: about how long to look, in all.
-        moves: so many moves of the search for each order in place of ``seconds``; the result is then the
-            same on every machine.
-        progress: told how far it is.
+        found: result of the search.
+        constraints: constraints on a plan.
+        seconds: approximate total time.
+        moves: search budget of each order in moves instead of ``seconds``; the result is then the same on
+            every machine.
+        progress: called with the progress.
     """
     return _Run(found, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
 
 
 def with_orders(found: Found, orders: Orders) -> Found:
-    """What was found, the best computed order at its head if it wins."""
+    """The search's result, with the best computed order at its head if it wins."""
     if orders.best is None:
         return found
     winner = Plan(orders.best.seconds, -1, orders.best.play)
@@ -173,7 +174,7 @@ def with_orders(found: Found, orders: Orders) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Ops to be ordered: ``play`` has their costs and no order yet."""
+    """Ops to order: ``play`` has their costs, but no order yet."""
 
     named: Plan
     play: Play
@@ -226,14 +227,14 @@ class _Run:
 
     @property
     def _seconds(self) -> float:
-        """The best step so far."""
+        """Seconds of the best step so far."""
         return min([self._best.seconds, *(each.seconds for each in self._computed)])
 
     def _jobs(self) -> list[_Job]:
-        """What can be ordered for the best plans, by rising bound; what cannot win is left out.
+        """Ops to order for the best plans, by rising bound, without those that cannot win.
 
-        The same micro-batches come one after the other, whole backwards first: split, they begin with their
-        order.
+        Jobs with the same micro-batches are adjacent, whole backwards first, whose order is where split ones
+        begin.
         """
         alike = []
         for plan in self._plans():
@@ -245,7 +246,7 @@ class _Run:
         return [job for jobs in alike for job in jobs]
 
     def _plans(self) -> list[Plan]:
-        """The best plans, the first of each placement, number of replicas and of micro-batches."""
+        """The best plans: the first of each placement, number of replicas and number of micro-batches."""
         found: dict[object, Plan] = {}
         for plan in self._found.of_schemes:
             schedule, width = plan.play.schedule, plan.play.configuration.replicas
@@ -285,12 +286,11 @@ class _Run:
         self._omissions.append(Omission(str(job), reason))
 
     def _too_slow(self, bound_seconds: float) -> str:
-        return (
-            f"no order of it takes less than {bound_seconds:.4g} s, and the best takes {self._seconds:.4g} s"
-        )
+        least, best = f"{bound_seconds:.4g} s", f"{self._seconds:.4g} s"
+        return f"no order of it takes less than {least}, but the best plan takes {best}"
 
     def _order(self, job: _Job, seconds: float) -> bool:
-        """Compute its order, its cuts in turns; whether it was interrupted."""
+        """Compute an order, alternating with its cuts; return whether the search was interrupted."""
         until = time.monotonic() + seconds
         free = self._constraints.cuts is Cutting.BALANCED
         found = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)
@@ -308,7 +308,7 @@ class _Run:
         return found.synthesis.stopped
 
     def _begun(self, job: _Job) -> Play:
-        """The job; in the order, and the stages, found for the same micro-batches with whole backwards."""
+        """The job, begun with the order and stages found for the same micro-batches with whole backwards."""
         plan = job.play.configuration
         if not _is_split(job.play.schedule.workload):
             return job.play
@@ -324,7 +324,7 @@ class _Run:
         return job.play
 
     def _synthesize(self, job: _Job, play: Play, seconds: float, before: Computed | None) -> Computed:
-        """An order for the ops of ``play``, no worse than its own where it has one."""
+        """An order for the ops of ``play``, not worse than its own if it has one."""
         best = self._seconds
 
         def report(value: float, bound: float, doing: str) -> None:
@@ -347,7 +347,7 @@ class _Run:
         )
 
     def _recut(self, play: Play, until: float) -> Play | None:
-        """The same order, layers moved between neighbouring stages while that gains; None: none did."""
+        """The same order after moves of layers between neighbouring stages that pay; None if none does."""
         best, improved = play, True
         while improved:
             improved = False
@@ -362,7 +362,7 @@ class _Run:
 
 
 def _workload(workload: Workload, *, split: bool) -> Workload:
-    """The same micro-batches through the same pipes, one by one, all backwards whole or all split."""
+    """The same micro-batches through the same pipes, one by one, with all backwards whole or all split."""
     pipe_of = {m: one.pipe for one in workload.passes for m in one.micro_batches}
     same = plain(
         workload.placement, workload.micro_batches, pipe_of=[pipe_of[m] for m in sorted(pipe_of)], split=split
@@ -375,7 +375,7 @@ def _is_split(workload: Workload) -> bool:
 
 
 def _memory(play: Play) -> tuple[float, ...]:
-    """What each worker has beside messages and communicators; less what the search may be above a limit."""
+    """Memory of each worker without messages and communicators, less the search's tolerance of a limit."""
     each = zip(play.usable_bytes, play.beside, strict=True)
     return tuple((usable - room) * (1 - 1e-8) for usable, room in each)
 
@@ -385,7 +385,9 @@ def _objective(play: Play) -> Objective:
 
 
 def _moved(play: Play, stage: int, by: int) -> Play | None:
-    """The same order, where the stage after ``stage`` begins ``by`` layers later; None: one is left empty."""
+    """The same order, in which the stage after ``stage`` begins ``by`` layers later; None if a stage would be
+    empty.
+    """
     cuts = list(play.stages.cuts)
     cuts[stage] += by
     ends = [0, *cuts, len(play.predictor.model.layers)]
@@ -398,17 +400,17 @@ def _moved(play: Play, stage: int, by: int) -> Play | None:
 def play_one_by_one(
     predictor: Predictor, workload: Workload, *, replicas: int, samples: int, recompute: Recompute
 ) -> Play:
-    """A workload on a cluster, its ops one after the other: what they cost, before an order is computed.
+    """A workload on a cluster, its ops one after the other: their costs, before an order is computed.
 
     Args:
-        predictor: of the model on the cluster; its layers are cut so that stages are balanced.
+        predictor: predictor of the model on the cluster; its layers are cut into balanced stages.
         workload: the ops.
         replicas: W, copies of the whole pipeline group.
         samples: B, samples of a micro-batch.
         recompute: what is computed again in a backward.
 
     Raises:
-        ConfigError: a micro-batch without samples, or more workers than the cluster has devices.
+        ConfigError: a micro-batch has no samples, or there are more workers than devices.
     """
     if samples < 1:
         raise ConfigError(f"micro_batch={samples}: must be 1 or more")

@@ -1,11 +1,11 @@
-"""A configuration, played: what the simulator makes of it, and the memory that its workers need.
+"""A simulated configuration: its times, and the memory that its workers need.
 
-The schedule's real order is played with each stage's seconds at the micro-batch size at hand, messages by
-their link and bytes, all-reduces (Rabenseifner) on a lane beside compute. Memory is weights · (1 + gradients
-+ optimiser states) of every copy and version held, the simulated peak of stashed activations, message
-buffers, and the cluster's reserve.
+The schedule's real order is simulated with each stage's seconds at the given micro-batch size, messages by
+their link and bytes, all-reduces (Rabenseifner) on a lane in parallel with compute. Memory is weights · (1 +
+gradients + optimiser states) of every copy and version held, the simulated peak of stashed activations,
+message buffers, and the cluster's reserve.
 
-What it does not do: build the schedule and cut the layers (``predict.py``).
+Schedules are built and layers cut in ``predict.py``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the simulator makes of a schedule and costs; where optimiser state is kept has no part in it.
+    """Simulated times of a schedule with costs, wherever optimiser state is held.
 
     Attributes:
         schedule: the order.
-        costs: what it is played with.
-        model: whether its steps have a barrier, and updates wait for a norm.
+        costs: costs of the simulation.
+        model: the model, which says whether steps have a barrier, and updates wait for a norm.
     """
 
     schedule: Schedule
@@ -51,17 +51,17 @@ class Timing:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule played."""
+        """The simulated schedule."""
         return simulate(self.schedule, self.costs)
 
     @cached_property
     def steady(self) -> float:
-        """Seconds of an update where steps follow each other without a barrier."""
+        """Seconds of an update if steps follow each other without a barrier."""
         seconds = self.simulation.steady_step
         if seconds is None:
             raise ConfigError(
-                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, and "
-                "these are not alike or too few; its builder has to say where they are (Schedule.steady)"
+                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, but "
+                "these differ or are too few; its builder has to set Schedule.steady"
             )
         return seconds
 
@@ -73,7 +73,7 @@ class Timing:
         if self.model.barrier:
             return self.simulation.makespan
         seconds = self.simulation.steady_step_clipped if self.model.clips else self.simulation.steady_step
-        assert seconds is not None  # it has a flush
+        assert seconds is not None  # the scheme is synchronous
         return seconds
 
     @cached_property
@@ -85,13 +85,13 @@ class Timing:
 
     @cached_property
     def changes(self) -> Changes:
-        """What ops, and weight versions, change of each worker's memory."""
+        """Changes of each worker's memory by ops and weight versions."""
         return timed(self.schedule).changes(self.costs)
 
 
 @dataclass(frozen=True)
 class Play:
-    """A configuration and what the simulator makes of it."""
+    """A configuration and its simulation."""
 
     predictor: Predictor
     configuration: Configuration
@@ -100,13 +100,13 @@ class Play:
     network: Network
     mini_batch: int | None = None
     p2p_scale: float = field(default=1.0, kw_only=True)
-    """What messages are multiplied by."""
+    """Factor of the cost of messages."""
     allreduce_scale: float = field(default=1.0, kw_only=True)
-    """What all-reduces are multiplied by."""
+    """Factor of the cost of all-reduces."""
 
     @cached_property
     def costs(self) -> Costs:
-        """What the simulator is fed with."""
+        """Costs for the simulator."""
         cluster, network_, scale = self.predictor.cluster, self.network, self.p2p_scale
         return Costs(
             ops=PlannedOps(self.stages, self.configuration.recompute, network_.slowness),
@@ -128,7 +128,7 @@ class Play:
 
     @property
     def _ties(self) -> list[tuple[tuple[int, ...], float]]:
-        """Of what stages share, these and the seconds of its sum over all who hold it."""
+        """For weights that stages share: the stages, and the seconds of their sum over all holders."""
         predictor, configuration = self.predictor, self.configuration
         place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
         return [
@@ -139,27 +139,27 @@ class Play:
 
     @cached_property
     def timing(self) -> Timing:
-        """What the simulator makes of it."""
+        """Simulated times."""
         return Timing(self.schedule, self.costs, self.predictor.model)
 
     @property
     def simulation(self) -> Simulation:
-        """The schedule played."""
+        """The simulated schedule."""
         return self.timing.simulation
 
     def with_sync(self, sync: Sync) -> Play:
-        """The same in another sync mode."""
+        """A copy with another sync mode."""
         return replace(self, configuration=replace(self.configuration, sync=sync))
 
     def with_zero_stage(self, zero_stage: int) -> Play:
-        """The same with optimiser state sharded, or not; it is not played again."""
+        """A copy with optimiser state sharded, or not; it is not simulated again."""
         found = replace(self, configuration=replace(self.configuration, zero_stage=zero_stage))
         vars(found)["timing"] = self.timing
         return found
 
     @cached_property
     def sharded(self) -> ShardedState | None:
-        """Who owns what; None: each worker keeps the optimiser state of all that it holds."""
+        """Owners of optimiser state; None: each worker holds the state of all its weights."""
         plan = self.configuration
         if not plan.zero_stage:
             return None
@@ -178,28 +178,30 @@ class Play:
 
     @cached_property
     def seconds(self) -> float:
-        """One step, with or without a barrier as the model's config says."""
+        """Seconds of one step, with or without a barrier as the model's config says."""
         return self.step_seconds(self.timing.update)
 
     @property
     def steady_seconds(self) -> float:
-        """One step, where steps follow each other without a barrier."""
+        """Seconds of one step if steps follow each other without a barrier."""
         return self.step_seconds(self.timing.steady)
 
     def step_seconds(self, update_seconds: float) -> float:
-        """One step, if an update's ops, messages and sums take so long where no worker waits for a core."""
+        """Seconds of one step if an update's ops, messages and sums take ``update_seconds`` without waits for
+        cores.
+        """
         return (max(update_seconds, self._core_seconds) + self._update) * self.updates
 
     def update_limit(self, step_seconds: float) -> float:
-        """The most that an update's ops, messages and sums may take in a step of so many seconds."""
+        """Maximum seconds of an update's ops, messages and sums in a step of ``step_seconds``."""
         return step_seconds / self.updates - self._update
 
     @cached_property
     def _core_seconds(self) -> float:
-        """What an update takes at least where workers share cores.
+        """Minimum seconds of an update if workers share cores.
 
-        However they take turns, all cores together have the work of all workers to do; where nodes differ,
-        those of each node.
+        In whatever order, all cores together have to do the work of all workers; if nodes differ, those of
+        each node.
         """
         cluster = self.predictor.cluster
         if not self.predictor.shares_cores:
@@ -214,7 +216,7 @@ class Play:
 
     @cached_property
     def _update(self) -> float:
-        """What follows an update's ops, syncs and messages."""
+        """Seconds of an update after its ops, syncs and messages."""
         return self._optimizer + self.broadcast_seconds
 
     @cached_property
@@ -229,7 +231,7 @@ class Play:
 
     @property
     def broadcast_seconds(self) -> float:
-        """To send updated weights from their owners to all who hold them."""
+        """Seconds to send updated weights from their owners to all holders."""
         return 0.0 if self.sharded is None else self.sharded.seconds
 
     @cached_property
@@ -254,7 +256,7 @@ class Play:
             )
         else:
             peaks = allowed(self.schedule, stages, changes)
-            gradients = optimizer = casts = [0.0] * placement.workers  # state is told as one
+            gradients = optimizer = casts = [0.0] * placement.workers  # optimiser state is one amount
         skips, shared = skips_in_flight(self.schedule, stages), self.communicators
         return tuple(
             WorkerMemory(
@@ -284,7 +286,7 @@ class Play:
 
     @cached_property
     def communicators(self) -> tuple[float, ...]:
-        """Of each worker's communicators."""
+        """Memory of each worker's communicators."""
         each = self.predictor.cluster.communicator_bytes
         if not each:
             return (0.0,) * self.schedule.workers
@@ -295,8 +297,8 @@ class Play:
 
     @property
     def beside(self) -> tuple[float, ...]:
-        """What each worker may need beside weights and activations, whatever the order: messages, skips,
-        communicators.
+        """Memory of each worker in addition to weights and activations, for any order: messages, skip
+        connections, communicators.
         """
         schedule, stages = self.schedule, self.stages
         buffers = message_buffers(schedule.placement, together(schedule), stages)
@@ -305,17 +307,17 @@ class Play:
 
     @property
     def usable_bytes(self) -> tuple[float, ...]:
-        """What each worker has for it."""
+        """Memory that each worker can use."""
         return self.network.usable_bytes or (self.predictor.cluster.usable_bytes,) * self.schedule.workers
 
     @cached_property
     def fits(self) -> bool:
-        """Whether every worker's memory is there."""
+        """Whether every worker's memory suffices."""
         each = zip(self.memory, self.usable_bytes, strict=True)
         return all(worker.total <= usable for worker, usable in each)
 
     def prediction(self) -> Prediction:
-        """All of it as a record."""
+        """The prediction as a record."""
         work, seconds = self.timing.work, self.seconds
         idle = 1 - sum(work) / len(work) / (seconds / self.updates) if seconds else 0.0
         return Prediction(
@@ -345,7 +347,7 @@ class Play:
         return [list(map(list, replica)) for replica in found]
 
     def parts(self) -> Parts:
-        """Where the step's seconds go: what is left out when messages, then syncs, cost nothing."""
+        """Parts of the step's seconds: the savings if messages, then syncs, cost nothing."""
         played, slowed = self.timing, self.predictor.cluster.sync_slowdown != 0
         quiet = replace(self, allreduce_scale=0.0)
         still = replace(quiet, p2p_scale=0.0)
@@ -369,7 +371,7 @@ class Play:
         notes = [
             f"{node.devices} workers of a node share {node.cores} "
             f"core{'s' if node.cores != 1 else ''}: a step takes at least the work of all workers "
-            "over the cores, and who waits for whom is not foreseen"
+            "divided by the cores, but waits for cores are not predicted"
             for node in dict.fromkeys(sharing)
         ]
         layers = self.predictor.profile.layers
@@ -381,7 +383,7 @@ class Play:
         ]
         if beyond:
             notes.append(
-                f"micro-batches of {self.configuration.samples} samples are beyond what the profile has of "
+                f"micro-batches of {self.configuration.samples} samples exceed the profile of "
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times are extrapolated linearly"
             )
         return notes
@@ -398,9 +400,9 @@ def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:
 def sync_crossings(
     stages: StageCosts, links: Network, scale: float = 1.0
 ) -> tuple[tuple[tuple[int, ...], float], ...] | None:
-    """Of each stage's all-reduce the ways out of nodes that it shares, and its seconds there.
+    """For each stage's all-reduce the ways out of nodes that it shares, and its seconds there.
 
-    None: nothing is shared.
+    None if nothing is shared.
     """
     if not any(links.crossed) or links.copies == 1:
         return None

@@ -1,7 +1,8 @@
-"""What one configuration costs: its schedule is built, its layers are cut, and it is played (``play.py``).
+"""The cost of one configuration: its schedule is built, its layers are cut, and it is simulated
+(``play.py``).
 
-Schedules, cuts and stage costs are kept: a search asks for many configurations of one model and cluster. Not
-predicted: reading data, the loss's own kernels beyond the profile's layers, and start-up.
+Schedules, cuts and stage costs are cached, because a search predicts many configurations of one model and
+cluster. Not predicted: reading data, the loss's own kernels beyond the profile's layers, and start-up.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from .search.node_orders import Runs
 from .search.worker_cuts import Balance
 
 STEADY_PERIODS = 4
-"""Whole periods in the steady state of an asynchronous schedule: two alike, and those that they wait for."""
+"""Whole periods in the steady state of an asynchronous schedule: two equal ones, and those that they wait
+for.
+"""
 
 _KEPT_SCHEDULES = 8
 
@@ -43,14 +46,14 @@ def predict(
     *,
     mini_batch: int | None = None,
 ) -> Prediction:
-    """What one configuration costs.
+    """The cost of one configuration.
 
     Args:
         model: what is trained.
-        profile: what its layers cost on a device.
+        profile: costs of its layers on a device.
         cluster: the devices and their links.
         configuration: how it is trained.
-        mini_batch: samples the step is counted for; None: those of one update.
+        mini_batch: samples of one mini-batch; None: those of one update.
 
     Raises:
         ConfigError: the scheme cannot be built with these options, the model has too few layers, the cluster
@@ -70,7 +73,7 @@ def predict(
 
 
 class Predictor:
-    """Predicts many configurations of one model on one cluster; schedules and stage costs are kept."""
+    """Predicts many configurations of one model on one cluster; schedules and stage costs are cached."""
 
     def __init__(self, model: Model, profile: Profile, cluster: Cluster, *, tensor_parallel: int = 1) -> None:
         for kind in dict.fromkeys(model.layers):
@@ -83,9 +86,10 @@ class Predictor:
         self._parameters = parameters_of(model, profile)
         self._sums: dict[tuple[int, bool], Any] = {}
         self.schedule = lru_cache(maxsize=_KEPT_SCHEDULES)(partial(_build, far=bool(model.skips)))
-        """Of a scheme and its options; an asynchronous one as long as it takes to see its steady state."""
+        """Schedule of a scheme and its options; an asynchronous one is long enough to reach its steady state.
+        """
         self.network = cache(partial(network, self.cluster))
-        """What messages and all-reduces find; see the function of that name."""
+        """Cost of messages and all-reduces; see the function ``network``."""
         self._sharding = cache(partial(Sharding, self.cluster))
         self.sharded_state = cache(self._sharded_state)
         self._stage_costs = cache(partial(stage_costs, model, self.profile))
@@ -93,14 +97,15 @@ class Predictor:
         self._cuts = cache(self._cuts_of)
 
     def predict(self, configuration: Configuration, *, mini_batch: int | None = None) -> Prediction:
-        """See the function of that name."""
+        """Predict a configuration; see the function of this name."""
         return self.play(configuration, mini_batch).prediction()
 
     def at(self, tensor_parallel: int) -> Predictor:
-        """The same for a position of so many: its ``cluster`` has places, its ``profile`` what is left there.
+        """The predictor of one of T positions: its ``cluster`` consists of places, its ``profile`` of divided
+        layers.
 
         Raises:
-            ConfigError: the layers, or the devices of a node, are not divided so.
+            ConfigError: T does not divide the layers or the devices of a node.
         """
         if tensor_parallel not in self._of_positions:
             made = Predictor(self.model, *self.whole, tensor_parallel=tensor_parallel)
@@ -110,11 +115,11 @@ class Predictor:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether workers of a node have to take turns on its cores."""
+        """Whether workers of a node share cores."""
         return self.whole[1].shares_cores
 
     def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
-        """The configuration, played."""
+        """The simulated configuration."""
         _require_samples(configuration)
         return self.play_order(
             configuration, self.schedule(configuration.scheme, configuration.options), mini_batch
@@ -123,7 +128,7 @@ class Predictor:
     def play_order(
         self, configuration: Configuration, schedule: Schedule, mini_batch: int | None = None
     ) -> Play:
-        """The configuration, played with this schedule in place of its scheme's."""
+        """The configuration, simulated with this schedule instead of its scheme's."""
         if configuration.tensor_parallel != self.tensor_parallel:
             return self.at(configuration.tensor_parallel).play_order(configuration, schedule, mini_batch)
         needed = schedule.workers * configuration.replicas
@@ -157,7 +162,7 @@ class Predictor:
         samples: int,
         where: tuple[Placement, int, Arrangement, Runs],
     ) -> ShardedState:
-        """Who owns what, and what is sent for it, where optimiser state is sharded."""
+        """Owners of optimiser state and the cost of sending updates, if optimiser state is sharded."""
         return self._sharding(*where).state(
             self._stage_costs(cuts, samples),
             self._parameters,
@@ -180,10 +185,10 @@ class Predictor:
         Args:
             cuts: a rule, or the cuts themselves.
             placement: which worker holds which stage.
-            samples: of a micro-batch.
-            recompute: what is computed again.
-            passes: micro-batches of an update that go through each pipe.
-            on: what its workers are on; only where devices differ, cuts depend on it.
+            samples: samples of a micro-batch.
+            recompute: what a backward computes again.
+            passes: number of micro-batches of an update through each pipe.
+            on: devices of its workers; cuts depend on them only if devices differ.
         """
         slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
         found = self._cuts(cuts, (placement, passes, samples, recompute), usable, slowness)
@@ -207,7 +212,7 @@ class Predictor:
     def _balanced_cuts(
         self, placement: Placement, passes: int, samples: int, again: bool, slowness: tuple[float, ...]
     ) -> tuple[int, ...]:
-        """Cuts by seconds alone, in which what is computed again counts, and not how."""
+        """Cuts by seconds alone; recomputed work counts, whatever its granularity."""
         recompute = Recompute.STAGE if again else Recompute.NONE
         judged = placement, passes, samples, recompute, math.inf
         balance = Balance(self.model, self.profile, *judged, self._sums, slowness)
@@ -227,26 +232,29 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
         raise ConfigError(f"zero_stage={zero_stage}: give 1 to shard optimiser state, or 0")
     if zero_stage and configuration.tensor_parallel > 1:
         raise ConfigError(
-            f"zero_stage=1 does not go with tensor_parallel={configuration.tensor_parallel}: give one of them"
+            f"zero_stage=1 cannot be combined with tensor_parallel={configuration.tensor_parallel}; give "
+            "only one of them"
         )
     if zero_stage and not (schedule.synchronous and barrier):
         why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
         raise ConfigError(
-            f"zero_stage=1: updated weights are sent when a step ends on all workers, and with {why} it does "
-            "not; give 0"
+            "zero_stage=1: updated weights are sent when a step ends on all workers, which does not happen "
+            f"with {why}; "
+            "give 0"
         )
 
 
 def _build(scheme: str, given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:
-    """The schedule; of an asynchronous scheme with enough whole periods in its steady state.
+    """The schedule; an asynchronous one with enough whole periods in its steady state.
 
-    With ``far`` an op may wait for one of as many periods before as there are stages, by a skip.
+    With ``far`` an op may wait, through a skip connection, for one that is as many periods earlier as there
+    are stages.
     """
     known, options = registry.scheme(scheme), dict(given)
     if known.synchronous:
         return registry.build(scheme, options)
     one = registry.build(scheme, options | {"periods": 1})
-    # Until the first micro-batch is through, others follow it into the pipeline, and at its end again.
+    # Until the first micro-batch is through, others follow it into the pipeline, and the same at its end.
     whole = STEADY_PERIODS + (math.ceil(one.stages / one.micro_batches) if far else 0)
     fewest = whole + math.ceil(one.workers / one.micro_batches)
     for periods in range(fewest, fewest + 2 * one.stages + 2):
@@ -254,6 +262,6 @@ def _build(scheme: str, given: tuple[tuple[str, OptionValue], ...], *, far: bool
         if whole_periods(schedule) >= whole:
             return schedule
     raise ConfigError(
-        f"{schedule}: an asynchronous scheme is timed by its steady part, and this has none of "
-        f"{whole} periods; its builder has to say where it is (Schedule.steady)"
+        f"{schedule}: an asynchronous scheme is timed by its steady part, but this one has none of "
+        f"{whole} periods; its builder has to set Schedule.steady"
     )

@@ -1,4 +1,4 @@
-"""What is predicted, as plain records: a configuration, where its step goes, its memory."""
+"""Predictions as plain records: a configuration, the parts of its step, its memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from .search.node_orders import Runs
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to train: what ``predict`` predicts and a plan file says.
+    """One way to train: the subject of a prediction and of a plan file.
 
     Attributes:
         scheme: the scheme's name.
-        options: its options without ``periods``: how many updates an asynchronous scheme plays is no choice.
+        options: its options without ``periods``, because the number of simulated updates is not a choice.
         replicas: W, copies of the whole pipeline group.
         samples: B, samples of a micro-batch.
-        recompute: what is computed again in a backward.
+        recompute: what a backward computes again.
         sync: when gradients are summed.
         arrangement: which devices the workers are on.
-        cuts: where the layers are cut.
-        tensor_parallel: T, positions of tensor parallelism, at each of which stands a whole pipeline group.
-        nodes: the order in which nodes of different kinds stand; empty: the cluster's.
-        zero_stage: 1: of all who hold a weight one keeps its optimiser state, updates it and sends it on.
+        cuts: cuts of the layers.
+        tensor_parallel: T, positions of tensor parallelism, each with a whole pipeline group.
+        nodes: the order of nodes of different kinds; empty: the cluster's order.
+        zero_stage: 1: one of the holders of a weight keeps its optimiser state, updates it and sends it to
+            the others.
     """
 
     scheme: str
@@ -51,23 +52,23 @@ class Configuration:
     def of(
         cls, scheme: str, options: Mapping[str, OptionValue], replicas: int, samples: int, **more: Any
     ) -> Configuration:
-        """The same with the options as a mapping."""
+        """A configuration with options from a mapping."""
         return cls(scheme, tuple(options.items()), replicas, samples, **more)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """What a worker holds when it holds most, in bytes.
+    """Memory of a worker at its peak, in bytes.
 
     Attributes:
-        weights: weights, gradients and optimiser state of every copy and version, casts too.
-        activations: what forwards keep for their backwards.
-        buffers: of messages that are received ahead or on their way.
-        workspace: what the op that needs most needs beside that while it runs; or the update.
-        gradients: of ``weights``, the gradients.
-        optimizer: of ``weights``, the optimiser's state.
-        casts: of ``weights``, what weights are cast to in another precision.
-        communicators: of NCCL, in no tensor.
+        weights: weights, gradients and optimiser state of every copy and version, including casts.
+        activations: tensors that forwards save for their backwards.
+        buffers: buffers of messages that are received ahead or in flight.
+        workspace: additional memory of the largest op while it runs, or of the update.
+        gradients: the part of ``weights`` that is gradients.
+        optimizer: the part of ``weights`` that is the optimiser's state.
+        casts: the part of ``weights`` that is casts to another precision.
+        communicators: memory of NCCL, in no tensor.
     """
 
     weights: float
@@ -81,11 +82,11 @@ class WorkerMemory:
 
     @property
     def total(self) -> float:
-        """All of it, without the cluster's reserve."""
+        """Total, without the cluster's reserve."""
         return self.weights + self.activations + self.workspace + self.buffers + self.communicators
 
     def parts(self) -> dict[str, float]:
-        """All of it by part, by a profile that has the peaks of ops.
+        """Total by part, with a profile that contains the peaks of ops.
 
         >>> sum(WorkerMemory(10.0, 5.0, 2.0, 1.0, 3.0, 6.0).parts().values())
         18.0
@@ -104,17 +105,17 @@ class WorkerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where a step's seconds go; they add up to the step.
+    """Parts of a step's seconds; they add up to the step.
 
     Attributes:
-        compute: ops of a worker, the mean of all workers.
-        imbalance: what the busiest worker computes beyond the mean.
-        bubbles: idle time of the busiest worker that the order alone makes.
-        messages: what messages add.
-        allreduce: what gradient syncs add that nothing hides.
-        update: the optimiser, and what an update takes whatever is in it.
-        shared_cores: what workers add that wait for a core.
-        broadcasts: what sending updated weights adds, where optimiser state is sharded.
+        compute: ops of a worker, averaged over workers.
+        imbalance: compute of the busiest worker beyond the mean.
+        bubbles: idle time of the busiest worker that the order alone causes.
+        messages: time that messages add.
+        allreduce: time that gradient syncs add without overlap.
+        update: the optimiser, and the fixed time of an update.
+        shared_cores: time that waits for cores add.
+        broadcasts: time to send updated weights, if optimiser state is sharded.
     """
 
     compute: float
@@ -129,22 +130,23 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a configuration costs.
+    """The cost of a configuration.
 
     Attributes:
-        configuration: what was predicted, its cuts resolved.
+        configuration: the configuration, with its cuts resolved.
         schedule: the schedule's text.
         workers: D, workers of a replica.
         micro_batches: N, micro-batches of an update on each replica.
-        step_seconds: one mini-batch of ``mini_batch`` samples; in the steady state where there is no flush.
-        steady_step_seconds: the same where steps follow each other without a barrier.
-        mini_batch: samples of all replicas that the step is counted for.
-        updates: updates of the weights in that time; more than 1 where each micro-batch has its own.
-        bubble_ratio: share of the step in which a worker computes nothing, the mean of all workers.
-        memory: of each worker at its peak.
-        usable_bytes: what a device has for it.
-        notes: what to know before believing the numbers.
-        usable_by_worker: where devices differ, what each worker has; else empty.
+        step_seconds: seconds of one mini-batch of ``mini_batch`` samples; in the steady state if
+            asynchronous.
+        steady_step_seconds: the same if steps follow each other without a barrier.
+        mini_batch: samples of a step, over all replicas.
+        updates: updates of the weights in that time; more than 1 if each micro-batch has its own.
+        bubble_ratio: share of the step in which a worker is idle, averaged over workers.
+        memory: memory of each worker at its peak.
+        usable_bytes: memory that a device can use.
+        notes: caveats of the prediction.
+        usable_by_worker: memory that each worker can use, if devices differ; otherwise empty.
         mesh: devices by replica, worker and position, for a ``DeviceMesh``; None without tensor parallelism.
     """
 
@@ -170,22 +172,22 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Each worker's memory, without the reserve."""
+        """Memory of each worker at its peak, without the reserve."""
         return tuple(worker.total for worker in self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether every worker's memory is there."""
+        """Whether every worker's memory suffices."""
         return self.needed_bytes <= self.had_bytes
 
     @property
     def needed_bytes(self) -> float:
-        """What the worker needs that has most too little, or least to spare."""
+        """Memory that the worker with the least room needs."""
         return self._fullest[0]
 
     @property
     def had_bytes(self) -> float:
-        """What that worker has."""
+        """Memory that this worker can use."""
         return self._fullest[1]
 
     @property
@@ -199,10 +201,10 @@ class Prediction:
 
 
 def choices(configuration: Configuration) -> str:
-    """The options of a configuration that its depth and micro-batches do not tell, for people.
+    """The options of a configuration other than its depth and micro-batches, for people.
 
-    Parts of the model on a worker are told even where they are the usual ones; optimiser state, where it is
-    sharded.
+    The number of parts of the model on a worker is shown even if it is the default; optimiser state is shown
+    if it is sharded.
 
     >>> options = {"stages": 4, "micro_batches": 8, "pairs": 1, "concat": "forward-doubling"}
     >>> choices(Configuration.of("chimera", options, 1, 1))
@@ -221,7 +223,7 @@ def choices(configuration: Configuration) -> str:
 
 
 def ranking(predictions: Iterable[Prediction]) -> str:
-    """Predictions as a table of HTML, a row each."""
+    """Predictions as an HTML table with one row each."""
     heads = (
         "scheme",
         "D",

@@ -1,7 +1,7 @@
-"""A search's result as ``counterflow plan --json`` prints it: what each key means, and where it is read.
+"""A search's result as ``counterflow plan --json`` prints it: the meaning of each key, and where it is read.
 
-Times in seconds, memory in bytes, throughput in samples a second; keys end in ``_seconds`` and ``_bytes``.
-What it does not do: print.
+Times are in seconds, memory in bytes, throughput in samples per second; keys end in ``_seconds`` and
+``_bytes``. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .why import BreakEven, Why
 
 
 def chosen(text: str, name: str) -> Any:
-    """A key of a configuration: a prediction's, or a candidate's that was not played."""
+    """A key of a configuration: a prediction's, or a candidate's that was not simulated."""
     return said(text, f"prediction.configuration.{name}", f"candidate.{name}")
 
 
@@ -32,15 +32,15 @@ def predicted(text: str, name: str) -> Any:
 
 
 def _runs(nodes: Sequence[Any]) -> list[Any]:
-    """Nodes side by side, from pairs of kind and number."""
+    """Adjacent nodes, from pairs of kind and number."""
     return [{"kind": run[0], "nodes": run[1]} if isinstance(run, tuple) else run for run in nodes]
 
 
 class NodesShown(Part):
-    """Nodes of one kind, side by side."""
+    """Adjacent nodes of one kind."""
 
     kind: str
-    nodes: Annotated[int, said("how many")]
+    nodes: Annotated[int, said("number of nodes")]
 
 
 class ConfigurationShown(Part):
@@ -58,7 +58,7 @@ class ConfigurationShown(Part):
     nodes: Annotated[
         list[NodesShown],
         BeforeValidator(_runs),
-        chosen("the order in which nodes of different kinds stand; empty: the cluster's", "nodes"),
+        chosen("order of nodes of different kinds; empty: the cluster's", "nodes"),
     ]
     zero_stage: Annotated[
         int, chosen("1: optimiser state is sharded over the holders of a weight", "zero_stage")
@@ -68,7 +68,7 @@ class ConfigurationShown(Part):
         chosen("layers at which stages begin after the first; or balanced, even: not cut yet", "cuts"),
     ]
     tensor_parallel: Annotated[
-        int, chosen("positions of tensor parallelism, at each of which stands a pipeline", "tensor_parallel")
+        int, chosen("positions of tensor parallelism, each with a pipeline", "tensor_parallel")
     ]
 
 
@@ -76,45 +76,53 @@ class MemoryShown(Part):
     """A worker's memory at its peak, in a plan."""
 
     weights_bytes: Annotated[
-        float, said("weights, gradients, optimiser state, of all copies and versions", "weights")
+        float, said("weights, gradients and optimiser state of all copies and versions", "weights")
     ]
     activations_bytes: Annotated[
-        float, said("kept for backwards, and what recomputation needs", "activations")
+        float, said("saved for backwards, and memory of recomputation", "activations")
     ]
     buffers_bytes: Annotated[float, said("messages in flight", "buffers")]
     workspace_bytes: Annotated[
-        float, said("what the op that needs most needs besides; 0: not profiled", "workspace")
+        float, said("additional memory of the largest op; 0: not profiled", "workspace")
     ]
-    gradients_bytes: Annotated[float, said("of `weights_bytes`, gradients; 0: not profiled", "gradients")]
+    gradients_bytes: Annotated[
+        float, said("part of `weights_bytes` that is gradients; 0: not profiled", "gradients")
+    ]
     optimizer_bytes: Annotated[
-        float, said("of `weights_bytes`, the optimiser's state; 0: not profiled", "optimizer")
+        float, said("part of `weights_bytes` that is optimiser state; 0: not profiled", "optimizer")
     ]
-    casts_bytes: Annotated[float, said("of `weights_bytes`, weights cast to another precision", "casts")]
+    casts_bytes: Annotated[
+        float, said("part of `weights_bytes` that is weights cast to another precision", "casts")
+    ]
     communicators_bytes: Annotated[
-        float, said("communicators; 0: the cluster does not say what one takes", "communicators")
+        float, said("communicators; 0: the cluster does not give their size", "communicators")
     ]
 
 
 class PredictionShown(ConfigurationShown):
-    """What a configuration costs."""
+    """The cost of a configuration."""
 
-    workers: Annotated[int, predicted("of a replica", "workers")]
-    micro_batches: Annotated[int, predicted("of an update, on each replica", "micro_batches")]
+    workers: Annotated[int, predicted("workers of a replica", "workers")]
+    micro_batches: Annotated[int, predicted("micro-batches of an update, on each replica", "micro_batches")]
     step_seconds: Annotated[float, predicted("one mini-batch", "step_seconds")]
     steady_step_seconds: Annotated[
-        float, predicted("what a step adds where none waits for a barrier", "steady_step_seconds")
+        float,
+        predicted(
+            "time that a step adds if steps follow each other without a barrier", "steady_step_seconds"
+        ),
     ]
-    samples_per_second: Annotated[float, predicted("of all replicas", "samples_per_second")]
-    mini_batch: Annotated[int, predicted("samples that its step is counted for", "mini_batch")]
-    updates: Annotated[int, predicted("in that step", "updates")]
+    samples_per_second: Annotated[float, predicted("throughput of all replicas", "samples_per_second")]
+    mini_batch: Annotated[int, predicted("samples of a step", "mini_batch")]
+    updates: Annotated[int, predicted("updates in a step", "updates")]
     bubble_ratio: Annotated[float, predicted("share of a step in which a worker is idle", "bubble_ratio")]
-    peak_bytes: Annotated[list[float], predicted("by worker", "peak_bytes")]
+    peak_bytes: Annotated[list[float], predicted("memory by worker", "peak_bytes")]
     usable_by_worker_bytes: Annotated[
-        list[float], predicted("memory of each worker, where devices differ; else empty", "usable_by_worker")
+        list[float],
+        predicted("memory that each worker can use, if devices differ; otherwise empty", "usable_by_worker"),
     ]
-    memory: Annotated[list[MemoryShown], predicted("by worker", "memory")]
+    memory: Annotated[list[MemoryShown], predicted("parts of the peak memory, by worker", "memory")]
     fits: Annotated[bool, predicted("whether all workers' peaks fit their memory", "fits")]
-    notes: Annotated[list[str], predicted("for people", "notes")]
+    notes: Annotated[list[str], predicted("caveats, for people", "notes")]
 
 
 class PlanShown(PredictionShown):
@@ -130,42 +138,49 @@ class PlanShown(PredictionShown):
 
 
 class LargerShown(PlanShown):
-    """A plan that would need more memory than there is."""
+    """A plan that would need more memory than available."""
 
-    needed_bytes: Annotated[float, predicted("of a device", "needed_bytes")]
+    needed_bytes: Annotated[float, predicted("memory of a device", "needed_bytes")]
 
 
 class TooLargeShown(ConfigurationShown):
     """A configuration that does not fit."""
 
-    needed_bytes: Annotated[float, said("at least, on its largest worker")]
-    worker_usable_bytes: Annotated[float, said("what that worker has", "usable_bytes")]
-    worker: Annotated[int, said("that worker")]
+    needed_bytes: Annotated[float, said("minimum memory on its fullest worker")]
+    worker_usable_bytes: Annotated[float, said("memory that this worker can use", "usable_bytes")]
+    worker: Annotated[int, said("number of this worker")]
 
 
 class RejectedShown(Part):
-    """What became of a scheme's candidates."""
+    """Numbers of a scheme's candidates by outcome."""
 
     scheme: str
     candidates: int
-    too_large: Annotated[int, said("that do not fit the memory, unless known to be slower")]
+    too_large: Annotated[int, said("candidates that do not fit the memory, unless known to be slower")]
     slower_by_bound: Annotated[
-        int, said("that cannot be as fast as what was found, and were not simulated", "slower")
+        int, said("candidates that cannot be as fast as the best found, and were not simulated", "slower")
     ]
     simulated: int
-    closest_too_large: Annotated[TooLargeShown | None, said("the smallest that does not fit", "closest")]
+    closest_too_large: Annotated[
+        TooLargeShown | None, said("the smallest candidate that does not fit", "closest")
+    ]
 
 
 class WhyShown(Part):
     """Why the best plan is the best."""
 
-    parts_seconds: Annotated[Parts, said("of the best plan", "parts")]
-    limit: Annotated[str | None, said("the part that costs most beside compute")]
+    parts_seconds: Annotated[Parts, said("parts of the best plan's step", "parts")]
+    limit: Annotated[str | None, said("the largest part other than compute")]
     second: Annotated[
-        str | None, said("the scheme of the best plan of another one", "second.play.configuration.scheme")
+        str | None,
+        said("scheme of the second-best plan, which has another scheme", "second.play.configuration.scheme"),
     ] = None
-    second_parts_seconds: Annotated[Parts | None, said("of that plan", "second_parts")]
-    second_wins_if: Annotated[list[BreakEven], said("either of them", "break_evens")]
+    second_parts_seconds: Annotated[
+        Parts | None, said("parts of the second-best plan's step", "second_parts")
+    ]
+    second_wins_if: Annotated[
+        list[BreakEven], said("changes that would make the second-best plan win", "break_evens")
+    ]
     in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
 
 
@@ -175,35 +190,36 @@ class OrderShown(PredictionShown):
     placement_of: Annotated[
         str,
         said(
-            "the scheme of the plan whose placement and micro-batches it has",
+            "scheme of the plan with the same placement and micro-batches",
             "named.play.configuration.scheme",
         ),
     ]
     split: Annotated[bool, said("whether its backwards are split")]
     objective: Annotated[
-        str, said("the objective: makespan, or steady where there is no barrier", "synthesis.objective")
+        str, said("the objective: makespan, or steady without a barrier", "synthesis.objective")
     ]
     lower_bound_seconds: Annotated[
-        float, said("no order of these ops within the memory has a shorter step", "bound_seconds")
+        float, said("lower bound of the step over all orders of these ops within the memory", "bound_seconds")
     ]
     reason: Annotated[
-        str, said("why, for people; in seconds of ops, messages and syncs", "synthesis.bound.reason")
+        str,
+        said(
+            "why the bound holds, for people; in seconds of ops, messages and syncs", "synthesis.bound.reason"
+        ),
     ]
-    gap: Annotated[float, said("share of the step that a better order could save at most")]
-    method: Annotated[str, said("what found it")]
-    recut: Annotated[bool, said("whether layers moved between stages for it")]
+    gap: Annotated[float, said("maximum share of the step that a better order could save")]
+    method: Annotated[str, said("method that found the order")]
+    recut: Annotated[bool, said("whether layers were moved between stages")]
 
 
 class OrdersShown(Part):
-    """What was computed for the best plans."""
+    """Orders computed for the best plans."""
 
-    gain: Annotated[
-        float, said("share of the best named plan's step that the best order saves; 0: none does")
-    ]
+    gain: Annotated[float, said("share of the best named plan's step that the best order saves; 0: none")]
     named: Annotated[PlanShown, said("the best named plan")]
-    orders: Annotated[list[OrderShown], said("best first", "computed")]
-    omitted: Annotated[list[Omission], said("what was not computed, and why", "omissions")]
-    stopped: Annotated[bool, said("whether it was interrupted")]
+    orders: Annotated[list[OrderShown], said("computed orders, best first", "computed")]
+    omitted: Annotated[list[Omission], said("orders that were not computed, and why", "omissions")]
+    stopped: Annotated[bool, said("whether the search was interrupted")]
 
 
 class Planned(Result):
@@ -211,17 +227,21 @@ class Planned(Result):
 
     model_config = reads("found")
 
-    model: Annotated[str, said("its name", "task.model.name")]
-    profile: Annotated[str, said("its name", "task.profile.name")]
-    cluster: Annotated[str, said("its name", "task.cluster.name")]
-    mini_batch: Annotated[int, said("samples of an update, of all replicas")]
+    model: Annotated[str, said("name of the model", "task.model.name")]
+    profile: Annotated[str, said("name of the profile", "task.profile.name")]
+    cluster: Annotated[str, said("name of the cluster", "task.cluster.name")]
+    mini_batch: Annotated[int, said("samples of an update, over all replicas")]
     usable_bytes: Annotated[float, said("memory of a device without the reserve")]
-    best: Annotated[list[PlanShown], said("the best plans: one, or as many as `--top` says")]
+    best: Annotated[list[PlanShown], said("the best plans: one, or the number given by `--top`")]
     schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "found.of_schemes")]
-    rejected: Annotated[list[RejectedShown], said("by scheme", "found.rejections")]
-    omitted: Annotated[list[Omission], said("what has no candidate, and why", "found.omissions")]
+    rejected: Annotated[
+        list[RejectedShown], said("numbers of candidates by outcome, by scheme", "found.rejections")
+    ]
+    omitted: Annotated[
+        list[Omission], said("parts of the space without candidates, and why", "found.omissions")
+    ]
     why: WhyShown
-    synthesized: Annotated[OrdersShown | None, said("with `--synthesize`")]
+    synthesized: Annotated[OrdersShown | None, said("computed orders, with `--synthesize`")]
 
 
 class ExampleShown(Part):
@@ -240,12 +260,12 @@ class Examples(Result):
 
 
 def planned(task: Task, found: Found, explained: Why, orders: Orders | None = None) -> Planned:
-    """All that is known of the best plans.
+    """The best plans with all their explanations.
 
     Args:
         task: what was planned.
-        found: what the search found.
+        found: result of the search.
         explained: why the best plan is the best.
-        orders: what was computed for the best plans.
+        orders: orders computed for the best plans.
     """
     return Planned.of(task=task, found=found, why=explained, synthesized=orders)

@@ -1,6 +1,6 @@
-"""What is planned: a model, what its layers cost, a cluster and a mini-batch; given, or a known example.
+"""The planning task: a model, its profile, a cluster and a mini-batch; given, or from an example.
 
-The examples are papers' runs, as files of data in ``examples``. Not here: how their numbers were found.
+The examples are papers' runs, as data files in ``examples``, which state how their numbers were found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .inputs.model import Model
 from .inputs.profile import Profile
 
 PARTS = ("model", "profile", "cluster", "mini_batch")
-"""What a task needs."""
+"""Parts of a task."""
 
 EXAMPLES = (
     "chimera-bert48",
@@ -35,21 +35,21 @@ EXAMPLES = (
     "wpipe-bert192",
     "wpipe-bert768",
 )
-"""The names of the examples."""
+"""Names of the examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is planned.
+    """A planning task.
 
     Attributes:
-        name: what an example is asked for by; empty: none.
-        about: one line.
+        name: name of the example; empty: none.
+        about: description in one line.
         model: what is trained.
-        profile: what its layers cost.
+        profile: costs of its layers.
         cluster: the devices.
         mini_batch: samples of an update.
-        source: of an example, the paper's section.
+        source: section of the paper, for an example.
     """
 
     name: str
@@ -62,15 +62,15 @@ class Task:
 
     @classmethod
     def of(cls, example: str | None, given: Mapping[str, Any], missing: Callable[[list[str]], str]) -> Task:
-        """An example with what was given in place of its own parts, or all of it given.
+        """An example with some of its parts replaced, or a task from all parts.
 
         Args:
-            example: its name; None: all is given.
+            example: name of the example; None: all parts are given.
             given: some of ``PARTS``.
-            missing: the message if these parts are missing.
+            missing: function of the missing parts that returns the message.
 
         Raises:
-            ConfigError: there is no such example, or a part is missing.
+            ConfigError: the example is unknown, or a part is missing.
         """
         if example is not None:
             return replace(load_example(example), **given)
@@ -83,7 +83,7 @@ def load_example(name: str) -> Task:
     """The paper's run of that name.
 
     Raises:
-        ConfigError: there is none; the message lists the names.
+        ConfigError: the example is unknown; the message lists the names.
 
     >>> load_example("chimera-bert48").cluster.size
     32

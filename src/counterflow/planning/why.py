@@ -1,7 +1,7 @@
-"""Why a plan is the best: what limits it, and what would have to change for the second to win.
+"""Why a plan is the best: what limits it, and which change would make the second-best win.
 
-Invariant: every number comes from playing the plans again with other links, other all-reduces or more memory;
-nothing is guessed. It also says when no such change would make the second win.
+Invariant: every number comes from simulating the plans again with other links, other all-reduces or more
+memory; nothing is guessed. It also says if no such change would make the second-best win.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from .prediction import Parts
 from .search.found import Found, Plan
 
 _MOST = 64.0
-"""How many times slower or faster links and all-reduces are tried."""
+"""Maximum factor by which links and all-reduces are made slower or faster."""
 
 _NEAR = 1e-8
-"""A gap is gone where so small a part of it is left."""
+"""Share of a gap below which it counts as closed."""
 
 _MOST_CHORDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """A change that makes two plans equally quick.
+    """A change that makes two plans equally fast.
 
     Attributes:
         what: ``messages`` or ``all-reduces``.
-        times: what their seconds are multiplied by; above 1 they are slower.
+        times: factor of their seconds; above 1 they are slower.
     """
 
     what: str
@@ -37,15 +37,15 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What there is to say of the best plan.
+    """Explanation of the best plan.
 
     Attributes:
-        parts: where its step's seconds go.
+        parts: parts of its step's seconds.
         limit: the largest part beyond compute, by its name in ``Parts``; None if all of it is compute.
         second: the best plan of another scheme; None if there is none.
-        second_parts: where that one's seconds go.
-        break_evens: changes with which the second is as quick as the best.
-        in_more_memory: the plan that would be best if devices had what its fullest worker needs.
+        second_parts: parts of that plan's step.
+        break_evens: changes with which the second is as fast as the best.
+        in_more_memory: the plan that would be best if devices had the memory that its fullest worker needs.
     """
 
     parts: Parts
@@ -57,10 +57,10 @@ class Why:
 
 
 def why(found: Found) -> Why:
-    """Explain what a search found.
+    """Explain the result of a search.
 
     Args:
-        found: its result, with one plan or more.
+        found: result of the search, with one plan or more.
     """
     best = found.of_schemes[0]
     second = found.of_schemes[1] if len(found.of_schemes) > 1 else None

@@ -1,1 +1,1 @@
-"""The program: what an action is, how lowering makes the lists, and how they are played without time."""
+"""The program: actions, how lowering makes lists of them, and how the lists are played without time."""

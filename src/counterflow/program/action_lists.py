@@ -1,9 +1,9 @@
-"""A program's lists for the player: actions, the messages between them, and sums and gathers beside.
+"""A program's lists for the player: actions, the messages between them, and sums and gathers that overlap.
 
-Each worker's list has a node where it computes, and one where it waits: for a sum or a gather, and, if so
-asked, for the other side of a message. A sum or gather is a list of its own with one node, which begins when
-all its members have started their parts. Whether a play gets stuck does not depend on how long actions take:
-one that can happen stays possible until it happens. So one play, in any order, decides for all.
+Each worker's list has a node where it computes, and one where it waits: for a sum or a gather, and on request
+for the other side of a message. A sum or gather is a list of its own with one node, which begins when all its
+members have started their parts. Whether a play gets stuck does not depend on how long actions take: one that
+can happen stays possible until it happens. So one play, in any order, decides for all.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .player import Lists
 
 Start = StartSync | StartGather
 Made = tuple[Op, SkipLink | None]
-"""What an op makes: for the stage before or after, or for the other end of a skip."""
+"""What an op makes: a value for the stage before or after, or for the other end of a skip connection."""
 
 Event = tuple[str, Made | Start, int]
-"""What an action can wait for: what happens, to what, and the worker that makes it happen."""
+"""An event that an action can wait for: what happens, to what, and the worker that makes it happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class ActionLists:
     """The lists of a program.
 
     Attributes:
-        program: whose they are.
-        lists: what is played: one list a worker, then one a sum or gather.
-        actions: of each node, the number of its action in its worker's list.
-        events: what each message is about.
-        starts: of each sum and gather, in the order of their lists, what starts it.
+        program: the program.
+        lists: the lists to play: one per worker, then one per sum or gather.
+        actions: for each node, the number of its action in its worker's list.
+        events: the event of each message.
+        starts: the action that starts each sum and gather, in the order of their lists.
     """
 
     program: Program
@@ -61,7 +61,7 @@ class ActionLists:
 
 @dataclass(slots=True)
 class _List:
-    """A list while it is written: of each node its action, and what it takes and makes."""
+    """A list under construction: for each node its action, and the events that it waits for and makes."""
 
     actions: list[int] = field(default_factory=list)
     takes: list[list[Event]] = field(default_factory=list)
@@ -73,20 +73,20 @@ class _List:
         self.makes.append([])
 
     def make(self, event: Event, action: int) -> None:
-        """Let something happen as soon as all before it is over."""
+        """Let an event happen as soon as all nodes before it have ended."""
         if not self.actions:
             self.node(action, ())
         self.makes[-1].append(event)
 
 
 class _Writing:
-    """A program's lists while they are written.
+    """A program's lists under construction.
 
     Args:
-        program: one action list a worker.
-        graph: of its schedule.
-        rendezvous: as for ``action_lists``.
-        holding: likewise.
+        program: one action list per worker.
+        graph: graph of its schedule.
+        rendezvous: as in ``action_lists``.
+        holding: as in ``action_lists``.
     """
 
     def __init__(self, program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool) -> None:
@@ -99,7 +99,7 @@ class _Writing:
             if isinstance(action, Compute)
         }
         self.waiting: dict[Start, list[int]] = {}
-        """Of each sum and gather, the workers that wait for it."""
+        """For each sum and gather, the workers that wait for it."""
         self.rows = [self._worker(worker, actions) for worker, actions in enumerate(program.actions)]
 
     def _worker(self, worker: int, actions: Sequence[Action]) -> _List:
@@ -130,7 +130,7 @@ class _Writing:
         return row
 
     def _takes(self, op: Op, worker: int, computed: set[Op]) -> Iterator[Event]:
-        """What an op of a worker takes that is not there by its place in the list."""
+        """The events that an op of a worker waits for, except those that precede it in the list."""
         for source, skip in self.inputs.get(op, ()):
             holder = self.holders.get(source, worker)
             if holder != worker:
@@ -150,11 +150,11 @@ def action_lists(
     """The lists of a program.
 
     Args:
-        program: one action list a worker.
-        graph: of its schedule.
-        rendezvous: whether a send waits until its receive is posted; else sends are buffered.
-        holding: whether a receive waits where it is posted until its message is sent; else the op waits that
-            needs it.
+        program: one action list per worker.
+        graph: graph of its schedule.
+        rendezvous: whether a send waits until its receive is posted; otherwise sends are buffered.
+        holding: whether a posted receive waits until its message is sent; otherwise the op that needs the
+            message waits.
         one_at_a_time: whether a worker's sums run one after another, in the order in which it starts them.
     """
     written = _Writing(program, graph, rendezvous=rendezvous, holding=holding)
@@ -178,7 +178,7 @@ def action_lists(
 
 
 def _inputs(graph: OpGraph) -> dict[Op, list[Made]]:
-    """What each op takes of other ops; what comes by skips last."""
+    """The products of other ops that each op takes; those of skip connections last."""
     inputs: dict[Op, list[Made]] = {
         graph.ops[node]: [(graph.ops[source], None)]
         for node, source in enumerate(graph.source)
@@ -191,7 +191,9 @@ def _inputs(graph: OpGraph) -> dict[Op, list[Made]]:
 
 
 def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> ActionLists:
-    """The arrays: nodes list by list, messages by their makers; what nobody takes is no message."""
+    """The arrays: nodes list by list, messages by their makers; an event that nobody waits for is not a
+    message.
+    """
     first = np.cumsum([0, *(len(row.actions) for row in rows)])
     takers: dict[Event, int] = {}
     for number, row in enumerate(rows):
@@ -218,13 +220,13 @@ def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> A
 
 
 def circle(program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool = False) -> str | None:
-    """Who waits for whom, one line a worker, if the lists do not end; None if they do.
+    """The workers that wait for each other, one line per worker, if the lists do not end; None if they do.
 
     Args:
-        program: one action list a worker.
-        graph: of its schedule.
-        rendezvous: as for ``action_lists``.
-        holding: likewise.
+        program: one action list per worker.
+        graph: graph of its schedule.
+        rendezvous: as in ``action_lists``.
+        holding: as in ``action_lists``.
     """
     found = action_lists(program, graph, rendezvous=rendezvous, holding=holding)
     times = played(found.lists, instant(found.lists))
@@ -233,7 +235,7 @@ def circle(program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool 
     for one in times.stuck(found.lists):
         if one < workers:
             what, about, _ = event = found.events[times.waits[one]]
-            if what == "ended":  # it waits for a member that does not start its part
+            if what == "ended":  # the list waits for a member that does not start its part
                 event = found.events[times.waits[workers + found.starts.index(about)]]
             heads[one] = found.actions[times.head[one]], event
     return _described(program, heads) if heads else None
@@ -250,7 +252,7 @@ def _described(program: Program, heads: dict[int, tuple[int, Event]]) -> str:
         index, event = heads[w]
         lines.append(f"  worker {w}, action {index}: {program.actions[w][index]} waits for {_reason(event)}")
     if worker not in heads:
-        lines.append(f"  worker {worker} has come to the end of its list")
+        lines.append(f"  worker {worker} has reached the end of its list")
     return "deadlock, the workers wait in a circle:\n" + "\n".join(lines)
 
 
@@ -258,7 +260,7 @@ def _reason(event: Event) -> str:
     what, about, worker = event
     if isinstance(about, tuple):
         op, skip = about
-        made = str(op) if skip is None else f"{op} by the skip {skip}"
+        made = str(op) if skip is None else f"{op} by the skip connection {skip}"
         does = {"posted": "post the receive of", "sent": "send", "computed": "compute"}[what]
         return f"worker {worker} to {does} {made}"
     begun = str(about)

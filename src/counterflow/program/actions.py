@@ -1,8 +1,7 @@
-"""Actions: what a worker's interpreter executes, one after another.
+"""Actions: what a worker executes, one after another.
 
-Invariant: an action names all it needs (its peer, its stage, its op), so that no handler computes who
-comes next. A message is named by the op whose output it carries. How the lists come to be is told in
-``lowering.py``.
+Invariant: an action names everything it needs (its peer, its stage, its op), so no handler computes who is
+next. A message is named by the op whose output it carries. ``lowering.py`` makes the lists.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CARRIED = {Product.OUTPUT: "Activation", Product.INPUT_GRADIENT: "Gradient"}
 class Matching(Enum):
     """How a transport matches the messages between two workers.
 
-    ``ORDER``: by their order alone, whichever way they go (NCCL). ``TAG``: by a number (Gloo).
+    ``ORDER``: by their order alone, in either direction (NCCL). ``TAG``: by a number (Gloo).
     """
 
     ORDER = "order"
@@ -33,8 +32,9 @@ class Matching(Enum):
 class Summed(Enum):
     """What is summed over workers.
 
-    ``GRADIENTS``: of a stage, over its copies. ``TIED``: of weights that several stages share, over all who
-    hold one of them. ``STATISTICS``: a stage's running statistics (batch norms), averaged over its copies.
+    ``GRADIENTS``: a stage's gradients, over its replicas. ``TIED``: gradients of weights that several stages
+    share, over all holders of one of these. ``STATISTICS``: a stage's running statistics (batch norms),
+    averaged over its replicas.
     """
 
     GRADIENTS = "gradients"
@@ -44,7 +44,7 @@ class Summed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute ``op``; waits for its input if that comes from another worker."""
+    """Compute ``op``; waits for its input if another worker sends it."""
 
     op: Op
 
@@ -54,9 +54,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what ``output`` made for another stage, its output or its input gradient, to worker ``peer``.
+    """Send the output or input gradient that ``output`` made for another stage to worker ``peer``.
 
-    ``skip``: what goes by a skip; None: what the stage before or after takes.
+    ``skip``: the skip connection of the value; None: the stage before or after takes it.
     """
 
     output: Op
@@ -69,7 +69,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Post the receive of what ``output`` of worker ``peer`` makes; does not wait."""
+    """Post the receive of the value that ``output`` of worker ``peer`` makes; does not wait."""
 
     output: Op
     peer: int
@@ -81,7 +81,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class StartSync:
-    """Begin to sum something of a stage and period over ``workers``; does not wait.
+    """Start a sum of a stage and period over ``workers``; does not wait.
 
     ``tied`` are further stages whose weights are the same (``Summed.TIED``).
     """
@@ -98,7 +98,7 @@ class StartSync:
 
 @dataclass(frozen=True, slots=True)
 class WaitSync:
-    """Wait until the sum that the ``StartSync`` of the same fields began is there."""
+    """Wait until the sum that the ``StartSync`` with the same fields started is complete."""
 
     stage: int
     period: int
@@ -108,7 +108,7 @@ class WaitSync:
 
     @property
     def start(self) -> StartSync:
-        """What began the sum."""
+        """The action that started the sum."""
         return StartSync(self.stage, self.period, self.workers, self.what, self.tied)
 
     def __str__(self) -> str:
@@ -117,11 +117,11 @@ class WaitSync:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """What is gathered from all workers of all groups: what each one knows of some periods.
+    """A gather from all workers of all groups of their results for some periods.
 
-    ``loss`` is the period of whose loss each gives its part, ``norm`` the one of whose gradient norm, and
-    ``copies`` the one after which what it holds of stages with copies is compared. None: of no period. Of a
-    period before the first one nothing is gathered.
+    ``loss`` is the period whose loss is gathered, ``norm`` the period of the gradient norm, and ``copies``
+    the period after which replicas of stages are compared. None: no period. Nothing is gathered for a period
+    before the first one.
     """
 
     loss: int | None = None
@@ -130,12 +130,12 @@ class _Gather:
 
     @property
     def periods(self) -> tuple[int | None, int | None, int | None]:
-        """Of loss, norm and copies."""
+        """Periods of loss, norm and copies."""
         return self.loss, self.norm, self.copies
 
     @property
     def early(self) -> bool:
-        """Whether it starts before the gradients of the period of its loss are there."""
+        """Whether it starts before the gradients of its loss's period exist."""
         return self.loss is not None and self.norm is not None and self.norm < self.loss
 
     def __str__(self) -> str:
@@ -149,22 +149,22 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class StartGather(_Gather):
-    """Begin to gather; does not wait."""
+    """Start a gather; does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_Gather):
-    """Wait for what the ``StartGather`` of the same fields began."""
+    """Wait for the gather that the ``StartGather`` with the same fields started."""
 
     @property
     def start(self) -> StartGather:
-        """What began the gather."""
+        """The action that started the gather."""
         return StartGather(*self.periods)
 
 
 @dataclass(frozen=True, slots=True)
 class _OfAllStages:
-    """What is done to a period's gradients of all stages of the worker."""
+    """An action on a period's gradients of all stages of the worker."""
 
     period: int
 
@@ -173,25 +173,25 @@ class _OfAllStages:
 
 
 class CallHooks(_OfAllStages):
-    """Divide the gradients, and let hooks see them."""
+    """Divide the gradients, and call the hooks with them."""
 
 
 class Clip(_OfAllStages):
-    """Divide the gradients, and clip them by the norm that was gathered."""
+    """Divide the gradients, and clip them by the gathered norm."""
 
 
 class DropNonFinite(_OfAllStages):
-    """Divide the gradients, and make all of them zeros if one is not finite.
+    """Divide the gradients, and set all of them to zero if one is non-finite.
 
-    Their norm is measured where they are: the host reads it later.
+    Their norm is measured on the device: the host reads it later.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ClipStage:
-    """Divide a stage's gradients of a period, let hooks see them, and clip them by their own norm.
+    """Divide a stage's gradients of a period, call the hooks, and clip the gradients by their own norm.
 
-    That is done where they are: the host reads the norm later. They become zeros if one is not finite.
+    This happens on the device: the host reads the norm later. All gradients become zero if one is non-finite.
     """
 
     stage: int
@@ -220,12 +220,12 @@ Message = Send | Receive
 SyncAction = StartSync | WaitSync
 GatherAction = StartGather | WaitGather
 GradientAction = CallHooks | Clip | DropNonFinite | ClipStage
-"""What makes of summed gradients those that an update takes."""
+"""Actions that turn summed gradients into those of the update."""
 Action = Compute | Message | SyncAction | GatherAction | GradientAction | Update
 
 
 def named(message: Message) -> str:
-    """What tells a message from others of the same workers.
+    """Name that distinguishes a message from others between the same workers.
 
     >>> named(Send(Op(OpKind("F"), 0, (3,)), 1, SkipLink(0, 2)))
     'F3.0 for stage 2'
@@ -248,9 +248,9 @@ def _summed(sync: SyncAction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One action list a worker, lowered from a schedule for ``replicas`` pipeline groups.
+    """One action list per worker, lowered from a schedule for ``replicas`` pipeline groups.
 
-    What is proved is what is timed and what runs: nothing reorders these lists.
+    The checker proves, the simulator times and the runtime executes these lists; nothing reorders them.
     """
 
     schedule: Schedule
@@ -261,10 +261,10 @@ class Program:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether stages have several copies, so that their gradients have to be summed."""
+        """Whether stages have several replicas, so their gradients have to be summed."""
         return needs_sync(self.schedule, self.replicas)
 
     def holders(self, *stages: int) -> tuple[int, ...]:
-        """The workers of one group that hold a copy of one of ``stages``, ascending."""
+        """The workers of one group that hold one of ``stages``, ascending."""
         copies = (copy for stage in stages for copy in self.schedule.placement.copies(stage))
         return tuple(sorted({worker for _, worker in copies}))

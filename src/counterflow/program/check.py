@@ -1,4 +1,4 @@
-"""The checker: is a schedule right? Rule by rule, with the place of what is wrong."""
+"""The checker: whether a schedule is right, rule by rule, with the place of each violation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .rules import RULES, Subject, details, require
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """What came of one rule.
+    """The result of one rule.
 
     Attributes:
-        rule: its name.
-        ok: whether it holds; None where it could not be looked at, because another is broken.
+        rule: name of the rule.
+        ok: whether the rule holds; None if it was skipped because another one is broken.
         detail: the reason, for people.
     """
 
@@ -31,13 +31,13 @@ class RuleResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of all rules."""
+    """The results of all rules."""
 
     results: tuple[RuleResult, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every rule was looked at and holds."""
+        """Whether every rule was checked and holds."""
         return all(result.ok for result in self.results)
 
     def _repr_html_(self) -> str:
@@ -48,12 +48,12 @@ class Report:
 
 
 def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: float | None = None) -> Report:
-    """Every rule of the checker on a schedule.
+    """Check every rule on a schedule.
 
     Args:
         schedule: any schedule, however wrong.
-        program: its action lists; by default they are lowered from it.
-        peak_limit: the most forwards, in (stage x micro-batch) units, a worker may stash; None: no limit.
+        program: its action lists; default: lowered from the schedule.
+        peak_limit: maximum forwards that a worker may stash, in (stage x micro-batch) units; None: no limit.
 
     >>> from counterflow.schedule.schemes import chimera
     >>> inspect(chimera(stages=4, micro_batches=4)).ok
@@ -80,13 +80,13 @@ def check(
     peak_limit: float | None = None,
     **sizes: OptionValue,
 ) -> None:
-    """Raise if the schedule breaks a rule; see ``inspect`` for the arguments.
+    """Raise an error if the schedule breaks a rule; see ``inspect`` for the arguments.
 
     Args:
         schedule: a schedule, or the name of a scheme.
-        program: as for ``inspect``.
-        peak_limit: as for ``inspect``.
-        sizes: options of the scheme that is named.
+        program: as in ``inspect``.
+        peak_limit: as in ``inspect``.
+        sizes: options of the named scheme.
 
     Raises:
         DeadlockError: the workers wait for each other in a circle; the message shows it.
@@ -109,7 +109,7 @@ def checked_program(
     shared: Shared = NOTHING_SHARED,
     ends: Ends = WITH_A_BARRIER,
 ) -> Program:
-    """The action lists of a schedule that may be hand-made; see ``lower`` for the arguments.
+    """The action lists of a schedule that may be hand-made, checked; see ``lower`` for the arguments.
 
     Raises:
         DeadlockError: the workers wait for each other in a circle; the message shows it.

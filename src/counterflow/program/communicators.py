@@ -1,4 +1,4 @@
-"""How many communicators each worker has over NCCL: memory of its GPU that no tensor of PyTorch's is in."""
+"""Number of NCCL communicators of each worker: they take GPU memory outside PyTorch's tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from counterflow.schedule.ir import Schedule
 def communicators(
     schedule: Schedule, replicas: int = 1, ties: Iterable[Iterable[int]] = ()
 ) -> tuple[int, ...]:
-    """How many each worker of one group has.
+    """Number of communicators of each worker of one group.
 
-    Two for each worker that it exchanges messages with, one a direction, and one for each set of workers that
-    it sums with.
+    A worker has two for each peer that it exchanges messages with, one per direction, and one for each set of
+    workers that it sums with.
 
     Args:
-        schedule: what runs.
-        replicas: pipeline groups.
+        schedule: the schedule that runs.
+        replicas: number of pipeline groups.
         ties: the stages of each weight that several stages share.
 
     >>> from counterflow.schedule.schemes import chimera, dapple

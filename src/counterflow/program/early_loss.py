@@ -1,18 +1,18 @@
-"""Losses that are reported early, for steps without a barrier whose updates wait for no norm.
+"""Early reports of losses, for steps without a barrier whose updates wait for no norm.
 
-What can report the loss are the workers with the last stage; they report it an op after their last forward of
-it, if that op waits for no message, so that a device has something to run while its host reads the loss. All
-others report after their first op: what is left to read of the period before is then there, and likewise. A
-worker ends its ops of a period only after the loss of each of its micro-batches is made, because their
-backwards come from there. So whoever waits for the gather waits for no op of another worker, but for what
-already had to happen; and yet no weight changes before the loss of the whole mini-batch is known.
+The workers with the last stage report the loss one op after their last forward of that stage, if that op
+waits for no message, so a device has something to run while its host reads the loss. All others report after
+their first op, when the rest of the period before can be read while the device has work. A worker ends its
+ops of a period only after the loss of each of its micro-batches is computed, because its backwards start from
+the losses. So a worker that waits for the gather waits for no further op of another worker, and still no
+weight changes before the loss of the whole mini-batch is known.
 
-Invariant: nothing but the gather changes its place in who waits for whom.
+Invariant: only the gather changes its place among the waits.
 
 Steps follow each other without a barrier as the same lists one after another. That is safe because each of
-them ends if it runs alone: a play in which all workers end one step before any begins the next is a play of
-the whole, and whether a play gets stuck does not depend on how long things take (``action_lists.py``). No
-worker is more than one step ahead of another: to end a step it needs each other worker's work of it.
+them ends if it runs alone: playing each step to its end on all workers before the next begins is one way to
+play the whole, and whether a play gets stuck does not depend on how long things take (``action_lists.py``).
+No worker is more than one step ahead of another: to end a step it needs each other worker's work of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .actions import Action, Compute, Program, Send, StartGather
 
 
 def with_early_loss(program: Program) -> Program:
-    """The same program with its gather started as soon as the loss is there.
+    """The same program, with its gather started as soon as the loss is known.
 
     >>> from counterflow.program.lowering import Ends, lower
     >>> from counterflow.schedule.schemes import dapple
@@ -48,7 +48,7 @@ Update stage 1 to version 1
 
 
 def _when_reported(actions: Sequence[Action], last: int) -> int:
-    """Where a worker reports its loss: after an op and what is sent of it."""
+    """Place where a worker reports its loss: after an op and its sends."""
     ops = [(index, action.op) for index, action in enumerate(actions) if isinstance(action, Compute)]
     made = [at for at, (_, op) in enumerate(ops) if op.kind.gives is Product.OUTPUT and op.stage == last]
     at = made[-1] if made else 0
@@ -56,7 +56,7 @@ def _when_reported(actions: Sequence[Action], last: int) -> int:
         return 0
     if made and at + 1 < len(ops):
         after = ops[at + 1][1]
-        at += after.stage == last or after.kind.takes is None  # what these need is there
+        at += after.stage == last or after.kind.takes is None  # the inputs of these exist
     end = ops[at][0] + 1
     while isinstance(actions[end], Send):
         end += 1

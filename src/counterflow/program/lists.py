@@ -1,7 +1,7 @@
-"""A schedule's orders for the player: ops, and the messages between workers right behind their ops.
+"""A schedule's orders for the player: ops, and the messages between workers right after their ops.
 
-So lowering writes them into a program (``lowering.py``), whose lists are made in ``action_lists.py``.
-Invariant: of a schedule and of the program it is lowered to, ops and messages are played alike.
+Lowering writes the messages into a program in the same places (``lowering.py``), whose lists are made in
+``action_lists.py``. Invariant: a schedule and its program are played with the same ops and messages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from .player import Floats, Ints, Lasting, Lists, Times, play
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages of a schedule, in the order of the ops that make them; of one op as they are sent.
+    """The messages of a schedule, in the order of the ops that make them; those of one op in the order of
+    sending.
 
     Attributes:
-        makers: the op that made each.
-        takers: the op that takes it.
-        senders: the worker that sends it.
-        receivers: the worker that receives it.
-        skips: which of the workload's skips it goes by; -1: none.
+        makers: the op that makes each message.
+        takers: the op that takes the message.
+        senders: the worker that sends the message.
+        receivers: the worker that receives the message.
+        skips: index of its skip connection in the workload; -1: none.
     """
 
     makers: Ints
@@ -36,7 +37,7 @@ class Messages:
     skips: Ints
 
     def before_of_op(self, seconds: Floats) -> Floats:
-        """For each message, how long the earlier ones of the same op travel together."""
+        """For each message, the total travel time of earlier messages of the same op."""
         if not len(seconds):
             return seconds
         before = np.cumsum(seconds) - seconds
@@ -65,13 +66,13 @@ def messages_of(graph: OpGraph) -> Messages:
 
 
 def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) -> Lists:
-    """Lists in which each message has one node that takes it.
+    """Lists in which one node takes each message.
 
     Args:
-        first: each list's first node, and one past the last of all.
-        makers: of each message, ascending.
-        takers: of each message.
-        receivers: the list of the one that takes it.
+        first: each list's first node, then one past the last node of all.
+        makers: node that makes each message, ascending.
+        takers: node that takes each message.
+        receivers: list of the node that takes each message.
     """
     nodes = np.arange(first[-1] + 1)
     taken = np.argsort(takers, kind="stable")
@@ -88,7 +89,7 @@ def lists_of_ops(graph: OpGraph, messages: Messages) -> Lists:
     """The orders of a schedule.
 
     Raises:
-        DeadlockError: an op takes what a later one of its own worker makes.
+        DeadlockError: an op takes a product of a later op of its own worker.
     """
     stuck = _before_their_own(graph)
     if stuck:
@@ -97,7 +98,9 @@ def lists_of_ops(graph: OpGraph, messages: Messages) -> Lists:
 
 
 def _before_their_own(graph: OpGraph) -> dict[int, tuple[int, int]]:
-    """By worker, an op that takes what a later one of this worker makes, and that one."""
+    """For each such worker, an op that takes the product of a later op of the same worker, and that later
+    op.
+    """
     return {
         graph.worker[node]: (node, source)
         for node, source in enumerate(graph.source)
@@ -106,7 +109,7 @@ def _before_their_own(graph: OpGraph) -> dict[int, tuple[int, int]]:
 
 
 def instant(lists: Lists, nodes: Floats | None = None) -> Lasting:
-    """Messages that take no time, between nodes that take as long as is said, or none."""
+    """Messages that take no time, between nodes with the given durations or none."""
     none, messages = np.zeros(lists.first[-1]), np.zeros(len(lists.receivers))
     lanes = np.full(len(messages), -1, dtype=np.int64)
     return Lasting(none if nodes is None else nodes, none, messages, messages, lanes)
@@ -136,15 +139,15 @@ def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: F
 
 
 def played(lists: Lists, lasting: Lasting) -> Times:
-    """A play without a limit, in which all lists begin at 0 and lanes are free."""
+    """A play without a limit, in which all lists begin at 0 and all lanes are free."""
     lanes = int(lasting.lanes.max(initial=-1)) + 1
     times = play(lists, lasting, (np.zeros(len(lists.first) - 1), np.zeros(lanes)))
-    assert times is not None  # no limit was given
+    assert times is not None  # because no limit was given
     return times
 
 
 def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Start and end of every op, worker by worker in order, when each runs as soon as it can.
+    """Start and end of every op, worker by worker in order, if each runs as soon as it can.
 
     Messages take no time.
 
@@ -163,7 +166,7 @@ def _instantly(graph: OpGraph, durations: Floats | None = None) -> tuple[Lists, 
 
 
 def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
-    """A circle of (op that waits, op it waits for), as places among all ops; [] if all orders end."""
+    """A circle of (op that waits, op it waits for) as numbers of ops; [] if all orders end."""
     stuck = _before_their_own(graph)
     if not stuck:
         stuck = _stuck_ops(graph, *_instantly(graph))
@@ -171,7 +174,7 @@ def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
 
 
 def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
-    """Refuse orders that do not come to their end.
+    """Refuse orders that do not reach their end.
 
     Raises:
         DeadlockError: workers wait for each other in a circle.
@@ -184,9 +187,10 @@ def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
 
 
 def _stuck_ops(graph: OpGraph, lists: Lists, times: Times) -> dict[int, tuple[int, int]]:
-    """By worker that does not come to the end of its order, its next op and the one whose product this takes.
+    """For each worker that does not reach the end of its order, its next op and the op whose product this
+    takes.
 
-    None, if one of them waits for a sum.
+    None if one of them waits for a sum.
     """
     found = {}
     for worker in times.stuck(lists):
@@ -198,7 +202,7 @@ def _stuck_ops(graph: OpGraph, lists: Lists, times: Times) -> dict[int, tuple[in
 
 
 def topological(graph: OpGraph) -> list[int]:
-    """All ops, by place among all, each after what it waits for.
+    """The numbers of all ops, each after the ops that it waits for.
 
     Raises:
         DeadlockError: workers wait for each other in a circle.
@@ -209,9 +213,9 @@ def topological(graph: OpGraph) -> list[int]:
 
 
 def ops_before(graph: OpGraph) -> list[list[int]]:
-    """By op and other worker, how many of that worker's ops have to be over before it can begin.
+    """For each op and other worker, the number of that worker's ops that have to end before the op can begin.
 
-    What an op's own worker has to do before is told by its place alone and is not counted.
+    Ops of the op's own worker are not counted, as its place alone says how many precede it.
     """
     found: list[list[int]] = [[]] * len(graph.ops)
     none = [0] * len(graph.schedule.orders)

@@ -1,26 +1,25 @@
-"""Lowering: from a schedule to one action list a worker, as a chain of pure passes.
+"""Lowering: from a schedule to one action list per worker, as a chain of pure passes.
 
 1. ``with_messages``: every op as a compute action, a send right after each op whose product another
    worker needs, and its receive early on the other side (Hanayo section 4.2).
 2. ``with_syncs``: gradient syncs started as the mode says.
 3. ``with_updates``: waits for the syncs, sums of tied weights, the gather of loss and norm, clipping, updates
    with the weight versions each one frees, averages of running statistics.
-4. ``with_early_loss``, where updates shall not wait for the norm.
+4. ``with_early_loss``, if updates shall not wait for the norm.
 
-A barrier, none, and an asynchronous scheme are three lowerings of these actions (the last one is cut in
-``segments.py``); what runs them does not ask which it is.
+Steps with a barrier, steps without one, and asynchronous schemes are three lowerings to these actions (the
+last is cut in ``segments.py``); the runtime does not distinguish them.
 
-This is the only place where a list is made or ordered: what comes out is proved, timed and run as it stands.
-After each pass the rules of the checker that already must hold are checked again.
+Lists are made and ordered only here: the result is proved, timed and run unchanged. After each pass the rules
+of the checker that must already hold are checked again.
 
-Messages between two workers have one order, the same on both, whichever way they go: the order in which
-they are sent when forwards take 1 and backwards 2. A receive is posted before the op during which its
-message is sent, and at least one op before the op that needs it; but not before an earlier message of
-the same two workers. That play of the schedule is then also a play with sends that block until their
-receive is posted, in which no send has to wait; and since whether a play gets stuck does not depend on
-how long things take, no play with blocking sends gets stuck. Nor does one in which receives block as well
-(``posting.py``). Where messages are matched by tag, nobody waits
-longer because a receive is there earlier: every one is posted ``AHEAD`` ops before it is needed.
+Messages between two workers, in either direction, have one order, the same on both: the order in which they
+are sent if forwards take 1 and backwards 2. A receive is posted before the op during which its message is
+sent, and at least one op before the op that needs it; but not before an earlier message of the same two
+workers. That play of the schedule is then also a play with sends that block until their receive is posted, in
+which no send has to wait; and since whether a play gets stuck does not depend on durations, no play with
+blocking sends gets stuck. Nor does one in which receives block as well (``posting.py``). If messages are
+matched by tag, an earlier receive makes nobody wait longer: each is posted ``AHEAD`` ops before it is needed.
 """
 
 from __future__ import annotations
@@ -77,15 +76,15 @@ from .rules import (
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
 
 AHEAD = 3
-"""Ops by which a receive is posted before the op that needs it, where messages are matched by tag.
+"""Number of ops by which a receive is posted before the op that needs it, if messages are matched by tag.
 
-Over Gloo a message does not leave before its receiver has said that there is a place for it. Where links are
-slow that has to be on its way before: with 5 ms, 100 Mbit/s and ops of 5 ms, zb-v's steps are 1.4 times as
-long with 1 as with 3.
+Over Gloo a message is not sent before its receiver has reported that it is ready, and over slow links this
+report has to be sent early: with 5 ms, 100 Mbit/s and ops of 5 ms, zb-v's steps are 1.4 times as long with 1
+as with 3.
 """
 
 Gaps = list[dict[int, list[Action]]]
-"""For each worker, what stands before its op number i (i = number of ops: at the end)."""
+"""For each worker, the actions before its op number i (i = number of ops: at the end)."""
 
 
 OpTimes = tuple[Sequence[float], Sequence[float]]
@@ -94,11 +93,11 @@ OpTimes = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What of a model is summed besides the gradients of a stage's copies.
+    """Values of a model that are summed in addition to the gradients of a stage's replicas.
 
     Attributes:
         ties: groups of stages that share weights, each ascending.
-        statistics: stages whose running statistics (batch norms) are averaged over their copies.
+        statistics: stages whose running statistics (batch norms) are averaged over their replicas.
     """
 
     ties: tuple[tuple[int, ...], ...] = ()
@@ -113,9 +112,10 @@ class Ends:
     """How steps end.
 
     Attributes:
-        barrier: whether all workers end a synchronous step before one begins the next; else the next one
-            gathers what is left to know of it.
-        norm: whether updates wait for everybody's gradient norm without a barrier too; else, for the loss.
+        barrier: whether all workers end a synchronous step before one begins the next; otherwise the next
+            step gathers its remaining results.
+        norm: whether updates wait for the gradient norm of all workers without a barrier too; otherwise they
+            wait for the loss.
         hooks: whether hooks see gradients before they are clipped.
     """
 
@@ -125,7 +125,7 @@ class Ends:
 
     @property
     def wait_for_norm(self) -> bool:
-        """Whether updates of a synchronous schedule wait for everybody's gradient norm."""
+        """Whether updates of a synchronous schedule wait for the gradient norm of all workers."""
         return self.barrier or self.norm
 
 
@@ -147,13 +147,12 @@ def lower(
 
     Args:
         schedule: a schedule that the checker accepts.
-        replicas: pipeline groups that share each stage's gradients, 1 or more.
+        replicas: number of pipeline groups that sum each stage's gradients, 1 or more.
         sync: when gradients are summed.
         times: start and end of every op, worker by worker in order, in any unit, by which ``eager-opt``
-            decides (``counterflow.lower`` takes them from costs); by default those of forwards that take 1
-            and backwards that take 2.
+            decides (``counterflow.lower`` takes them from costs); default: forwards take 1 and backwards 2.
         matching: how the transport matches messages.
-        shared: what is summed besides the gradients of a stage's copies.
+        shared: values summed in addition to the gradients of a stage's replicas.
         ends: how its steps end.
         recheck: whether the checker's rules are checked after each pass.
 
@@ -187,7 +186,7 @@ def lower(
 
 
 def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER) -> Program:
-    """The action lists that compute one mini-batch's loss without gradients: the forwards of one period.
+    """The action lists of an evaluation of one mini-batch, without gradients: the forwards of one period.
 
     Micro-batches go whole: nothing is saved of them, so that slices would save no memory.
 
@@ -232,18 +231,17 @@ def messages(
 ) -> Iterator[tuple[int, int, int, Action]]:
     """Sends and receives, as (worker, op before which it stands, segment, action).
 
-    Two workers' messages are in the order of their sending, segment by segment; what an op makes for a skip
-    is sent last. A receive is posted before
-    the op during which its message is sent and at least one op before it is needed, as far as the segment
-    reaches in which its message is sent.
+    Messages of two workers are in the order of sending, segment by segment; values for skip connections are
+    sent last. A receive is posted before the op during which its message is sent and at least one op before
+    it is needed, but in the same segment as the send.
 
     Args:
         graph: the ops.
-        ends: of every op, in any unit.
-        bounds: by worker, the op with which each segment begins, and the number of its ops.
+        ends: end of every op, in any unit.
+        bounds: for each worker, the first op of each segment, then the number of its ops.
         matching: by order, no receive is posted before an earlier message of the two workers, nor so early
-            that workers which each message holds would wait in a circle; by tag, every
-            one ``AHEAD`` ops before it is needed, or more. Those that are moved for it come last.
+            that workers blocked by messages would wait in a circle; by tag, every receive is posted at least
+            ``AHEAD`` ops before it is needed. Receives that are moved for this are yielded last.
 
     Raises:
         ScheduleError: a message is needed in an earlier segment than the one it is sent in.
@@ -266,7 +264,7 @@ def messages(
         if needed < start:
             raise ScheduleError(
                 f"{graph.place(target)} comes before the mini-batch that {graph.place(source)} needs; "
-                "the schedule cannot be run as mini-batches come in"
+                "the schedule cannot be run mini-batch by mini-batch"
             )
         turn = max(min(bisect_right(by_worker[receiver], end), stop), start)
         posted = max(min(turn, needed - 1), start, latest[receiver, sender])
@@ -288,7 +286,7 @@ def messages(
 
 
 def with_syncs(program: Program, times: OpTimes) -> Program:
-    """The start of each stage's gradient sync, after the compute of its last backward and its sends."""
+    """Start each stage's gradient sync after its last backward and the sends of that."""
     schedule = program.schedule
     gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
     if schedule.synchronous:
@@ -307,9 +305,9 @@ def with_syncs(program: Program, times: OpTimes) -> Program:
 
 
 def with_updates(program: Program, shared: Shared = NOTHING_SHARED, ends: Ends = WITH_A_BARRIER) -> Program:
-    """Waits and updates: at the end of a synchronous schedule; else before the first op that needs them.
+    """Waits and updates: at the end of a synchronous schedule; otherwise before the first op that needs them.
 
-    Where nothing has to be summed an asynchronous update follows the last backward of its period at once.
+    If nothing has to be summed, an asynchronous update follows the last backward of its period at once.
     """
     schedule = program.schedule
     gaps: Gaps = [defaultdict(list) for _ in schedule.orders]
@@ -336,11 +334,11 @@ def with_updates(program: Program, shared: Shared = NOTHING_SHARED, ends: Ends =
 
 
 def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]:
-    """A list whose updates free, of the weight versions held by then, what nothing after them uses.
+    """A list whose updates free the held weight versions that nothing later uses.
 
     Args:
-        before: what its worker has done before.
-        row: the list.
+        before: actions that the worker executed before.
+        row: the list of actions.
     """
     held: dict[int, set[int]] = defaultdict(lambda: {0})
     for action in before:
@@ -362,7 +360,7 @@ def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]
 def _at_the_end(
     program: Program, worker: int, actions: Sequence[Action], shared: Shared, ends: Ends
 ) -> list[Action]:
-    """All sums are waited for before loss and norm are gathered, and these before the first update."""
+    """All sums are waited for before loss and norm are gathered, and the gathers before the first update."""
     updates = [action for action in actions if isinstance(action, Update)]
     waits = [action for action in actions if not isinstance(action, Update)]
     tied = _sums(program, worker, ((Summed.TIED, stages) for stages in shared.ties))
@@ -371,8 +369,12 @@ def _at_the_end(
 
 
 def _gathers(ends: Ends) -> Iterator[Action]:
-    """How all workers' losses and norms make of a step's gradients those that are updated with."""
-    late = ends.wait_for_norm and ends.hooks  # the norm is of what hooks make, once the loss has divided
+    """Actions that turn a step's gradients into those of the update, with the losses and norms of all
+    workers.
+    """
+    late = (
+        ends.wait_for_norm and ends.hooks
+    )  # the norm is that of the hooks' gradients, after the division by the loss's weight
     norm = None if late else 0 if ends.wait_for_norm else -1
     first = StartGather(0, norm, None if ends.barrier else -1)
     yield from (first, WaitGather(*first.periods))
@@ -402,14 +404,14 @@ def _sums(
 
 
 def compute_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The ops alone, as actions."""
+    """Only the ops, as actions."""
     return tuple(tuple(map(Compute, order)) for order in schedule.orders)
 
 
 def _woven(program: Program, actions: tuple[tuple[Action, ...], ...], gaps: Gaps) -> Program:
-    """``actions`` with what ``gaps`` says before each compute action.
+    """``actions`` with those of ``gaps`` inserted before each compute action.
 
-    In one gap: what was there already, then what is added; so sends stay right behind their op.
+    In one gap the existing actions come first, then the added ones, so sends stay right after their op.
     """
     woven = []
     for worker, old in enumerate(actions):

@@ -1,12 +1,12 @@
-"""Where receives are posted if messages may hold their workers: as early as leaves every program an end.
+"""Where receives are posted if messages may block their workers: as early as possible without a deadlock.
 
-On a GPU a posted receive, and a send nobody receives yet, hold whatever waits for the whole device: with
-``CUDA_LAUNCH_BLOCKING=1`` every launch, and at any time an op that frees memory. So the lists have to end
-also if each message holds both its workers until it is over. They do if every worker has its messages in
-one order of all messages, here that of their sending; a receive that is posted before its turn, so that an
-op runs meanwhile, may close a circle.
+On a GPU a posted receive, and a send that is not yet received, block everything that waits for the whole
+device: with ``CUDA_LAUNCH_BLOCKING=1`` every launch, and always an op that frees memory. So the lists also
+have to end if each message blocks both its workers until it is complete. They do if every worker has its
+messages in one global order, here that of sending; a receive that is posted before its turn, to overlap with
+an op, may close a circle.
 
-Invariant: the messages of all workers, played with both sides holding, end. A receive is posted earlier than
+Invariant: the messages of all workers end even if both sides block. A receive is posted earlier than
 its turn unless that closes a circle; none is posted later.
 """
 
@@ -19,14 +19,14 @@ from heapq import heapify, heappop, heappush
 
 @dataclass(slots=True)
 class Posting:
-    """A message: before which op of its sender and its receiver it stands.
+    """A message, and the ops of its sender and its receiver before which it is sent and posted.
 
     Attributes:
-        sender: worker.
-        receiver: worker.
+        sender: worker that sends.
+        receiver: worker that receives.
         sent: the op of the sender before which it is sent.
-        posted: the op of the receiver before which its receive is wanted.
-        turn: the op before which it stands in the order of all messages, ``posted`` or later.
+        posted: the op of the receiver before which its receive should be posted.
+        turn: the op before which its turn in the global order is, ``posted`` or later.
     """
 
     sender: int
@@ -37,12 +37,12 @@ class Posting:
 
 
 def settle(messages: Sequence[Posting], workers: int) -> None:
-    """Post at their turn the receives that would close a circle where messages hold their workers.
+    """Post at their turn the receives that would close a circle if messages block their workers.
 
     Args:
-        messages: in the one order of all; those of one worker to another are posted in it. ``posted`` of some
-            becomes later.
-        workers: how many there are.
+        messages: all messages in the global order, in which those of one worker to another are posted.
+            ``posted`` of some becomes later.
+        workers: number of workers.
     """
     rows = _Rows(messages, workers)
     over = bytearray(len(messages))
@@ -63,7 +63,7 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
             first += 1
         if first == len(messages):
             return
-        # All are stuck. What stands before the first message that is not over was posted before its turn.
+        # All are stuck. Whatever precedes the first incomplete message was posted before its turn.
         for worker in (messages[first].sender, messages[first].receiver):
             while (head := rows.head(worker)) != first:
                 assert head is not None
@@ -72,14 +72,14 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
 
 
 class _Rows:
-    """Each worker's messages that are not over, in the order of its list."""
+    """Each worker's incomplete messages, in the order of its list."""
 
     def __init__(self, messages: Sequence[Posting], workers: int) -> None:
         self.messages = messages
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
-        """By worker, the op before which a message stands, and its number."""
+        """For each worker, the op before which each message is, and the message's number."""
         self.least: dict[tuple[int, int], int] = {}
-        """By sender and receiver, the op before which no receive is posted any more."""
+        """For each sender and receiver, the op before which no more receives are posted."""
         for number, message in enumerate(messages):
             self.rows[message.sender].append((message.sent, number))
             self.rows[message.receiver].append((message.posted, number))
@@ -87,12 +87,14 @@ class _Rows:
             heapify(row)
 
     def other(self, number: int, worker: int) -> int:
-        """The other side of a message."""
+        """The worker on the other side of a message."""
         message = self.messages[number]
         return message.sender if worker == message.receiver else message.receiver
 
     def head(self, worker: int) -> int | None:
-        """A worker's next message; after a receive that was moved, those of the same sender are too."""
+        """A worker's next message; after a receive that was moved, the later ones of the same sender are
+        moved too.
+        """
         row = self.rows[worker]
         while row:
             place, number = row[0]
@@ -106,11 +108,11 @@ class _Rows:
         return None
 
     def drop(self, worker: int) -> None:
-        """The head is over."""
+        """Remove the head, which is complete."""
         heappop(self.rows[worker])
 
     def wait_for_turn(self, number: int) -> None:
-        """Post a receive that is its worker's next message when its turn has come."""
+        """Post a receive that is its worker's next message at its turn."""
         message = self.messages[number]
         assert message.posted < message.turn
         self.least[message.sender, message.receiver] = message.turn

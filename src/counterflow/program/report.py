@@ -1,4 +1,4 @@
-"""The checker's verdict as ``counterflow check --json`` prints it. What it does not do: print."""
+"""The checker's verdict as ``counterflow check --json`` prints it. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Checked(Sized):
 
     op_count: Annotated[int, said("ops of all workers")]
     ok: Annotated[bool, said("whether all rules hold")]
-    rules: Annotated[list[RuleResult], said("what came of each", "report.results")]
+    rules: Annotated[list[RuleResult], said("result of each rule", "report.results")]
 
 
 def checked(schedule: Schedule, report: Report) -> Checked:
-    """A schedule, and what came of the rules."""
+    """The results of the rules for a schedule."""
     return Checked.of(schedule=schedule, report=report, op_count=sum(map(len, schedule.orders)))

@@ -1,4 +1,4 @@
-"""What the engine cannot run of what the checker accepts, told before anything starts."""
+"""Schedules that the checker accepts but the runtime cannot run, refused before anything starts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from counterflow.schedule.ir import Schedule
 
 
 def refuse_what_cannot_run(schedule: Schedule) -> None:
-    """Refuse a schedule whose ops the engine does not have.
+    """Refuse a schedule with ops that the runtime does not have.
 
     Raises:
-        ConfigError: a backward is of several micro-batches at once, or parts of one differ in size.
+        ConfigError: a backward has several micro-batches, or parts of one differ in size.
     """
     for op in schedule.ops():
         if not op.kind.whole and len(op.micro_batches) > 1:
@@ -24,6 +24,6 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
             if share.parts != parts[share.micro_batches]:
                 raise ConfigError(
                     f"the schedule ({schedule.scheme}) divides the backward of micro-batch "
-                    f"{share.micro_batches[0]} in parts of other sizes, which cannot be trained; "
+                    f"{share.micro_batches[0]} into parts of different sizes, which cannot be trained; "
                     "divide it evenly"
                 )

@@ -1,17 +1,17 @@
-"""An asynchronous schedule, cut where its mini-batches come in: segments that a trainer plays one a step.
+"""An asynchronous schedule cut into segments at its mini-batches; a trainer runs one segment per step.
 
-Segment k is what every worker can do once mini-batch k is there: its ops up to the first one of period
-k + 1. From some k on the segments are the same but for their numbers; so training may go on for as long as
-it likes. A drain is what is left after segment k if no mini-batch follows.
+Segment k contains what every worker can do once it has mini-batch k: its ops up to the first one of period k
++ 1. From some k on the segments differ only in their numbers, so training can continue without limit. A drain
+is the rest of the work after segment k if no mini-batch follows.
 
-Invariant: segments 0 to k and the drain after k, one after another, are a program of the same scheme with
-k + 1 periods, which the checker accepts; that is looked at here, up to one repetition of the last segment.
-A message is sent and its receive posted in the same segment, so that nothing is awaited of a period that
-may never come.
+Invariant: segments 0 to k and the drain after k, one after another, are a program of the same scheme with k +
+1 periods, which the checker accepts; this is checked here, up to one repetition of the last segment. A
+message is sent and its receive posted in the same segment, so nothing is awaited from a period that may never
+begin.
 
 At a segment's end a worker reports loss and norm of the period whose last update is made by then, and waits
-for what all reported of one so much older that the slowest worker has reported it too: nobody waits for
-anybody. The steps of a synchronous schedule are segments as well (``steps``): all are the same list.
+for the reports of a period so much older that the slowest worker has reported it too, so nobody really waits.
+The steps of a synchronous schedule are segments as well (``steps``): all are the same list.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ from .rules import (
 )
 
 TOGETHER = 8
-"""Micro-batches of which loss and norm are gathered at once: a gather costs as much as an op's messages."""
+"""Micro-batches whose loss and norm are gathered at once: a gather costs as much as an op's messages."""
 
 Tagged = tuple[int, Action]
 """The segment an action belongs to, and the action."""
 
 Gaps = list[dict[int, list[Tagged]]]
-"""For each worker, what stands before its op number i (i = number of ops: at the end)."""
+"""For each worker, the actions before its op number i (i = number of ops: at the end)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What the workers run as mini-batches come in.
+    """The segments that workers run as mini-batches arrive.
 
     Attributes:
-        schedule: what was cut.
-        steady: the segments, by mini-batch since the pipeline was empty; the last one repeats.
-        drains: what is left after each of them; empty if nothing ever is.
-        together: periods of which loss and norm are gathered at once.
+        schedule: the schedule that was cut.
+        steady: the segments, by mini-batches since the pipeline was empty; the last one repeats.
+        drains: the drain after each segment; empty if nothing is ever left.
+        together: number of periods whose loss and norm are gathered at once.
     """
 
     schedule: Schedule
@@ -108,7 +108,7 @@ class Segments:
 
     @property
     def periods_in_flight(self) -> int:
-        """The most periods of which something is left to do at once, the newest one included."""
+        """Maximum number of periods with unfinished work at once, including the newest."""
         return 1 + max(
             number - self.schedule.period_of(op)
             for programs in (self.steady, self.drains)
@@ -118,7 +118,7 @@ class Segments:
         )
 
     def program(self, periods: int) -> Program:
-        """All actions of a training of some periods, the drain at its end included.
+        """All actions of a training of some periods, including the drain at its end.
 
         >>> from counterflow.schedule.schemes import pipedream
         >>> print(*segments(pipedream(stages=2)).program(1).actions[0], sep="; ")
@@ -156,18 +156,20 @@ def segments(
     """Cut an asynchronous schedule, and check every training that its segments can make.
 
     Args:
-        schedule: an asynchronous schedule that the checker accepts. One that was made by hand needs enough
-            periods to show what repeats; of a scheme's own as many are made as that takes.
-        replicas: pipeline groups that share each stage's gradients, 1 or more.
+        schedule: an asynchronous schedule that the checker accepts. A hand-made one needs enough periods to
+            show the repeating part; those of schemes are made longer as needed.
+        replicas: number of pipeline groups that sum each stage's gradients, 1 or more.
         matching: how the transport matches messages.
         shared: the stages whose running statistics are averaged at the end of a drain.
 
     Raises:
-        ConfigError: it has too few periods, or is synchronous.
-        ScheduleError: the schedule, or what it is cut into, breaks a rule of the checker.
+        ConfigError: the schedule has too few periods, or is synchronous.
+        ScheduleError: the schedule, or a segment of it, breaks a rule of the checker.
     """
     if schedule.synchronous:
-        raise ConfigError(f"{schedule} is synchronous: each mini-batch runs its whole order")
+        raise ConfigError(
+            f"{schedule} is synchronous: each mini-batch runs the whole order; choose an asynchronous one"
+        )
     require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
     cut = _Cut(schedule, replicas, matching, shared)
     last = cut.repeats_from()
@@ -176,7 +178,7 @@ def segments(
         if longer is None:
             raise ConfigError(
                 f"{schedule}: its {schedule.periods} periods do not reach the part that repeats; "
-                "make it with more"
+                "make it with more periods"
             )
         cut = _Cut(longer, replicas, matching, shared)
         last = cut.repeats_from()
@@ -213,11 +215,11 @@ def segments(
 def steps(program: Program, ends: Ends) -> Segments:
     """The steps of a synchronous schedule, one after another.
 
-    Without a barrier what is left after the last one is to know its norm, and that all workers end there.
+    Without a barrier the drain after the last step gathers its norm, and all workers end there.
 
     Args:
-        program: what each step runs.
-        ends: how it ends.
+        program: program of each step.
+        ends: how a step ends.
     """
     last = StartGather(None, None if ends.wait_for_norm else 0, copies=0)
     rest = tuple((last, WaitGather(*last.periods)) for _ in program.actions)
@@ -226,19 +228,21 @@ def steps(program: Program, ends: Ends) -> Segments:
 
 
 def _gathering(program: Program, reported: range, known: range) -> Program:
-    """The lists with loss and norm of some periods reported at their end, and those of others waited for."""
+    """The lists with reports of loss and norm of some periods at their end, and waits for those of others."""
     gathers: list[Action] = [StartGather(k, k, k) for k in reported]
     gathers += [WaitGather(k, k, k) for k in known]
     return replace(program, actions=tuple((*row, *gathers) for row in program.actions))
 
 
 def _of_nothing(action: Action) -> bool:
-    """Whether it gathers of periods before the first one alone."""
+    """Whether it gathers only periods before the first one."""
     return isinstance(action, GatherAction) and all(period is None or period < 0 for period in action.periods)
 
 
 def without_update(program: Program) -> Program:
-    """The lists of a step whose gradients are kept, so that they are not summed, clipped or updated with."""
+    """The lists of a step whose gradients are accumulated, so they are not summed, clipped or used in an
+    update.
+    """
     return replace(program, actions=tuple(tuple(filter(_kept, row)) for row in program.actions))
 
 
@@ -249,7 +253,7 @@ def _kept(action: Action) -> bool:
 
 
 def _longer(schedule: Schedule) -> Schedule | None:
-    """The same with more periods, if it is just as its scheme makes it; within reason."""
+    """The same schedule with more periods, within reason, if it is just as its scheme makes it."""
     options = dict(schedule.options)
     known = registry.find(schedule.scheme)
     if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
@@ -292,7 +296,7 @@ def _ops(actions: Iterable[Action]) -> Iterator[Op]:
 
 
 class _Cut:
-    """One schedule and where its mini-batches begin on each worker."""
+    """A schedule, and where its mini-batches begin on each worker."""
 
     def __init__(self, schedule: Schedule, replicas: int, matching: Matching, shared: Shared) -> None:
         self.schedule = schedule
@@ -308,7 +312,7 @@ class _Cut:
                 number = self._number_of(worker, index, action, program.needs_sync)
                 gaps[worker][index].append((number, action))
         self.segments = [self._segment(gaps, number) for number in range(schedule.periods)]
-        """What every worker runs when each mini-batch is there; the last one drains as well."""
+        """What every worker runs when it has each mini-batch; the last one includes the drain."""
 
     def _updated(self, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
         """Ops, syncs and updates without messages."""
@@ -323,18 +327,19 @@ class _Cut:
         bounds = [first[period] for period in range(self.schedule.periods)]
         if bounds[0] or bounds != sorted(bounds):
             raise ScheduleError(
-                f"{self.schedule}: periods must begin one after another on every worker; these begin at the "
-                f"ops {', '.join(map(str, bounds))} of an order"
+                f"{self.schedule}: periods must begin one after another on every worker; in one order they "
+                "begin at the "
+                f"ops {', '.join(map(str, bounds))}"
             )
         return [*bounds, len(order)]
 
     def _number_of(self, worker: int, index: int, action: Action, needs_sync: bool) -> int:
         """The segment of a sync or an update before op ``index``.
 
-        Where a segment ends, what has to be waited for belongs to the next one, and the rest to it.
+        At the end of a segment, waits belong to the next segment and everything else to this one.
         """
         number = bisect_right(self.bounds[worker], index) - 1
-        if number == self.schedule.periods:  # at the very end
+        if number == self.schedule.periods:  # at the end of all
             return number - 1
         waits = needs_sync and not isinstance(action, StartSync)
         return number - (index == self.bounds[worker][number] and not waits)
@@ -352,7 +357,7 @@ class _Cut:
         return replace(self.empty, actions=tuple(rows))
 
     def repeats_from(self) -> int | None:
-        """The first segment that all later ones repeat; None if none does in these periods."""
+        """The first segment that all later ones repeat; None if no segment does in these periods."""
         count = self.schedule.micro_batches
         same = [
             after.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in one.actions)
@@ -364,7 +369,7 @@ class _Cut:
         return found if found < len(same) else None
 
     def drain(self, number: int) -> Program:
-        """What is left after segment ``number`` if nothing follows."""
+        """The rest of the work after segment ``number`` if nothing follows."""
         count = number + 1
         orders = tuple(
             tuple(op for op in order if self.schedule.period_of(op) < count) for order in self.schedule.orders
@@ -391,12 +396,12 @@ class _Cut:
     # -- what is known of all segments
 
     def update_lag(self, number: int) -> int:
-        """Segments from a period's own to the one with its last update."""
+        """Number of segments from a period's own to the one with its last update."""
         rows = self.segments[number].actions
         return max(number + 1 - a.version for row in rows for a in row if isinstance(a, Update))
 
     def spread(self, number: int) -> int:
-        """Segments until the slowest worker has ended what the fastest has."""
+        """Number of segments until the slowest worker has ended what the fastest has."""
         first, second = (
             [self.ends[self.graph.first[w] + bounds[k + 1] - 1] for w, bounds in enumerate(self.bounds)]
             for k in (number, number + 1)
@@ -406,7 +411,7 @@ class _Cut:
 
 
 def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], matching: Matching) -> Gaps:
-    """The messages of all segments, where they stand."""
+    """The messages of all segments, in their places."""
     gaps: Gaps = [defaultdict(list) for _ in bounds]
     for worker, index, number, action in messages(graph, ends, bounds, matching):
         gaps[worker][index].append((number, action))
@@ -414,7 +419,7 @@ def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]]
 
 
 def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
-    """What is no op, with the number of ops before it."""
+    """The actions that are not ops, each with the number of ops before it."""
     index = 0
     for action in actions:
         if isinstance(action, Compute):
@@ -426,7 +431,9 @@ def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
 def _woven(
     order: Sequence[Op], gaps: dict[int, list[Tagged]], start: int, stop: int, number: int
 ) -> Iterator[Action]:
-    """The ops ``start`` to ``stop`` of an order with all in the gaps that belongs to segment ``number``."""
+    """The ops ``start`` to ``stop`` of an order with all actions in the gaps that belong to segment
+    ``number``.
+    """
     for index in range(start, stop + 1):
         yield from (action for tag, action in gaps.get(index, ()) if tag == number)
         if index < stop:
@@ -435,7 +442,7 @@ def _woven(
 
 
 def _named(action: Action) -> tuple[type[Action], int, int] | None:
-    """What tells a sync or an update from others; what an update frees does not."""
+    """Key that identifies a sync or an update, whatever an update frees."""
     match action:
         case Update(stage, version, _):
             return Update, stage, version

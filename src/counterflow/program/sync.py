@@ -1,7 +1,7 @@
-"""Gradient syncs: which copies of a stage are summed, when each may begin, and what waits for it.
+"""Gradient syncs: which replicas of a stage are summed, when each may begin, and what waits for it.
 
-Invariant: two workers that take part in the same two syncs start them in the same order, so that
-collectives of different process groups cannot block each other.
+Invariant: two workers that take part in the same two syncs start them in the same order, so collectives of
+different process groups cannot block each other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from counterflow.schedule.modes import Sync
 
 @dataclass(frozen=True, slots=True)
 class GradientSync:
-    """The sum of one stage's gradients of one period over all its copies.
+    """The sum of one stage's gradients of one period over all its replicas.
 
-    ``last`` has, for each worker that holds a copy, its last backward of the stage in the period as an
-    index into the worker's order; None where no micro-batch of the period passes that copy (there are
-    fewer micro-batches than pipes), which then takes part with zeros.
+    ``last`` has, for each worker that holds a copy, its last backward of the stage in the period as an index
+    into the worker's order; None if no micro-batch of the period passes that replica (there are fewer
+    micro-batches than pipes), which then takes part with zeros.
     """
 
     period: int
@@ -46,7 +46,7 @@ class PlannedSync:
 
 
 def needs_sync(schedule: Schedule, replicas: int) -> bool:
-    """Whether stages have several copies, so that their gradients have to be summed."""
+    """Whether stages have several replicas, so their gradients have to be summed."""
     return replicas > 1 or schedule.pipes > 1
 
 
@@ -68,7 +68,7 @@ def gradient_syncs(schedule: Schedule) -> tuple[GradientSync, ...]:
 
 
 def by_last_backward(schedule: Schedule) -> list[GradientSync]:
-    """The syncs by period; within one, in the order in which their last backwards stand."""
+    """The syncs by period; within a period in the order of their last backwards."""
 
     def place(sync: GradientSync) -> tuple[int, int, int]:
         return sync.period, max((last for _, last in sync.last if last is not None), default=-1), sync.stage
@@ -90,8 +90,8 @@ def plan_syncs(
         mode: ``eager-opt`` starts a worker's part early only if the worker idles between its last
             backward of the stage and its last op; the given times decide.
         start: start of each op, worker by worker in order.
-        end: end of each op, in the same unit; with its message, where its worker is busy with that.
-        syncs: what ``gradient_syncs`` gives for the schedule, if that is known already.
+        end: end of each op, in the same unit; including its message if the worker is busy with it.
+        syncs: result of ``gradient_syncs`` for the schedule, if it is known already.
 
     Source: Chimera section 3.2, Figure 4.
     """
@@ -103,7 +103,7 @@ def plan_syncs(
         for worker, last in sync.last:
             first, stop = begins[worker : worker + 2]
             before = stop - first
-            # Eager-opt: a worker that idles before one of its ops still to run starts its part at once.
+            # Eager-opt: a worker that idles before one of its remaining ops starts its part at once.
             eager = mode is Sync.EAGER or (
                 mode is Sync.EAGER_OPT and last is not None and gaps[worker] > last
             )
@@ -113,13 +113,15 @@ def plan_syncs(
             if before:
                 ready = max(ready, float(end[first + before - 1]))
         planned.append(PlannedSync(sync, ready, tuple(starts)))
-    # By the moment all copies are there; at one moment later stages first, as backwards finish them.
+    # By the moment at which all replicas are ready; at equal moments later stages first, as backwards do.
     planned.sort(key=lambda p: (p.ready, -p.sync.stage))
     return _in_one_order(planned)
 
 
 def _last_gaps(begins: Sequence[int], start: Sequence[float], end: Sequence[float]) -> list[int]:
-    """The last place of each worker's order before which it idles; 0 where it never does after its first."""
+    """The last place of each worker's order before which the worker idles; 0 if it never idles after its
+    first op.
+    """
     gaps = []
     for first, stop in pairwise(begins):
         node = stop - 1
@@ -130,7 +132,7 @@ def _last_gaps(begins: Sequence[int], start: Sequence[float], end: Sequence[floa
 
 
 def _in_one_order(planned: list[PlannedSync]) -> list[PlannedSync]:
-    """No worker starts a sync before one that stands earlier in the list."""
+    """Let no worker start a sync before one that is earlier in the list."""
     at: dict[int, int] = {}
     ordered = []
     for item in planned:
@@ -145,9 +147,9 @@ def _in_one_order(planned: list[PlannedSync]) -> list[PlannedSync]:
 def first_users(schedule: Schedule) -> dict[tuple[int, int, int], int]:
     """For each (worker, stage, update): the first op of the worker's order that must wait for it.
 
-    Update t of a stage applies the gradients of period t and makes version t + 1. It must be done before
-    an op that uses that version or a later one, and before the first backward of a later period, which
-    needs the room of the gradients. Updates that nothing waits for are left out.
+    Update t of a stage applies the gradients of period t and makes version t + 1. It must be done before an
+    op that uses that version or a later one, and before the first backward of a later period, which needs the
+    gradients' memory. Updates that nothing waits for are omitted.
     """
     users: dict[tuple[int, int, int], int] = {}
     for worker, order in enumerate(schedule.orders):

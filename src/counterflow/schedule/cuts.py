@@ -5,9 +5,9 @@ A cut is the tuple of the layers at which each stage after the first begins:
     layers  0  1  2  3  4  5
     stages  ──0── ─1─ ──2───       cuts (2, 3)
 
-Invariant: every stage has at least one layer, and the same costs always give the same cuts. What a layer
-costs is told elsewhere; nothing here knows torch. It belongs to the
-schedule's room because the planner and the engine both cut, and neither knows the other.
+Invariant: every stage has at least one layer, and the same costs always give the same cuts. Costs of layers
+are computed elsewhere, and torch is not imported. The module belongs to the schedule's room because the
+planner and the engine both cut, and neither imports the other.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The cuts that minimise the most expensive stage.
 
     Exact: among these cuts those with the smallest sum of the stages' squared costs, and among those the ones
-    that cut earliest, so that the first stages, which hold the most activations, are the lighter ones.
+    that cut earliest, so the first stages, which hold the most activations, are the lighter ones.
     It takes time in proportion to stages · layers · layers of the longest stage.
 
     Args:
         costs: each layer's cost in any one unit, finite, 0 or more.
-        stages: how many, 1 to the number of layers.
+        stages: number of stages, 1 to the number of layers.
 
     Raises:
         ConfigError: fewer layers than stages, no stages, or an illegal cost.
@@ -44,22 +44,22 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def explicit(cuts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
-    """The user's own cuts, once they are found legal.
+    """The user's own cuts, after they are checked.
 
     Args:
         cuts: the layer at which each stage after the first begins.
-        layers: layers of the model.
-        stages: how many stages the schedule has.
+        layers: number of layers of the model.
+        stages: number of stages of the schedule.
 
     Raises:
-        ConfigError: not one cut fewer than stages, or cuts that leave a stage without a layer.
+        ConfigError: the number of cuts is not one less than that of stages, or a stage has no layer.
 
     >>> explicit([2, 3], layers=6, stages=3)
     (2, 3)
     """
     _refuse_too_few(layers, stages)
     if not all(isinstance(cut, (int, SupportsIndex)) for cut in cuts):
-        raise ConfigError(f"cuts={list(cuts)}: cuts are numbers of layers; give whole numbers")
+        raise ConfigError(f"cuts={list(cuts)}: cuts must be numbers of layers; give whole numbers")
     if len(cuts) != stages - 1:
         raise ConfigError(
             f"cuts={list(cuts)}: {len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}; "
@@ -69,7 +69,8 @@ def explicit(cuts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
         if not before < cut < layers:
             raise ConfigError(
                 f"cuts={list(cuts)}: stage {place + 1} begins at layer {cut}; cuts must increase and "
-                f"lie between 1 and {layers - 1}, for every stage has at least one of the {layers} layers"
+                f"lie between 1 and {layers - 1}, because every stage needs at least one of the {layers} "
+                "layers"
             )
     return tuple(cuts)
 
@@ -88,7 +89,9 @@ def _refuse_too_few(layers: int, stages: int) -> None:
         raise ConfigError(f"stages={stages}: must be 1 or more")
     if layers < stages:
         legal = (
-            f"choose at most {layers} stage{'s' if layers > 1 else ''}" if layers else "there are no layers"
+            f"choose at most {layers} stage{'s' if layers > 1 else ''}"
+            if layers
+            else "the model has no layers"
         )
         raise ConfigError(
             f"a model of {layers} layers for {stages} stages: every stage needs at least one layer; {legal}"
@@ -96,7 +99,7 @@ def _refuse_too_few(layers: int, stages: int) -> None:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs as whole multiples of one unit, so that sums and comparisons are exact."""
+    """The costs as whole multiples of one unit, which makes sums and comparisons exact."""
     for index, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(f"cost of layer {index} is {cost}: must be a finite number, 0 or more")
@@ -108,7 +111,8 @@ def _integers(costs: Sequence[float]) -> list[int]:
 def _smallest_limit(ends: Sequence[int], stages: int) -> int:
     """The smallest cost of the most expensive stage; ``ends[i]`` is the cost of the first i layers.
 
-    Fewer stages within a limit are as good as ``stages``: cutting one again makes none dearer.
+    Fewer stages within a limit are as good as ``stages``, because cutting one again makes no stage more
+    expensive.
     """
     low, high = max(b - a for a, b in pairwise(ends)), ends[-1]
     while low < high:
@@ -126,7 +130,7 @@ def _smallest_limit(ends: Sequence[int], stages: int) -> int:
 def _squarest(ends: Sequence[int], stages: int, limit: int) -> tuple[int, ...]:
     """The cuts with the smallest sum of squares, no stage above ``limit``; the earliest of equal ones."""
     layers = len(ends) - 1
-    # best[i]: the smallest sum for the layers from i on in as many stages as were counted so far.
+    # best[i]: the smallest sum for the layers from i on, in as many stages as were counted so far.
     best: list[int | None] = [
         (ends[-1] - end) ** 2 if index < layers and ends[-1] - end <= limit else None
         for index, end in enumerate(ends)

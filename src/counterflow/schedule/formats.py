@@ -1,7 +1,8 @@
-"""Schedules as text: one JSON object, one line a worker, ops as they are printed (``F3.7``); or torch's CSV.
+"""Schedules as text: one JSON object with one line per worker, ops as they are printed (``F3.7``); or torch's
+CSV.
 
-Invariant: the same text read back is the same schedule. Reading refuses what is not of the form, with
-the place; whether the schedule is right is the checker's business.
+Invariant: a schedule that is written and read back is equal. Reading refuses text of another form, with the
+place; whether the schedule is right is left to the checker.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _OP = re.compile(
 )
 _OP_HELP = (
     "ops look like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
-    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half, or slice), I4.0 and W4.0 (a backward's "
-    "input gradient and weight gradients apart), F5.0v2 (weight version 2)"
+    "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half, or slice), I4.0 and W4.0 (input "
+    "gradient "
+    "and weight gradients of a split backward), F5.0v2 (weight version 2)"
 )
 
 MOST = 10**9
-"""The largest number that is read."""
+"""The largest number that is accepted."""
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Index = Annotated[int, Field(ge=0, le=MOST)]
@@ -60,11 +62,11 @@ class _File(BaseModel):
 
 
 KEYS = tuple(_File.model_fields)
-"""Of the JSON object."""
+"""Keys of the JSON object."""
 
 
 def dumps(schedule: Schedule) -> str:
-    """The schedule as text, to be read by ``loads`` or by a person.
+    """The schedule as text, for ``loads`` or for a person.
 
     >>> from counterflow.schedule.schemes import dapple
     >>> loads(dumps(dapple(stages=2, micro_batches=2)), "x.json") == dapple(stages=2, micro_batches=2)
@@ -98,15 +100,15 @@ def _rows(key: str, rows: list[list[int]] | list[list[str]]) -> str:
 
 
 def loads(text: str, name: str) -> Schedule:
-    """The schedule that a text says.
+    """The schedule in a text.
 
     Args:
-        text: what ``dumps`` wrote, or the like.
-        name: what to call the text in errors, for example its file's name; if that ends in ``.csv``, the text
+        text: text in the form that ``dumps`` writes.
+        name: name of the text in errors, for example its file's name; if the name ends in ``.csv``, the text
             is torch's CSV.
 
     Raises:
-        ConfigError: the text is no JSON, or not of the form; the message says where.
+        ConfigError: the text is not JSON, or has another form; the message says where.
     """
     if name.endswith(torch_csv.SUFFIX):
         return torch_csv.loads(text, name)
@@ -117,8 +119,8 @@ def loads(text: str, name: str) -> Schedule:
             f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}; "
             "is the file cut off or damaged?"
         ) from None
-    except ValueError:  # Python's limit on the digits of a number
-        raise ConfigError(f"{name}: a number of thousands of digits; is the file damaged?") from None
+    except ValueError:  # Python limits the digits of a number
+        raise ConfigError(f"{name}: a number has thousands of digits; is the file damaged?") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply for a schedule file") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -143,7 +145,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         if len(row) != stages:
             raise ConfigError(
                 f"{name}: placement[{pipe}]: {len(row)} stages, but pipe 0 has {stages}; "
-                "every pipe has all stages"
+                "every pipe needs all stages"
             )
         for stage, worker in enumerate(row):
             if worker >= workers:
@@ -160,7 +162,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         )
         if not fits:
             raise ConfigError(
-                f"{name}: steady: expected one [first op, one past the last op] a worker, within its order"
+                f"{name}: steady: expected one [first op, one past the last op] per worker, within its order"
             )
     orders = tuple(
         tuple(_op(text, f"{name}: orders[{w}][{i}]") for i, text in enumerate(order))
@@ -171,7 +173,7 @@ def _schedule(file: _File, name: str) -> Schedule:
     if file.micro_batches * file.periods > there:
         raise ConfigError(
             f"{name}: micro_batches={file.micro_batches} and periods={file.periods}, but the orders run "
-            f"{there} forwards in all; each micro-batch has one on every stage"
+            f"{there} forwards in total; each micro-batch needs one on every stage"
         )
     workload = Workload(
         placement=Placement(workers, tuple(map(tuple, file.placement))),
@@ -187,7 +189,7 @@ def _schedule(file: _File, name: str) -> Schedule:
 
 
 def _skips(file: _File, stages: int, name: str) -> tuple[SkipLink, ...]:
-    """What goes by skips. Whether these go forward is for the checker to say."""
+    """The skip connections. The checker says whether they go forward."""
     found = []
     for key, rows, once in (("skips", file.skips, False), ("skips_once", file.skips_once, True)):
         for place, (source, target) in enumerate(rows):
@@ -210,7 +212,7 @@ def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) ->
 
 
 def _versions(file: _File, stages: int, name: str) -> Versions | None:
-    """The weight versions that the file promises; None: it promises none."""
+    """The weight versions that the file promises; None: none."""
     if file.synchronous:
         if file.versions is not None:
             raise ConfigError(f"{name}: versions: a synchronous schedule has one version; leave them out")
@@ -218,15 +220,17 @@ def _versions(file: _File, stages: int, name: str) -> Versions | None:
     if file.versions is None:
         return None
     if len(file.versions) != stages or any(len(row) != file.periods for row in file.versions):
-        raise ConfigError(f"{name}: versions: expected {stages} rows, one a stage, of {file.periods} periods")
+        raise ConfigError(
+            f"{name}: versions: expected {stages} rows, one per stage, of {file.periods} periods"
+        )
     return tuple(map(tuple, file.versions))
 
 
 def parse_op(text: str) -> Op:
-    """The op that ``text`` says, as ``str(op)`` writes it.
+    """The op in ``text``, which is in the form of ``str(op)``.
 
     Raises:
-        ConfigError: it says none.
+        ConfigError: the text is not an op.
 
     >>> parse_op("B4.0p1:1/2v3").parts
     2
@@ -255,7 +259,9 @@ def _op(text: str, place: str) -> Op:
         number(match["version"]),
     )
     if not op.part < op.parts:
-        raise ConfigError(f"{place}: {_shown(text)}: parts count from 0, so {op.part} is none of {op.parts}")
+        raise ConfigError(
+            f"{place}: {_shown(text)}: parts count from 0, so {op.parts} parts have no part {op.part}"
+        )
     return op
 
 

@@ -1,11 +1,11 @@
-"""What each op waits for: the op before it on its worker and the op whose product it takes.
+"""What each op waits for: the previous op of its worker, and the op whose product it takes.
 
-The one description of dependencies that the checker, the lowering and the simulator share. A forward of
-stage s takes the output of stage s − 1 of the same micro-batches; what makes an input gradient takes that
-of stage s + 1 of the same micro-batch and part. What an op needs of its own stage (a backward its forward,
-weight gradients their input gradient) is a matter of one worker's order, hence a rule of the checker and
-no edge here. What comes by a skip is made before what comes from the stage before (or after): it is no edge
-either, but a message. When ops run is the player's to say (``program/player.py``).
+The one description of dependencies that the checker, the lowering and the simulator share. A forward of stage
+s takes the output of stage s − 1 of the same micro-batches; an op that makes an input gradient takes that of
+stage s + 1 of the same micro-batch and part. What an op needs from its own stage (a backward its forward,
+weight gradients their input gradient) depends on one worker's order alone, so it is a rule of the checker and
+not an edge. The value of a skip connection is made before that of the adjacent stage, so it is a message but
+not an edge. The player (``program/player.py``) computes when ops run.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .ir import Op, OpKind, Product, Schedule
 from .workload import SkipLink
 
 _TAKES = {kind: (kind.takes, -kind.takes.goes) if kind.takes else (None, 0) for kind in OpKind}
-"""What an op takes of another stage: the product, and how many stages further on it is made."""
+"""The product that an op takes from another stage, and how many stages further on that product is made."""
 
 _Unit = tuple[tuple[int, ...], int, int, int]
 """Micro-batches, pipe, part, parts: what flows from stage to stage."""
 
 
 def outside(schedule: Schedule, op: Op) -> ScheduleError:
-    """The error for an op of a stage or pipe that there is none of."""
+    """The error for an op whose stage or pipe does not exist."""
     return ScheduleError(
-        f"{schedule}: {op} is of none of its {schedule.pipes} pipes of {schedule.stages} stages; "
+        f"{schedule}: {op} belongs to none of its {schedule.pipes} pipes of {schedule.stages} stages; "
         "run the checker"
     )
 
@@ -146,12 +146,14 @@ class OpGraph:
         maker = next(kind for kind in OpKind if takes in kind.makes)
         return ScheduleError(
             f"{self.place(node)} has no input: no {maker.word} of stage {stage} on the same micro-batches "
-            "is in any order"
+            "exists in any order"
         )
 
     @cached_property
     def needs(self) -> list[list[int]]:
-        """By node the nodes whose products it takes: of the stage before or after, and of its own."""
+        """For each node, the nodes whose products it takes: from the stage before or after, and from its own
+        stage.
+        """
         outputs: dict[tuple[int, int, int, int], int] = {}
         sliced = self.schedule.workload.slices > 1
         for node, op in enumerate(self.ops):
@@ -172,7 +174,7 @@ class OpGraph:
         return needs
 
     def place(self, node: int) -> str:
-        """Where a node stands, for messages: ``worker 2, op 5: B1.3``."""
+        """Position of a node, for messages: ``worker 2, op 5: B1.3``."""
         worker = self.worker[node]
         return f"worker {worker}, op {node - self.first[worker]}: {self.ops[node]}"
 
@@ -192,7 +194,7 @@ class OpGraph:
         return [message for skip in self.schedule.workload.skips for message in self._skipping(skip)]
 
     def _skipping(self, skip: SkipLink) -> Iterator[tuple[int, int, SkipLink]]:
-        """The (producer, consumer) nodes of a skip that sit on different workers."""
+        """The (producer, consumer) nodes of a skip connection that are on different workers."""
         placement = self.schedule.placement
         apart = [
             placement.worker(pipe, skip.source) != placement.worker(pipe, skip.target)
@@ -214,7 +216,9 @@ class OpGraph:
             yield source, node, skip
 
     def _first_of(self, skip: SkipLink, apart: Sequence[bool]) -> Iterator[tuple[int, int, SkipLink]]:
-        """The same where it is made once: from the first forward of a pipe and period to the first."""
+        """The same nodes if the value is made once: from the first forward of a pipe and period to the first
+        one of the target.
+        """
         first: dict[tuple[int, int, int], int] = {}
         for node, op in enumerate(self.ops):
             if op.kind.whole and op.stage in (skip.source, skip.target) and apart[op.pipe]:
@@ -227,7 +231,7 @@ class OpGraph:
         """A circle of (node that waits, node it waits for), each on the next one's worker.
 
         Args:
-            stuck: by worker that cannot go on, its next node and the one that this waits for.
+            stuck: for each worker that cannot continue, its next node and the node that this one waits for.
         """
         path: list[int] = []
         worker = min(stuck)

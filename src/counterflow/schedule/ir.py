@@ -1,7 +1,7 @@
 """The schedule: which op runs on which worker, in which order. Plain, frozen data.
 
-Invariant: a ``Schedule`` is only a workload and one order a worker; it knows no time, rank or device.
-It need not be correct: the checker (``check.py``) decides that, so that edited files can be looked at.
+Invariant: a ``Schedule`` is only a workload and one order per worker, without time, rank or device. It need
+not be correct: the checker (``check.py``) decides that, so edited files can be inspected.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OptionValue = int | str
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A workload and one order a worker.
+    """A workload and one order per worker.
 
-    A synchronous schedule is one period with a flush at its end, an asynchronous one plays several of them
-    without a flush between. ``steady`` gives, for an asynchronous schedule, each worker's slice
+    A synchronous schedule is one period with a flush at its end, an asynchronous schedule has several periods
+    without a flush between them. ``steady`` gives, for an asynchronous schedule, each worker's slice
     ``order[start:stop]`` that consists of whole periods after the warm-up and before the drain.
     """
 
@@ -35,7 +35,7 @@ class Schedule:
     steady: tuple[tuple[int, int], ...] | None = None
 
     _repr_html_: ClassVar[Callable[[Schedule], str]]
-    """The schedule in a notebook: the room of pictures, which knows this one, puts it here."""
+    """Representation in a notebook; ``drawing``, which imports this module, defines it."""
 
     @property
     def placement(self) -> Placement:
@@ -49,7 +49,7 @@ class Schedule:
 
     @property
     def periods(self) -> int:
-        """Updates of every stage."""
+        """Number of updates of every stage."""
         return self.workload.periods
 
     @property
@@ -78,11 +78,11 @@ class Schedule:
         return self.workload.total_micro_batches
 
     def period_of(self, op: Op) -> int:
-        """The period whose gradients ``op`` adds to, or whose samples it reads."""
+        """The period to whose gradients ``op`` adds, or whose samples it reads."""
         return op.micro_batches[0] // self.workload.micro_batches
 
     def with_skips(self, skips: Iterable[SkipLink]) -> Schedule:
-        """The same orders for a model in which stages also make something for others than the next one."""
+        """The same orders for a model with skip connections."""
         return replace(self, workload=replace(self.workload, skips=tuple(sorted(skips))))
 
     def ops(self) -> Iterator[Op]:
@@ -91,7 +91,7 @@ class Schedule:
             yield from order
 
     def __repr__(self) -> str:
-        """A line: the orders are in ``orders``."""
+        """One line; the orders are in ``orders``."""
         return f"<Schedule {self}: {self.workers} workers, {sum(map(len, self.orders)):,} ops>"
 
     def __str__(self) -> str:

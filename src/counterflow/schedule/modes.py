@@ -9,7 +9,7 @@ from counterflow.errors import ConfigError
 
 
 class Recompute(StrEnum):
-    """What a forward keeps for its backward: everything, the stage's input, or each layer's input."""
+    """What a forward saves for its backward: everything, the stage's input, or each layer's input."""
 
     NONE = "none"
     STAGE = "stage"
@@ -17,10 +17,10 @@ class Recompute(StrEnum):
 
 
 class Sync(StrEnum):
-    """When a stage's gradients are summed over its copies (Chimera section 3.2, Figure 4).
+    """When a stage's gradients are summed over its replicas (Chimera section 3.2, Figure 4).
 
     ``end``: after all local compute. ``eager``: as soon as the stage's last local backward is done.
-    ``eager-opt``: eagerly only where the worker idles between that moment and the end of its compute.
+    ``eager-opt``: eagerly only if the worker idles between that moment and the end of its compute.
     An asynchronous schedule has no end, so there every mode is eager.
     """
 
@@ -36,7 +36,7 @@ def parse_mode(kind: type[Mode], name: str, value: Mode | str) -> Mode:
     """``value`` as a member of ``kind``.
 
     Raises:
-        ConfigError: it is none; the message lists what is legal.
+        ConfigError: the value is not a member; the message lists the legal ones.
     """
     try:
         return kind(value)

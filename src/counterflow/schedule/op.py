@@ -1,4 +1,4 @@
-"""Ops and what they make. Plain, frozen data."""
+"""Ops and their products. Plain, frozen data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Product(Enum):
-    """What an op makes."""
+    """A product of ops."""
 
-    __hash__ = object.__hash__  # as of ``OpKind``
+    __hash__ = object.__hash__  # filled in like ``OpKind``
 
     OUTPUT = "output"
     INPUT_GRADIENT = "input gradient"
@@ -17,7 +17,9 @@ class Product(Enum):
 
     @property
     def goes(self) -> int:
-        """How many stages further on it is taken: 1 the next one, -1 the one before, 0 where it is made."""
+        """Number of stages further on at which the product is taken: 1 at the next stage, -1 at the one
+        before, 0 at its own.
+        """
         return _GOES[self]
 
 
@@ -25,27 +27,31 @@ _GOES = {Product.OUTPUT: 1, Product.INPUT_GRADIENT: -1, Product.WEIGHT_GRADIENTS
 
 
 class OpKind(Enum):
-    """What an op computes, with its letter; the table of facts says the rest, and all else asks it.
+    """What an op computes, with its letter; a table of facts defines everything else, and all other code
+    reads it.
 
-    A backward makes two products at once. Split, it is two ops: the input gradient, which the stage before
-    waits for, and the weight gradients, which only the update waits for.
+    A backward makes two products at once. A split backward is two ops: the input gradient, for which the
+    stage before waits, and the weight gradients, for which only the update waits.
 
     Attributes:
-        word: what it is called.
-        first: the product of its own stage that it needs; None: none.
-        takes: the product of another stage that it takes, as far away as that goes; None: none.
-        makes: its products.
-        stash: what it changes of the graphs that its stage holds: 1, -1 or 0.
-        carries: how many slices further on what it leaves to its own stage is taken: 1, a forward's state by
-            the next slice's forward; -1, the gradient of that by the slice before; 0: it leaves nothing.
-        gives: of its products the one that goes to another stage; None: none.
-        whole: whether it is always of whole micro-batches, as what needs nothing of its own stage is; in a
-            sliced workload always of one slice.
+        word: name of the kind.
+        first: the product of its own stage that it needs, or None.
+        takes: the product of another stage that it takes, or None; ``Product.goes`` says from where.
+        makes: the products that it makes.
+        stash: change of the number of graphs that its stage holds: 1, -1 or 0.
+        carries: number of slices further on at which its own stage takes the state that it leaves: 1, a
+            forward's state, taken by the next slice's forward; -1, the state's gradient, taken by the slice
+            before; 0: it leaves none.
+        gives: the one of its products that goes to another stage, or None.
+        whole: whether it always computes whole micro-batches, because it needs nothing of its own stage; in a
+            sliced workload always one slice.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
     """
 
-    __hash__ = object.__hash__  # its own is a Python call, for each of the millions of keys a plan looks up
+    __hash__ = (
+        object.__hash__
+    )  # the enum's own hash is a Python call, for each of the millions of keys that a plan looks up
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -63,14 +69,14 @@ class OpKind(Enum):
 
     @property
     def halves(self) -> tuple[OpKind, ...]:
-        """What it is split into: itself, if it makes one product."""
+        """The kinds it is split into: itself, if it makes one product."""
         if len(self.makes) == 1:
             return (self,)
         return tuple(maker_of(product) for product in self.makes)
 
     @property
     def rest(self) -> OpKind | None:
-        """The other half of a backward that it began; None: it is no first half."""
+        """The second half of a split backward, if this is the first half; else None."""
         if len(self.makes) > 1:
             return None
         return next((kind for kind in OpKind if kind.takes is None and kind.first in self.makes), None)
@@ -94,18 +100,18 @@ for _kind, _row in _FACTS.items():
 
 
 def maker_of(product: Product) -> OpKind:
-    """The kind of op that makes a product alone."""
+    """The kind of op that makes only this product."""
     return next(kind for kind in OpKind if kind.makes == (product,))
 
 
 class Op(NamedTuple):
     """Work of one stage on one micro-batch, a group of them, or a part of one.
 
-    ``micro_batches`` are the micro-batches computed together (more than one in a doubled forward).
-    ``part`` of ``parts`` says which share of the micro-batch a divided backward computes; in a sliced
-    workload, which slice of its sequence a forward or backward does.
-    ``version`` is the number of updates the stage's weights have seen (0 in every synchronous scheme:
-    the weights at the start of the mini-batch). All numbers count from 0.
+    ``micro_batches`` are the micro-batches computed together (more than one in a doubled forward). ``part``
+    of ``parts`` says which share of the micro-batch a divided backward computes; in a sliced workload, which
+    slice of its sequence a forward or backward computes. ``version`` is the number of updates the stage's
+    weights have seen (0 in every synchronous scheme: the weights at the start of the mini-batch). All numbers
+    count from 0.
 
     >>> str(Op(OpKind.FORWARD, stage=7, micro_batches=(3,)))
     'F3.7'

@@ -1,7 +1,7 @@
-"""Which holder of a parameter updates it where optimiser state is sharded: ZeRO stage 1.
+"""Owners of parameters if optimiser state is sharded (ZeRO stage 1): the holder that updates each.
 
-Invariant: every parameter has one owner among those who hold it, and all who ask with the same parameters in
-the same order get the same answer.
+Invariant: every parameter has one owner among its holders, and the same parameters in the same order always
+give the same owners.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heapreplace
 
 PIECE_BYTES = 25 * 1024 * 1024
-"""The size of the pieces in which weights are sent from one holder to the others."""
+"""Bytes of the pieces in which weights are sent from one holder to the others."""
 
 
 def pieces(sizes: Iterable[float]) -> Iterator[list[float]]:
-    """Sizes in the pieces in which they are sent: in their order, each piece as soon as it is large enough.
+    """Sizes grouped into the pieces in which they are sent: in their order, each piece closed as soon as it
+    is large enough.
 
     >>> [*pieces([9, 4 * PIECE_BYTES, 7, 8])] == [[9, 4 * PIECE_BYTES], [7, 8]]
     True
@@ -33,26 +34,29 @@ def pieces(sizes: Iterable[float]) -> Iterator[list[float]]:
 
 
 def owners(sizes: Iterable[tuple[float, Sequence[int]]]) -> list[int]:
-    """Share parameters out among their holders: the largest first, each to the one who has least by then.
+    """Distribute parameters over their holders: the largest first, each to the holder with the fewest bytes
+    so far.
 
-    Whole parameters, so that an optimiser that looks at one at a time makes the same numbers wherever it
-    runs; as torch's ``ZeroRedundancyOptimizer`` does. Where two have as little, the lower number gets it.
+    Parameters stay whole, as in torch's ``ZeroRedundancyOptimizer``, so an optimiser that updates each one
+    independently computes the same numbers wherever it runs. Between equals the lower number gets it.
 
     >>> owners([(4, (0, 3)), (9, (0, 3)), (5, (0, 3)), (2, (1,))])
     [3, 0, 3, 1]
 
     Args:
-        sizes: of each parameter its bytes and the numbers of its holders.
+        sizes: bytes of each parameter, and the numbers of its holders.
 
     Returns:
-        Of each parameter its owner.
+        The owner of each parameter.
 
     Source: Rajbhandari et al. 2020, ZeRO, section 5.1.
     """
     every = list(sizes)
     owned: dict[int, float] = defaultdict(float)
     least: dict[tuple[int, ...], list[tuple[float, int]]] = {}
-    """By holders, a heap of what each had when it was last looked at: never more than it has."""
+    """For each set of holders, a heap of what each had when it was last looked at; never more than it has
+    now.
+    """
     found = [0] * len(every)
     for index in sorted(range(len(every)), key=lambda i: (-every[i][0], i)):
         size, holders = every[index][0], tuple(every[index][1])

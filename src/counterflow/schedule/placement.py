@@ -13,12 +13,12 @@ from counterflow.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``pipes_stages[p][s]`` is the worker that holds stage ``s`` of pipe ``p``."""
+    """A placement: ``pipes_stages[p][s]`` is the worker that holds stage ``s`` of pipe ``p``."""
 
     workers: int
     pipes_stages: tuple[tuple[int, ...], ...]
     _hash: int = field(init=False, repr=False, compare=False)
-    """Known, since a search looks up by placements of a thousand numbers."""
+    """The hash, computed once because a search looks up placements of a thousand numbers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.workers, self.pipes_stages)))
@@ -48,7 +48,7 @@ class Placement:
                     yield pipe, stage
 
     def summed(self, amounts: Sequence[float]) -> list[float]:
-        """An amount of each stage, summed over what each worker holds."""
+        """Sums of an amount per stage over the stages that each worker holds."""
         found = [0.0] * self.workers
         for stages in self.pipes_stages:
             for worker, amount in zip(stages, amounts, strict=True):

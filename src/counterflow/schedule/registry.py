@@ -1,7 +1,7 @@
-"""The schemes by name: it collects the records of ``schemes/*.py``, and takes others.
+"""The schemes by name: collects the records of ``schemes/*.py``, and accepts further ones.
 
-A new scheme is a file in ``schemes/`` with its builder and its record, ``SCHEME``; or a record of one's own,
-given to ``register``. Commands, config files, planner and pictures know schemes only by their records.
+A new scheme is a file in ``schemes/`` with its builder and its record, ``SCHEME``; or a user's own record,
+passed to ``register``. Commands, config files, planner and pictures know schemes only by their records.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from .ir import OptionValue, Schedule
 from .scheme import DEPTH, PERIODS, SLICED, SLICES, Option, OptionType, Scheme
 
 SCHEMES: dict[str, Scheme] = {}
-"""Every known scheme by its name; ``register`` adds to it."""
+"""Every registered scheme by its name; ``register`` adds to it."""
 
 
 def register(scheme: Scheme) -> None:
-    """Make a scheme known to everything that takes one by name.
+    """Register a scheme, so everything that accepts a scheme's name knows it.
 
     Raises:
-        ConfigError: its name or an alias is taken, it has no option for its workers or, asynchronous, for
-            its periods, or an option has values of another kind in another scheme.
+        ConfigError: its name or an alias is taken, it has no option for its workers or, if asynchronous, for
+            its periods, or another scheme has an option of this name with another type.
     """
     for name in (scheme.name, *scheme.aliases):
         if find(name) is not None:
-            raise ConfigError(
-                f"scheme {scheme.name}: there is a scheme {name!r} already; choose another name"
-            )
+            raise ConfigError(f"scheme {scheme.name}: the name {name!r} is taken; choose another name")
     if not any(option.name in DEPTH for option in scheme.options):
         raise ConfigError(f"scheme {scheme.name}: needs an option for its workers: {' or '.join(DEPTH)}")
     if not scheme.synchronous and scheme.option(PERIODS.name) is None:
@@ -43,7 +41,8 @@ def register(scheme: Scheme) -> None:
         for other, same in known.get(option.name, {}).items():
             if (option.kind, option.words) != (same.kind, same.words):
                 raise ConfigError(
-                    f"scheme {scheme.name}: its option {option.name} is {option.values}, but that of {other} "
+                    f"scheme {scheme.name}: its option {option.name} is {option.values}, but {other}'s "
+                    "option of this name "
                     f"is {same.values}; choose another name"
                 )
     SCHEMES[scheme.name] = scheme
@@ -51,7 +50,7 @@ def register(scheme: Scheme) -> None:
 
 @contextmanager
 def registered(scheme: Scheme) -> Iterator[Scheme]:
-    """``register`` for as long as a ``with`` block lasts."""
+    """``register`` for the duration of a ``with`` block."""
     register(scheme)
     try:
         yield scheme
@@ -69,7 +68,7 @@ def scheme(name: str) -> Scheme:
     """The scheme of that name or alias.
 
     Raises:
-        ConfigError: there is none; the message lists the names and the nearest one.
+        ConfigError: the scheme is unknown; the message lists all names and the nearest one.
     """
     known = find(name)
     if known is None:
@@ -79,9 +78,9 @@ def scheme(name: str) -> Scheme:
 
 
 def options() -> dict[str, dict[str, Option]]:
-    """Every option by its name, then by scheme: workers first, then what several schemes have.
+    """Every option by its name, then by scheme: workers first, then options that several schemes share.
 
-    Also ``slices``, which every synchronous scheme accepts.
+    ``slices``, which every synchronous scheme accepts, is included.
     """
     found: dict[str, dict[str, Option]] = {name: {} for name in DEPTH}
     for known in SCHEMES.values():
@@ -94,14 +93,16 @@ def options() -> dict[str, dict[str, Option]]:
 
 
 def option(scheme: str, name: str) -> Option | None:
-    """What an option of a schedule means: as its scheme says, or, of one not known, as any other does."""
+    """Meaning of an option of a schedule: as its scheme says, or, for an unknown scheme, as any other
+    does.
+    """
     known = find(scheme)
     own = known and known.option(name)
     return own or next(iter(options().get(name, {}).values()), None)
 
 
 def about(known: Mapping[str, Option]) -> str:
-    """What an option means for each scheme that has it, for people; ``known`` is of ``options()``."""
+    """Meaning of an option for each scheme that has it, for people; ``known`` is a value of ``options()``."""
     schemes: dict[str, list[str]] = {}
     for scheme, option in known.items():
         default = (
@@ -116,8 +117,8 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
     """The schedule of the scheme ``name`` with ``options``; its depth is given as ``stages`` or ``workers``.
 
     Raises:
-        ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal; more ops
-            than are built.
+        ConfigError: the scheme is unknown; an option is unknown, missing or illegal; the schedule has too
+            many ops.
 
     >>> str(build("1f1b", {"workers": 2, "micro_batches": 2}))
     'dapple(stages=2, micro_batches=2)'
@@ -142,15 +143,16 @@ _FLAGS = {"true": True, "false": False}
 
 
 def schedule_of(given: Schedule | str, sizes: Mapping[str, OptionValue]) -> Schedule:
-    """What takes a schedule takes this: a schedule, or a scheme's name with its sizes.
+    """A schedule from whatever is accepted as one: a schedule, or a scheme's name with its sizes.
 
     Args:
-        given: the schedule; or a scheme's name, with or without sizes in brackets, as a schedule prints.
+        given: a schedule; or a scheme's name, with or without sizes in brackets, in the form that schedules
+            print.
         sizes: options of the scheme.
 
     Raises:
-        ConfigError: a text that is no such call, an unknown scheme, or options that it refuses; sizes beside
-            a schedule.
+        ConfigError: the text has another form, the scheme is unknown or refuses the options, or sizes are
+            given with a schedule.
 
     >>> str(schedule_of("zb-v", {"workers": 4, "micro_batches": 8}))
     'zb-v(workers=4, micro_batches=8)'
@@ -165,23 +167,23 @@ def schedule_of(given: Schedule | str, sizes: Mapping[str, OptionValue]) -> Sche
         return given
     if not isinstance(given, str):
         raise ConfigError(
-            f"{given!r} is no schedule; give one of cf.schemes, or a scheme's name with its sizes"
+            f"{given!r} is not a schedule; give one of cf.schemes, or a scheme's name with its sizes"
         )
     call = _CALL.fullmatch(given)
     parts = [part for part in (call[2] or "").split(",") if part.strip()] if call else []
     found = [_SIZE.fullmatch(part) for part in parts]
     if call is None or None in found:
         raise ConfigError(
-            f"{given!r} is no scheme with its sizes; write it like zb-v(workers=4, micro_batches=8)"
+            f"{given!r} is not a scheme with its sizes; write it like zb-v(workers=4, micro_batches=8)"
         )
     read = {size[1]: _read(size[2]) for size in found if size is not None}
     if twice := read.keys() & sizes.keys():
-        raise ConfigError(f"{min(twice)} is given twice: in {given!r}, and beside it; give it once")
+        raise ConfigError(f"{min(twice)} is given twice: in {given!r}, and as a keyword; give it once")
     return build(call[1], {**read, **sizes})
 
 
 def _read(value: str) -> OptionValue:
-    """A number, a flag or a word of an option."""
+    """The value of an option: a number, a flag or a word."""
     return int(value) if value.isdecimal() else _FLAGS.get(value.lower(), value)
 
 

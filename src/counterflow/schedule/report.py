@@ -1,4 +1,4 @@
-"""Schedules, ops and schemes as ``--json`` prints them. What it does not do: print."""
+"""Schedules, ops and schemes as ``--json`` prints them. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ class OpShown(Part):
     ]
     stage: Annotated[int, said("from 0")]
     pipe: Annotated[int, said("from 0")]
-    micro_batches: Annotated[list[int], said("those it works on together, from 0")]
-    part: Annotated[int, said("which of `parts`, from 0")]
-    parts: Annotated[int, said("in how many shares the work on its micro-batch is cut")]
-    version: Annotated[int, said("updates that its weights have seen")]
+    micro_batches: Annotated[
+        list[int], said("numbers of the micro-batches that are computed together, from 0")
+    ]
+    part: Annotated[int, said("number of the part, from 0")]
+    parts: Annotated[int, said("number of parts into which the work on the micro-batch is divided")]
+    version: Annotated[int, said("updates that the weights have seen")]
 
 
 class Scheduled(Result):
-    """What is said of a schedule by its name."""
+    """The name of a schedule."""
 
     model_config = reads("schedule")
 
-    scheme: Annotated[str, said("its scheme")]
+    scheme: Annotated[str, said("name of the scheme")]
     options: Annotated[Options, said("the scheme's options")]
-    workers: Annotated[int, said("of one pipeline group")]
+    workers: Annotated[int, said("workers of one pipeline group")]
 
 
 class Sized(Scheduled):
-    """What is said of a schedule by its name and size."""
+    """The name and size of a schedule."""
 
     stages: int
     pipes: int
-    micro_batches: Annotated[int, said("of one update")]
+    micro_batches: Annotated[int, said("micro-batches of one update")]
 
 
 class OptionShown(Part):
     """An option of a scheme."""
 
     name: str
-    legal: Annotated[str, said("its range, for people")]
+    legal: Annotated[str, said("legal range, for people")]
     required: bool
     default: Annotated[int | str | bool | None, said("default", "usual")]
     help: str
@@ -56,7 +58,7 @@ class SchemeShown(Part):
     name: str
     aliases: list[str]
     summary: str
-    source: Annotated[str, said("who published it")]
+    source: Annotated[str, said("publication")]
     synchronous: Annotated[bool, said("whether a flush comes before each update")]
     directions: str
     options: list[OptionShown]

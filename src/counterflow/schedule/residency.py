@@ -1,4 +1,4 @@
-"""What stays in memory because of the order alone: stashed forwards and weight versions."""
+"""Memory that the order alone determines: stashed forwards and weight versions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from .ir import Op, Product, Schedule
 
 
 def stash_change(op: Op) -> float:
-    """What an op adds to its worker's stashed forwards, in (stage x micro-batch) units.
+    """Change of a worker's stashed forwards by an op, in (stage x micro-batch) units.
 
-    A forward is stashed until its weight gradients are made.
+    A forward is stashed until its weight gradients are computed.
     """
     return op.kind.stash * op.work
 
 
 def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[float, ...]:
-    """Most forwards stashed at once on each worker, in (stage x micro-batch) units.
+    """Maximum forwards stashed at once on each worker, in (stage x micro-batch) units.
 
     Args:
         schedule: the schedule.
@@ -37,9 +37,9 @@ def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[f
 def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, int, int | None]]:
     """The life of each weight version on a worker: (stage, born, dies) with indices into its order.
 
-    Yields (stage, version, born, dies): the version is there from after op ``born`` (−1 for the first
-    one) until after op ``dies`` (None: until the end). Version v + 1 is born with the last backward of
-    period v. A version dies once nothing later uses it and a newer one is there.
+    Yields (stage, version, born, dies): the version exists from after op ``born`` (−1 for the first one)
+    until after op ``dies`` (None: until the end). Version v + 1 is born with the last backward of period v. A
+    version dies once nothing later uses it and a newer one exists.
     """
     order = schedule.orders[worker]
     last_backward: dict[tuple[int, int, int], int] = {}
@@ -61,7 +61,7 @@ def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, i
 
 
 def weight_copies(schedule: Schedule) -> tuple[int, ...]:
-    """Stages held at most at once on each worker, every version of a stage counted."""
+    """Maximum number of stages held at once on each worker, every version of a stage counted."""
     most = []
     for worker in range(schedule.workers):
         changes: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ def weight_copies(schedule: Schedule) -> tuple[int, ...]:
             if dies is not None:
                 changes.append((dies, -1))
         held = peak = 0
-        # Where a version dies with the op after which another is born, the new one takes its place.
+        # If a version dies with the op after which another is born, the new one takes its place.
         for _index, change in sorted(changes):
             held += change
             peak = max(peak, held)

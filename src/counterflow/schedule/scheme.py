@@ -1,7 +1,7 @@
-"""The record of a scheme: all that commands, planner, bounds and pictures know of it. Plain, frozen data.
+"""The record of a scheme, which commands, planner, bounds and pictures read. Plain, frozen data.
 
-Invariant: what is said of a scheme is said in its record, which stands in the scheme's own file. Nothing else
-knows a scheme by name. A record makes no schedule; its builder does.
+Invariant: everything about a scheme is in its record, which is in the scheme's own file. No other code names
+a scheme. A record makes no schedule; its builder does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .orders.slices import sliced
 from .workload import Workload
 
 SLICES = "slices"
-"""What every synchronous scheme accepts besides its options: into how many slices a sequence is cut."""
+"""Option that every synchronous scheme accepts in addition to its own: number of slices of a sequence."""
 
 DEPTH = ("stages", "workers")
-"""The options that say how many workers there are; a scheme has one of them."""
+"""The options that set the number of workers; a scheme has one of them."""
 
 MOST_OPS = 1_000_000
-"""Ops of the largest schedule that is built by name: 500 workers and 1,000 micro-batches have so many."""
+"""Maximum ops of a schedule that is built by name, as many as 500 workers and 1,000 micro-batches have."""
 
 
 class OptionType(Enum):
-    """What an option's values are."""
+    """Type of an option's values."""
 
     NUMBER = "a whole number"
     WORD = "a word"
@@ -38,7 +38,7 @@ class OptionType(Enum):
 
 
 class Directions(StrEnum):
-    """Which way the pipes of a scheme run over the workers."""
+    """The directions in which the pipes of a scheme run over the workers."""
 
     ONE = "one"
     TWO = "two"
@@ -51,17 +51,17 @@ class Option:
 
     Attributes:
         name: the builder's argument.
-        legal: its range, in words.
-        help: what it means, in one line.
-        default: its value where it is not given; None: it must be given, or is as ``like`` says.
-        like: the option whose value it then has.
-        kind: what its values are.
-        words: the legal words; a number may have some besides.
-        letter: the papers' letter for it, which pictures use.
-        noun: what pictures count with it, as in "2 waves"; in place of a letter.
-        unsaid: the value that pictures leave out.
-        order_only: whether only the order depends on it, and not the workload.
-        multiplies: whether there are as many times more stages.
+        legal: legal range, in words.
+        help: meaning of the option, in one line.
+        default: default value; None: the option is required, or ``like`` gives its default.
+        like: the option whose value is the default.
+        kind: type of its values.
+        words: the legal words; a number may accept some in addition.
+        letter: the papers' letter for the option, which pictures use.
+        noun: noun that pictures count, as in "2 waves"; instead of a letter.
+        unsaid: the value that pictures omit.
+        order_only: whether only the order depends on the option, and not the workload.
+        multiplies: whether the number of stages is multiplied by the value.
     """
 
     name: str
@@ -79,26 +79,26 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether it must be given."""
+        """Whether the option is required."""
         return self.default is None and self.like is None
 
     @property
     def usual(self) -> OptionValue | None:
-        """What it is where it is not given, for people."""
+        """The default, for people."""
         return self.default if self.like is None else self.like
 
     @property
     def values(self) -> str:
-        """What its values are, in the words of an error."""
+        """Type of its values, as errors say it."""
         if self.kind is OptionType.WORD:
             return f"one of {', '.join(self.words)}"
         return " or ".join([self.kind.value, *self.words])
 
     def refuse(self, value: object) -> None:
-        """Refuse a value of another kind.
+        """Refuse a value of the wrong type.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: the value has the wrong type.
 
         >>> Option("waves", "1 or more", "down-and-up passes").refuse("two")
         Traceback (most recent call last):
@@ -113,7 +113,7 @@ class Option:
             raise ConfigError(f"{self.name}={value!r}: must be {self.values} ({self.legal})")
 
     def told(self, value: OptionValue) -> str:
-        """A value as pictures say it; nothing where it is left out.
+        """A value in the words of pictures; empty if pictures omit it.
 
         >>> Option("waves", "1 or more", "down-and-up passes", noun="wave").told(2)
         '2 waves'
@@ -130,8 +130,8 @@ class Option:
 
 
 MICRO_BATCHES = Option("micro_batches", "1 or more", "N: micro-batches of a mini-batch", letter="N")
-PERIODS = Option("periods", "1 or more", "updates to play", default=8, noun="period")
-SLICED = Option(SLICES, "1 or more", "into how many slices of its sequence a micro-batch is cut", default=1)
+PERIODS = Option("periods", "1 or more", "updates to simulate", default=8, noun="period")
+SLICED = Option(SLICES, "1 or more", "number of slices into which a micro-batch's sequence is cut", default=1)
 SPLIT = Option(
     "split",
     "true or false",
@@ -143,10 +143,12 @@ SPLIT = Option(
 
 Build = Callable[..., Schedule]
 VersionRule = Callable[[int, int, int], int]
-"""(stages, stage, period) -> the weight version that period's work uses on that stage."""
+"""Function of stages, stage and period: the weight version that the period's work uses on that stage."""
 
 Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
-"""(workers, micro-batches, layers of the model) -> options worth trying, beside workers and micro-batches."""
+"""Function of workers, micro-batches and layers: options worth trying in addition to workers and
+micro-batches.
+"""
 
 
 def plainly(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
@@ -159,23 +161,25 @@ class Scheme:
     """A named way to make schedules.
 
     Attributes:
-        name: what users call it.
-        build: from options to a schedule. It checks them itself, and raises ``ConfigError``.
-        summary: one line.
-        source: who published it.
+        name: name of the scheme.
+        build: function of the options that returns a schedule. It checks the options itself, and raises
+            ``ConfigError``.
+        summary: description in one line.
+        source: publication.
         options: the builder's arguments, in its order; one of them is ``stages`` or ``workers``.
-        directions: which way its pipes run.
+        directions: directions in which its pipes run.
         aliases: its other names.
-        workload: from options to the schedule's workload, for those who need no order; it takes all options
-            that are not ``order_only``, and refuses like the builder. None: the workload of a schedule built.
-        version: the weight versions it promises; None for a synchronous one.
-        planner: what is worth trying. What the builder refuses may be among it.
-        needs: what it needs to have a candidate, for people; "" where there always is one.
-        most_stashed: from options to the micro-batches (of one stage) that a worker never stashes more of;
-            None: nothing is promised.
-        most_in_flight: from options to the micro-batches of a pipe that are never more on its stage 0 between
-            forward and input gradient; None: nothing beyond ``most_stashed``.
-        chunk: what pictures call one of several stages that a worker holds of a pipe.
+        workload: function of the options that returns the schedule's workload without an order; it accepts
+            all options that are not ``order_only``, and refuses like the builder. None: take the workload of
+            a built schedule.
+        version: the weight versions that it promises; None for a synchronous scheme.
+        planner: options worth trying; some of them the builder may refuse.
+        needs: requirement for a candidate, for people; "" if there is always one.
+        most_stashed: function of the options that returns an upper bound of the micro-batches (of one stage)
+            that a worker stashes; None: no bound is promised.
+        most_in_flight: function of the options that returns an upper bound of a pipe's micro-batches on its
+            stage 0 between forward and input gradient; None: no bound beyond ``most_stashed``.
+        chunk: name in pictures of one of several stages of a pipe that a worker holds.
     """
 
     name: str
@@ -200,30 +204,32 @@ class Scheme:
 
     @property
     def depth(self) -> str:
-        """The name of the option that says how many workers there are."""
+        """Name of the option that sets the number of workers."""
         return next(option.name for option in self.options if option.name in DEPTH)
 
     @property
     def updates_each_micro_batch(self) -> bool:
-        """Whether every micro-batch is followed by an update of its own."""
+        """Whether an update follows every micro-batch."""
         return self.option("micro_batches") is None
 
     def option(self, name: str) -> Option | None:
-        """The option of that name; None if there is none."""
+        """The option of that name, or None."""
         return next((option for option in self.options if option.name == name), None)
 
     def in_place_of(self, name: str) -> str | None:
-        """The option that this scheme has for workers, where another's is named; else None."""
+        """The option with which this scheme sets the number of workers, if another scheme's is named; else
+        None.
+        """
         return self.depth if name in DEPTH and name != self.depth else None
 
     def with_own_depth(self, options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-        """Options in which this scheme's own one says how many workers there are, where the other was given.
+        """The options with this scheme's own option for workers, if the other one was given.
 
         Args:
-            options: as a user gave them, with all that this scheme needs beside its depth.
+            options: options that the user gave, with all that this scheme needs in addition to its depth.
 
         Raises:
-            ConfigError: with these options there is no such number, or both are given and do not agree.
+            ConfigError: no number of workers fits these options, or both are given and disagree.
         """
         other = next(name for name in DEPTH if name != self.depth)
         own, wanted = {name: v for name, v in options.items() if name != other}, options.get(other)
@@ -234,7 +240,7 @@ class Scheme:
             if found != wanted:
                 raise ConfigError(
                     f"{other}={wanted}: {self.name} with {self.depth}={own[self.depth]} has {found} {other}; "
-                    f"leave out one of them"
+                    f"use only one of them"
                 )
             return own
         each = None
@@ -256,23 +262,24 @@ class Scheme:
         raise ConfigError(f"{other}={wanted}: {self.name} {per}; give {self.depth}=NUMBER")
 
     def _counted_in(self, other: str, options: Mapping[str, OptionValue]) -> int:
-        """How many workers or stages there are with these options."""
+        """Number of workers or stages with these options."""
         self.refuse_too_large(options)
         placement = self.workload_of(options).placement
         return placement.stages if other == "stages" else placement.workers
 
     def missing(self, given: Iterable[str]) -> list[Option]:
-        """The options that must be given, and are not."""
+        """The required options that are not given."""
         return [option for option in self.options if option.required and option.name not in given]
 
     def refuse_missing_or_illegal(
         self, options: Mapping[str, OptionValue], given: Iterable[str] | None = None
     ) -> None:
-        """Refuse what lacks an option that must be given, or has one with an illegal value.
+        """Refuse options that lack a required one, or contain an illegal value.
 
         Args:
             options: as they were given.
-            given: the names that count as given, where that is another's words for the depth; None: theirs.
+            given: names that count as given, if the depth is given by another name; None: the names in
+                ``options``.
 
         Raises:
             ConfigError: an option is missing or illegal.
@@ -285,12 +292,12 @@ class Scheme:
                 option.refuse(options[option.name])
 
     def refuse_too_large(self, options: Mapping[str, OptionValue], most: int = MOST_OPS) -> None:
-        """Refuse, before anything is built, what has more ops than can be built.
+        """Refuse a schedule with too many ops before it is built.
 
         Raises:
-            ConfigError: there are more than ``most``.
+            ConfigError: the schedule has more than ``most`` ops.
         """
-        ops, factors = 2, []  # a forward and a backward
+        ops, factors = 2, []  # at least a forward and a backward
         for option in self.options:
             value = options.get(option.name, option.default)
             if not isinstance(value, int):
@@ -301,19 +308,19 @@ class Scheme:
                     factors.append(f"{option.name}={_counted(value)}")
         if ops > most:
             raise ConfigError(
-                f"{self.name} with {' and '.join(factors)} has at least {_counted(ops)} ops, and at most "
+                f"{self.name} with {' and '.join(factors)} has at least {_counted(ops)} ops, but at most "
                 f"{most:,} are built; choose smaller numbers"
             )
 
     def schedule(self, options: Mapping[str, OptionValue]) -> Schedule:
-        """The schedule with these options and ``slices`` of each micro-batch.
+        """The schedule with these options and with each micro-batch cut into ``slices``.
 
         Args:
-            options: the scheme's, its depth as ``stages`` or ``workers``, and ``slices``, which a scheme may
-                also have as an option of its own.
+            options: options of the scheme, with its depth as ``stages`` or ``workers``, and ``slices``, which
+                a scheme may also have as an option of its own.
 
         Raises:
-            ConfigError: the builder refuses them, or there are slices of what has none.
+            ConfigError: the builder refuses the options, or the work cannot be sliced.
         """
         own = dict(options)
         slices = 1 if self.option(SLICES) else own.pop(SLICES, 1)
@@ -327,7 +334,7 @@ class Scheme:
         """The workload of the schedule with these options.
 
         Raises:
-            ConfigError: the builder refuses them.
+            ConfigError: the builder refuses the options.
         """
         if self.workload is None:
             return self.build(**options).workload
@@ -339,7 +346,7 @@ _P = ParamSpec("_P")
 
 
 class EitherDepth(Protocol[_P]):
-    """A scheme's builder, which also accepts the other scheme option for the depth: workers or stages."""
+    """A scheme's builder that accepts both ``workers`` and ``stages`` for the depth."""
 
     __name__: str
 
@@ -350,11 +357,11 @@ class EitherDepth(Protocol[_P]):
 
 
 def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_P]:
-    """The builder of a scheme, with ``workers=`` and ``stages=`` both understood.
+    """The builder of a scheme that accepts both ``workers=`` and ``stages=``.
 
     Args:
-        scheme: its record.
-        build: its own builder, which knows one of the two.
+        scheme: record of the scheme.
+        build: its own builder, which accepts one of the two.
     """
     names = [*inspect.signature(build).parameters]
 
@@ -364,7 +371,7 @@ def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_
             return scheme.schedule({**dict(zip(names, given, strict=False)), **options})
         return scheme.build(*given, **options)
 
-    by_either.__module__ = build.__module__.rpartition(".")[0]  # where it is found, also to be pickled
+    by_either.__module__ = build.__module__.rpartition(".")[0]  # where the function is found, also by pickle
     return by_either
 
 
@@ -373,12 +380,12 @@ def _times(count: OptionValue, slices: int) -> OptionValue:
 
 
 def _counted(number: int) -> str:
-    """A count in few characters."""
+    """A number in few characters."""
     return f"{number:,}" if number < 10**12 else f"10^{int(number.bit_length() * 0.30103)}"
 
 
 def _divisors(number: int) -> Iterator[int]:
-    """The number, and below it its divisors; the number alone where it is out of range.
+    """The number, followed by its smaller divisors; only the number if it is out of range.
 
     >>> list(_divisors(12)), list(_divisors(0))
     ([12, 6, 4, 3, 2, 1], [0])

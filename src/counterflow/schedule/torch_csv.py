@@ -1,11 +1,11 @@
-"""Schedules as torch's CSV: a row a rank, a cell an action (``2F0``: stage 2, forward, micro-batch 0).
+"""Schedules as torch's CSV: one row per rank, one action per cell (``2F0``: stage 2, forward, micro-batch 0).
 
 ``torch.distributed.pipelining`` loads and dumps it, and torchtitan and NeMo AutoModel read it. An empty cell
-is idle. Pairs that torch overlaps, ``(0F1;4B0)OVERLAP_F_B``, are read one after the other; messages and what
-FSDP does between ops are passed over, as every schedule's own are made anew.
+is idle. Pairs that torch overlaps, ``(0F1;4B0)OVERLAP_F_B``, are read one after the other. Messages and
+FSDP's actions between ops are ignored, because every schedule's own are made anew.
 
-Invariant: what is written is read back with the same orders, here and by torch. What the format cannot say
-is refused: each stage lies on one rank, and there is one update.
+Invariant: a written schedule is read back with the same orders, here and by torch. Schedules that the format
+cannot express are refused: each stage must be on one rank, and there must be one update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .placement import Placement
 from .workload import Workload, passes_of
 
 SCHEME = "csv"
-"""What a schedule is called that was read."""
+"""Scheme name of a schedule that was read."""
 
 SUFFIX = ".csv"
 
@@ -35,7 +35,7 @@ def dumps(schedule: Schedule) -> str:
     """The schedule as torch's CSV.
 
     Raises:
-        ConfigError: it has what that cannot say.
+        ConfigError: the format cannot express the schedule.
 
     >>> from counterflow.schedule.schemes import dapple
     >>> print(dumps(dapple(stages=2, micro_batches=2)), end="")
@@ -44,8 +44,9 @@ def dumps(schedule: Schedule) -> str:
     """
     if (fault := _beyond(schedule)) is not None:
         raise ConfigError(
-            f"{schedule} has {fault}, which torch's CSV cannot say: there each stage lies on one rank and an "
-            "op is of one micro-batch; write .json, or take another scheme"
+            f"{schedule} has {fault}, which torch's CSV cannot express: there each stage is on one rank and "
+            "an "
+            "op has one micro-batch; write .json, or choose another scheme"
         )
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -55,7 +56,7 @@ def dumps(schedule: Schedule) -> str:
 
 
 def _beyond(schedule: Schedule) -> str | None:
-    """What of a schedule the format cannot say."""
+    """The part of a schedule that the format cannot express, or None."""
     if not schedule.synchronous or schedule.periods > 1:
         return "no flush and several versions of the weights"
     if schedule.pipes > 1:
@@ -70,14 +71,15 @@ def _beyond(schedule: Schedule) -> str | None:
 
 
 def loads(text: str, name: str) -> Schedule:
-    """The schedule that torch's CSV says.
+    """The schedule in a text of torch's CSV.
 
     Args:
-        text: what torch or ``dumps`` wrote.
-        name: what to call it in errors, for example its file's name.
+        text: text that torch or ``dumps`` wrote.
+        name: name of the text in errors, for example its file's name.
 
     Raises:
-        ConfigError: a cell is no action, a stage or a micro-batch is missing, or a stage is on several rows.
+        ConfigError: a cell is not an action, a stage or a micro-batch is missing, or a stage is on several
+            rows.
     """
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))
@@ -93,7 +95,7 @@ def loads(text: str, name: str) -> Schedule:
             if where.setdefault(op.stage, rank) != rank:
                 raise ConfigError(
                     f"{name}: stage {op.stage} is on row {where[op.stage]} and on row {rank}; each stage "
-                    "lies on one rank"
+                    "must be on one rank"
                 )
     forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.whole}
     _refuse_gaps(where, "stage", name)
@@ -124,7 +126,7 @@ def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
 
 def _refuse_gaps(found: dict[int, int] | set[int], what: str, name: str) -> None:
     if not found:
-        raise ConfigError(f"{name}: no forward of any {what}; expected a row a rank, with cells like 2F0")
+        raise ConfigError(f"{name}: no forward of any {what}; expected one row per rank, with cells like 2F0")
     missing = next((number for number in range(len(found)) if number not in found), None)
     if missing is not None:
-        raise ConfigError(f"{name}: no op of {what} {missing}, though there is one of {what} {max(found)}")
+        raise ConfigError(f"{name}: no op of {what} {missing}, but one of {what} {max(found)}")

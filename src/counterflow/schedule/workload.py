@@ -1,10 +1,10 @@
-"""The workload: what has to be computed, in no order. Plain, frozen data.
+"""The workload: ops to compute, in no order. Plain, frozen data.
 
-A workload is a placement, the micro-batches and how work is shared and split; it lists all ops and what each
-needs. An order of its ops on each worker makes a schedule of it.
+A workload is a placement, the micro-batches, and how work is shared and split; it lists all ops and their
+needs. With an order of its ops on each worker it is a schedule.
 
-Invariant: nothing here knows an order. A workload need not be right (``faults`` tells), so that edited files
-can be looked at.
+Invariant: a workload has no order. It need not be right (``faults`` checks it), so edited files can be
+inspected.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Versions = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one backward differentiates: micro-batches that a forward ran, or a part of them.
+    """The micro-batches, or the part of one, that a backward differentiates.
 
     Attributes:
-        micro_batches: one, or several together.
-        part: which part of them, from 0.
-        parts: into how many they are divided.
+        micro_batches: the micro-batch, or several together.
+        part: number of the part, from 0.
+        parts: number of parts.
         split: the stages on which input gradient and weight gradients are ops of their own, ascending.
     """
 
@@ -41,7 +41,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Micro-batches that go through a pipe together, and what their backwards differentiate one by one."""
+    """Micro-batches that go through a pipe together, and the shares that their backwards differentiate one by
+    one.
+    """
 
     pipe: int
     micro_batches: tuple[int, ...]
@@ -50,17 +52,18 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SkipLink:
-    """What a stage makes for a later stage that is not the next one; its gradient goes back the same way.
+    """A skip connection: a value that a stage makes for a later, non-adjacent stage; its gradient goes back
+    the same way.
 
-    A value without a gradient may be the same for all micro-batches of a period: it is made with the first
-    of them that its stage runs on a pipe.
+    A value without a gradient may be the same for all micro-batches of a period; it is made with the first
+    micro-batch that its stage runs on a pipe.
 
     >>> print(SkipLink(0, 3), SkipLink(0, 1, once=True))
     0 to 3 0 to 1, once
 
     Attributes:
         source: the stage that makes it.
-        target: the stage that takes it.
+        target: the stage that receives it.
         once: whether it is made once a period and pipe, not for each micro-batch, and has no gradient.
     """
 
@@ -74,21 +77,21 @@ class SkipLink:
 
 @dataclass(frozen=True)
 class Workload:
-    """All the ops of some periods, and what each of them needs.
+    """All ops of some periods, and what each of them needs.
 
     Attributes:
         placement: which worker holds which stage of which pipe.
-        micro_batches: of one period (one update of every stage). Micro-batch m belongs to period
-            ``m // micro_batches``.
-        passes: what goes through the pipes, by micro-batch.
-        periods: updates of every stage, 1 or more.
+        micro_batches: micro-batches of one period (one update of every stage). Micro-batch m belongs to
+            period ``m // micro_batches``.
+        passes: passes through the pipes, by micro-batch.
+        periods: number of updates of every stage, 1 or more.
         synchronous: whether a flush ends the only period, so that no work uses old weights.
-        versions: the weight versions promised to each stage and period; None: nothing is promised. Every
+        versions: the weight versions promised to each stage and period; None: no promise. Every
             synchronous workload uses version 0.
-        trains: whether gradients are wanted; else outputs alone (an evaluation).
-        skips: what stages make for others than the next one, ascending.
-        slices: into how many slices each micro-batch is cut along its sequence; forwards too are of one slice
-            each then, and all parts are slices.
+        trains: whether gradients are computed; otherwise only outputs (an evaluation).
+        skips: skip connections, ascending.
+        slices: number of slices into which each micro-batch is cut along its sequence; each forward is then
+            also of one slice, and all parts are slices.
     """
 
     placement: Placement
@@ -113,11 +116,11 @@ class Workload:
         return 1 if self.slices > 1 else max(parts, default=1)
 
     def period_of(self, op: Op) -> int:
-        """The period whose gradients ``op`` adds to, or whose samples it reads."""
+        """The period to whose gradients ``op`` adds, or whose samples it reads."""
         return op.micro_batches[0] // self.micro_batches
 
     def version(self, stage: int, period: int) -> int | None:
-        """The weight version promised to a stage in a period; None: nothing is, or no such period."""
+        """The weight version promised to a stage in a period; None: no promise, or no such period."""
         if self.synchronous:
             return 0
         return None if self.versions is None or period >= self.periods else self.versions[stage][period]
@@ -133,7 +136,7 @@ class Workload:
         """
         stages = range(self.placement.stages)
         for one in self.passes:
-            if not one.micro_batches:  # of backwards without a forward; ``faults`` tells
+            if not one.micro_batches:  # backwards without a forward, which ``faults`` reports
                 continue
             used = [self.version(s, one.micro_batches[0] // self.micro_batches) or 0 for s in stages]
             for part in range(self.slices):
@@ -147,11 +150,11 @@ class Workload:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """The ops whose products an op takes: of its own stage first, then of the stage before or after.
 
-        Then come those of a skip's other end, if it is there for each micro-batch, and last the op of the
-        slice before or after, which leaves it a state or its gradient.
+        Then follow ops at the other end of a skip connection, if it exists for each micro-batch, and last the
+        op of the slice before or after, which leaves a state or its gradient.
 
         Raises:
-            KeyError: the op is none of this workload's.
+            KeyError: the op does not belong to this workload.
 
         >>> from .placement import linear
         >>> work = plain(linear(2), 1)
@@ -198,7 +201,7 @@ class Workload:
     # -- is it right?
 
     def faults(self) -> Iterator[str]:
-        """What keeps the ops from making every product of every micro-batch exactly once."""
+        """Reasons why the ops do not make every product of every micro-batch exactly once."""
         passes: dict[int, list[Pass]] = defaultdict(list)
         for one in self.passes:
             for m in one.micro_batches:
@@ -211,13 +214,13 @@ class Workload:
             elif not pipes:
                 yield f"micro-batch {m} has no forward"
             elif len(passes[m]) > 1:
-                yield f"micro-batch {m} of pipe {pipes[0]}: {len(passes[m])} forwards a stage, expected 1"
+                yield f"micro-batch {m} of pipe {pipes[0]}: {len(passes[m])} forwards per stage, expected 1"
         for one in self.passes:
             yield from self._uncovered(one)
         yield from self._bad_skips()
 
     def _bad_skips(self) -> Iterator[str]:
-        """Skips that lead nowhere, or are there twice."""
+        """Skip connections that lead nowhere, or exist twice."""
         for number, skip in enumerate(self.skips):
             least = skip.source + (1 if skip.once else 2)
             if not 0 <= skip.source < least <= skip.target < self.placement.stages:
@@ -226,10 +229,10 @@ class Workload:
                     f"{self.placement.stages} stages"
                 )
             elif skip in self.skips[:number]:
-                yield f"skip {skip} is there more than once"
+                yield f"skip {skip} exists more than once"
 
     def _uncovered(self, one: Pass) -> Iterator[str]:
-        """Of a pass, what no backward differentiates, or several do. By exact fractions."""
+        """Parts of a pass that no backward differentiates, or several do; computed in exact fractions."""
         covered: dict[int, list[tuple[Fraction, Fraction]]] = {m: [] for m in one.micro_batches}
         for share in one.shares:
             if not covered.keys() >= set(share.micro_batches):
@@ -254,7 +257,9 @@ class Workload:
     # -- others like it
 
     def of_periods(self, periods: int) -> Workload:
-        """The same with another number of periods; further ones are like the last, a version later each."""
+        """A copy with another number of periods; additional periods are like the last one, each with a
+        version more.
+        """
         count = self.micro_batches
         whole = [p for p in self.passes if p.micro_batches]
         passes = [p for p in whole if p.micro_batches[0] < count * periods]
@@ -268,7 +273,7 @@ class Workload:
         return replace(self, passes=tuple(passes), periods=periods, versions=versions)
 
     def evaluation(self) -> Workload:
-        """The forwards of one period alone, of whole micro-batches."""
+        """The workload of only the forwards of one period, of whole micro-batches."""
         passes = tuple(replace(p, shares=()) for p in self.of_periods(1).passes)
         return replace(
             self, passes=passes, periods=1, synchronous=True, versions=None, trains=False, slices=1
@@ -289,14 +294,14 @@ def plain(
     periods: int = 1,
     version: Callable[[int, int], int] | None = None,
 ) -> Workload:
-    """A workload in which every micro-batch goes alone.
+    """A workload in which every micro-batch runs alone.
 
     Args:
-        placement: which worker holds what.
-        micro_batches: of one period.
+        placement: which worker holds which stage.
+        micro_batches: number of micro-batches of one period.
         pipe_of: the pipe of each micro-batch.
-        split: whether input and weight gradients are ops of their own on every stage.
-        periods: updates of every stage; 1 in synchronous ones.
+        split: whether backwards are split on every stage.
+        periods: number of updates of every stage; 1 if synchronous.
         version: for an asynchronous workload, the weight version that a (stage, period) uses.
     """
     every = tuple(range(placement.stages)) if split else ()
@@ -309,7 +314,8 @@ def plain(
 
 
 def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
-    """How the ops of some orders share and split work: their forwards, and what each backward takes of them.
+    """How the ops of some orders share and split work: their forwards, and the shares that backwards
+    differentiate.
 
     A backward whose micro-batches no forward made together is a pass of its own, without micro-batches.
     """

@@ -41,20 +41,20 @@ __all__ = [
 def simulate(
     schedule: Schedule | Program | str, costs: Costs | None = None, **sizes: OptionValue
 ) -> Simulation:
-    """Play a schedule: every worker runs its order, each op as soon as its inputs are there.
+    """Simulate a schedule: every worker runs its order, each op as soon as its inputs exist.
 
-    A program is played action by action, as its workers would run it: with the sums, gathers and waits that
-    stand in its lists. Of what a schedule is lowered to (``lower``) both find the same times.
+    A program is played action by action, as its workers would run it, with the sums, gathers and waits in its
+    lists. A schedule and its lowered program (``lower``) have the same times.
 
     Args:
-        schedule: what to play: a schedule, a program, or the name of a scheme.
-        costs: seconds (and bytes); by default a forward costs 1, a backward 2, messages nothing.
-        sizes: options of the scheme that is named.
+        schedule: a schedule, a program, or the name of a scheme.
+        costs: seconds (and bytes); default: a forward costs 1, a backward 2, messages nothing.
+        sizes: options of the named scheme.
 
     Raises:
         ScheduleError: an op's input is computed nowhere.
         DeadlockError: the workers wait for each other in a circle.
-        ConfigError: costs that do not fit the schedule (another number of stages or workers); or the scheme
+        ConfigError: the costs do not fit the schedule (another number of stages or workers), or the scheme
             has no such schedule.
 
     >>> result = simulate("chimera", workers=4, micro_batches=4)
@@ -74,16 +74,16 @@ def simulate(
 def simulate_within(
     schedule: Schedule, costs: Costs, limit: float, tail: Sequence[float] = ()
 ) -> Simulation | None:
-    """The same for a search that plays many synchronous schedules and keeps few: late ones are given up.
+    """``simulate`` for a search that plays many synchronous schedules and keeps few: late ones are abandoned.
 
     Args:
-        schedule: what to play.
+        schedule: the schedule to play.
         costs: seconds (and bytes).
-        limit: until when each worker's ops and its tail have to be over, in seconds.
-        tail: by worker, the seconds that follow its last op; none: nothing does.
+        limit: time by which each worker's ops and its tail have to end, in seconds.
+        tail: by worker, the seconds that follow its last op; empty: none.
 
     Returns:
-        None: some worker is later than the limit, if from where it was played to it never waits again.
+        None: a worker exceeds the limit, even if it never waited again.
     """
     model = timed(schedule)
     played = model.play(costs, limit, tail)
@@ -91,11 +91,11 @@ def simulate_within(
 
 
 def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Each worker's largest memory, in bytes: ``Simulation.peak_bytes`` without a play.
+    """Maximum memory of each worker in bytes: ``Simulation.peak_bytes`` without a play.
 
     Args:
-        schedule: whose order decides.
-        costs: with ``memory``; nothing else of them matters.
+        schedule: the schedule; its order decides.
+        costs: costs with ``memory``; all others are ignored.
     """
     model = timed(schedule)
     return peaks_of(model.first, model.changes(costs))
@@ -109,22 +109,22 @@ def lower(
     shared: lowering.Shared = lowering.NOTHING_SHARED,
     **sizes: OptionValue,
 ) -> Program:
-    """The action lists of a schedule, with gradient syncs where these costs let them be.
+    """The action lists of a schedule, with gradient syncs where these costs place them.
 
-    This is the program that ``simulate`` times with the same costs: ``eager-opt`` starts a sync early where
-    the schedule, played with them, leaves its worker idle.
+    This is the program that ``simulate`` times with the same costs: ``eager-opt`` starts a sync early if the
+    worker is idle then with these costs.
 
     Args:
         schedule: a schedule that the checker accepts, or the name of a scheme.
-        costs: seconds, replicas and sync mode; by default a forward costs 1, a backward 2, messages nothing.
+        costs: seconds, replicas and sync mode; default: a forward costs 1, a backward 2, messages nothing.
         matching: how the transport matches messages.
-        shared: what is summed besides the gradients of a stage's copies.
-        sizes: options of the scheme that is named.
+        shared: values that are summed in addition to the gradients of a stage's copies.
+        sizes: options of the named scheme.
 
     Raises:
         ScheduleError: an op's input is computed nowhere.
         DeadlockError: the workers wait for each other in a circle.
-        ConfigError: costs that do not fit the schedule.
+        ConfigError: the costs do not fit the schedule.
     """
     schedule = registry.schedule_of(schedule, sizes)
     costs = Costs() if costs is None else costs

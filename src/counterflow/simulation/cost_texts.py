@@ -1,6 +1,6 @@
-"""Costs as people write them, in a command or on a page: ``1.5``, ``1,1,2``, ``300MB``; read into ``Costs``.
+"""Costs as people write them, in a command or on a page: ``1.5``, ``1,1,2``, ``300MB``; parsed to ``Costs``.
 
-Invariant: a text is read in one way wherever it stands; what it may say is ``Costs``' own business.
+Invariant: a text is parsed in one way everywhere; legal values are checked by ``Costs``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .costs import Costs
 from .op_costs import MOST_COST, ByteCosts
 
 COSTS = asked_fields(Costs, ByteCosts)
-"""What people may give, by the names of flags and of the page's forms."""
+"""Costs that people may give, by the names of flags and of the page's forms."""
 
 Named = Callable[[str], str]
-"""How messages name a cost."""
+"""Function that returns a cost's name for messages."""
 
 
 def _plainly(name: str) -> str:
@@ -27,10 +27,10 @@ def _plainly(name: str) -> str:
 
 
 def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
-    """Costs by name, with numbers for texts; what is no text stays as it is.
+    """Costs by name, with texts parsed to numbers; other values are unchanged.
 
     Raises:
-        ConfigError: a text says no number.
+        ConfigError: a text is not a number.
 
     >>> read({"forward": "1,2", "weight_bytes": "1.5KiB"})
     {'forward': (1.0, 2.0), 'weight_bytes': 1536.0}
@@ -45,7 +45,7 @@ def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
 
 
 def costs_from(given: Mapping[str, Any]) -> Costs:
-    """What the simulator is fed with, from costs by the names of ``read``.
+    """Costs for the simulator, from values by the names of ``read``.
 
     Raises:
         ConfigError: a cost is negative.
@@ -57,20 +57,20 @@ def costs_from(given: Mapping[str, Any]) -> Costs:
 
 
 def numbers_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:
-    """A number, or several with commas.
+    """A number, or several separated by commas.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: the text is not a number.
     """
-    what = f"a number, or numbers separated by commas, one a {'worker' if name == 'peak' else 'stage'}"
+    what = f"a number, or numbers separated by commas, one per {'worker' if name == 'peak' else 'stage'}"
     return _numbers(named(name), text, float, what)
 
 
 def bytes_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:
-    """Likewise bytes, as in 300MB or 1.5GiB.
+    """A size in bytes or several, as in 300MB or 1.5GiB.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     return _numbers(
         named(name), text, _bytes, "bytes as in 3e9, 300MB or 1.5GiB, or several, separated by commas"

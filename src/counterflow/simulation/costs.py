@@ -1,4 +1,4 @@
-"""What things cost: seconds for ops, messages and gradient syncs, bytes for weights and activations."""
+"""Costs: seconds of ops, messages and gradient syncs, bytes of weights and activations."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ PerLink = float | Sequence[Sequence[float]]
 
 
 class Link(StrEnum):
-    """How many messages a link carries at once in each direction."""
+    """Number of messages that a link carries at once in each direction."""
 
     ONE_AT_A_TIME = "one-at-a-time"
     INFINITE = "infinite"
 
 
 Crossings = Sequence[tuple[Sequence[int], float]]
-"""Of each stage's gradient sync the ways it shares with others, by number, and its seconds on each."""
+"""For each stage's gradient sync the shared ways, by number, and its seconds on each."""
 
 Ties = Sequence[tuple[tuple[int, ...], float]]
-"""Stages that share weights, and seconds."""
+"""Groups of stages that share weights, and seconds of their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a simulation is fed with. Times are in seconds (any one unit does).
+    """The costs of a simulation. Times are in seconds (or any other single unit).
 
     Attributes:
-        forward: forward of one stage on one micro-batch; a doubled one lasts twice as long.
-        backward: backward of one stage on one micro-batch; a half one lasts half as long.
+        forward: time of a forward of one stage on one micro-batch; a doubled one lasts twice as long.
+        backward: time of a backward of one stage on one micro-batch; a half one lasts half as long.
         input_gradient: the part of a split backward that makes the input gradient; None means half of
             ``backward``.
-        weight_gradients: the other part; None means what ``backward`` takes beyond ``input_gradient``, but
-            no less than nothing.
-        p2p: one message between two workers; a number, or ``p2p[sender][receiver]``.
-        p2p_per_byte: what each byte of a message adds, in the same forms.
-        message_bytes: bytes of a stage's output for one micro-batch, and of the gradient of it.
-        skip_bytes: likewise of what goes by a skip of the workload; a number, or one a skip.
+        weight_gradients: the other part; None means the rest of ``backward`` after ``input_gradient``, at
+            least 0.
+        p2p: time of one message between two workers; a number, or ``p2p[sender][receiver]``.
+        p2p_per_byte: additional time per byte of a message, in the same forms.
+        message_bytes: bytes of a stage's output for one micro-batch, and of its gradient.
+        skip_bytes: bytes of the values of skip connections; a number, or one per skip connection.
         link: whether a link carries one message at a time in each direction, or any number (``infinite``), as
-            papers' formulas have it.
-        ways: by which way out of its worker each message goes, ``ways[sender][receiver]``: links of one
-            sender with one number carry one message at a time together. None: each link is a way of its own.
-        overlap: whether a message travels while its sender computes on; else the sender is busy with it.
-        sync: all-reduce of one stage's gradients; nothing where there is only one copy.
-        sync_crossings: the part of each stage's sync that goes by ways which other stages' syncs take too:
-            those in flight at one time share them. None: nothing is shared.
+            in papers' formulas.
+        ways: the way by which each message leaves its worker, ``ways[sender][receiver]``: links of one sender
+            with the same number together carry one message at a time. None: each link is a way of its own.
+        overlap: whether a message travels while its sender computes; otherwise the sender is busy with it.
+        sync: time of the all-reduce of one stage's gradients; unused if there is only one copy.
+        sync_crossings: the part of each stage's sync on ways that other stages' syncs use too: syncs in
+            flight at the same time share these. None: nothing is shared.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
-        sync_slowdown: share by which a second of compute is longer beside a gradient sync of its worker.
-            Which ops that are is taken from a play without it.
-        agreement: after all syncs, the workers' agreement on loss and gradient norm; nothing if asynchronous.
-        ties: stages that share weights, and seconds of the sum of these weights' gradients over all who hold
-            one of them: ``(((0, 3), 0.1),)``. After all syncs of those workers, before the agreement.
-        statistics: average of one stage's running statistics over its copies, after the update.
+        sync_slowdown: share by which compute is slower during a gradient sync of its worker. The affected ops
+            are those of a play without this cost.
+        agreement: time of the workers' agreement on loss and gradient norm after all syncs; unused if
+            asynchronous.
+        ties: groups of stages that share weights, and seconds of the sum of these weights' gradients over all
+            workers that hold one of them: ``(((0, 3), 0.1),)``. The sum follows all syncs of those workers
+            and precedes the agreement.
+        statistics: time of averaging one stage's running statistics over its copies, after the update.
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
         recompute: ``stage`` and ``layer`` add one forward to each backward.
-        ops: what ops cost, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
-            in ``memory``; so devices may differ, and doubled ops cost what was measured.
-        memory: byte costs, or bytes by stage with what ``recompute`` makes of them; None leaves memory out.
-        relative: whether times are in forwards and not in seconds; None: if no time was given.
+        ops: costs of ops, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
+            in ``memory``; with them devices may differ, and doubled ops have measured costs.
+        memory: byte costs, or bytes by stage after ``recompute``; None omits memory.
+        relative: whether times are in forwards instead of seconds; None: if no time was given.
 
     Raises:
         ConfigError: a cost is negative or not a number.
@@ -161,7 +163,7 @@ class Costs:
 
     @property
     def in_forwards(self) -> bool:
-        """Whether the unit of time is F, one forward: ``relative``, or whether no seconds were given.
+        """Whether the unit of time is F, one forward: as ``relative`` says, or if no seconds were given.
 
         >>> Costs().in_forwards, Costs(p2p=0.1).in_forwards
         (True, False)
@@ -176,15 +178,15 @@ class Costs:
 
     @property
     def time_unit(self) -> str:
-        """What times are in: ``s``, seconds, or ``F``, forwards, where no seconds were given."""
+        """Unit of times: ``s``, seconds, or ``F``, forwards, if no seconds were given."""
         return "F" if self.in_forwards else "s"
 
     def way(self, sender: int, receiver: int) -> int:
-        """The number of the way by which messages leave a worker for another."""
+        """Number of the way by which messages leave a worker for another."""
         return receiver if self.ways is None else self.ways[sender][receiver]
 
     def of_ops(self, stages: int) -> OpCosts:
-        """What ops cost: what was given for them, or what these numbers say."""
+        """Costs of ops: those that were given, or those that follow from these numbers."""
         return self.ops or StageOps.of(self, stages)
 
 

@@ -1,8 +1,8 @@
-"""The largest mean of a circle in a graph of waits: how long a period takes that repeats for ever.
+"""The maximum ratio of a circle in a graph of waits: how long a period takes that repeats for ever.
 
 Each edge has seconds and a number of periods; a circle's ratio is its seconds over its periods. Howard's
-algorithm: every node follows one of its waits, whose circles are known at once; waits that would make a node
-later are taken instead, until none does.
+algorithm: every node follows one of its waits, which determines circles; a wait that would make a node later
+replaces it, until none does.
 
 Invariant: the ratio is that of a circle of the graph, to rounding; no other circle's is larger.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from counterflow.program.player import Floats, Ints
 
 _CLOSE = 1e-10
-"""Of the largest ratio: what makes less of a difference is rounding."""
+"""Share of the largest ratio below which differences are rounding."""
 
 _MOST_ROUNDS = 1000
 
@@ -23,10 +23,10 @@ def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Int
     """The largest ratio of a circle.
 
     Args:
-        source: where each edge begins, as nodes 0, 1, …; some need have no edges.
-        taker: where it leads to.
-        seconds: of each edge, 0 or more.
-        periods: of each edge; those of every circle add up to 1 or more.
+        source: node where each edge begins: 0, 1, …; some nodes may have no edges.
+        taker: node to which each edge leads.
+        seconds: seconds of each edge, 0 or more.
+        periods: periods of each edge; in every circle they add up to 1 or more.
 
     >>> nodes = np.array([0, 1, 0]), np.array([1, 0, 0])  # there and back, and around itself
     >>> largest_cycle_ratio(*nodes, np.array([2.0, 3.0, 4.0]), np.array([0, 2, 1]))
@@ -48,7 +48,7 @@ def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Int
         better = _best(ratio[source], taker, first)
         change = ratio[source[better]] > ratio + close
         if not change.any():
-            # Among those that are as slow: what makes a node later beside its circle.
+            # Among edges of equal ratio: the one that makes a node later outside its circle.
             at = seconds - ratio[taker] * periods + later[source]
             at[ratio[source] < ratio[taker] - close] = -np.inf
             better = _best(at, taker, first)
@@ -60,7 +60,7 @@ def largest_cycle_ratio(source: Ints, taker: Ints, seconds: Floats, periods: Int
 
 
 def _best(value: Floats, taker: Ints, first: Ints) -> Ints:
-    """The edge of the largest value to each node; edges stand by node."""
+    """The edge with the largest value to each node; edges are sorted by node."""
     most = np.maximum.reduceat(value, first)
     edge = np.flatnonzero(value == most[taker])
     found = np.empty(len(first), dtype=np.int64)
@@ -69,15 +69,15 @@ def _best(value: Floats, taker: Ints, first: Ints) -> Ints:
 
 
 def _values(before: Ints, seconds: Floats, periods: Ints) -> tuple[Floats, Floats]:
-    """Where each node follows one other: the ratio of the circle it comes from, and how much later it is.
+    """If each node follows one other: the ratio of the circle it comes from, and how much later it is.
 
-    Of each circle one node is at 0.
+    One node of each circle is at 0.
     """
     count = len(before)
     rounds = max(1, count.bit_length())
     jump = before
     for _ in range(rounds):
-        jump = jump[jump]  # in the end on a circle
+        jump = jump[jump]  # at the end of its path, on a circle
     ratio = np.zeros(count)
     root = np.zeros(count, dtype=bool)
     for node in np.unique(jump).tolist():

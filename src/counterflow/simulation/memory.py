@@ -14,18 +14,18 @@ from counterflow.program.player import Floats
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changes each worker's memory.
+    """Changes of each worker's memory.
 
-    A forward's stash is there from its start to the end of its backward; of a split one, what only the input
-    gradient needs goes with it, the rest with the weight gradients. What recomputation needs besides is there
-    while the backward runs. Weights, gradients and optimiser state of every copy are there throughout, a
-    further weight version from its update until nothing needs it.
+    A forward's stash exists from its start to the end of its backward. If the backward is split, the part
+    that only the input gradient needs is freed with it, the rest with the weight gradients. Additional memory
+    of recomputation exists while the backward runs. Weights, gradients and optimiser state of every copy
+    exist throughout, a further weight version from its update until nothing needs it.
 
     Attributes:
-        base: what each worker holds before its first op.
-        at_start: by op, what is added when it starts.
-        at_end: by op, what is added when it has ended; below 0 what is freed.
-        versions: by op, what weight versions add that are made, or freed, when it has ended.
+        base: memory that each worker holds before its first op.
+        at_start: by op, memory that is added when it starts.
+        at_end: by op, memory that is added when it has ended; negative if freed.
+        versions: by op, memory of weight versions that are made, or freed, when it has ended.
     """
 
     base: list[float]
@@ -36,7 +36,9 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory of one worker as steps: from ``times[i]`` on it holds ``amounts[i]`` (bytes, if so given)."""
+    """Memory of one worker as steps: from ``times[i]`` on it holds ``amounts[i]`` (bytes, unless stated
+    otherwise).
+    """
 
     times: tuple[float, ...]
     amounts: tuple[float, ...]
@@ -53,14 +55,14 @@ def memory_use(
     """Memory of every worker over time.
 
     Args:
-        workers: each worker's first op, and one past the last of all.
-        changes: what is there throughout, and what each op adds.
+        workers: each worker's first op, then one past the last op of all.
+        changes: memory that exists throughout, and memory that each op adds.
         start: start of each op, in seconds.
         end: end of each op.
     """
     uses = []
     for worker, (first, stop) in enumerate(pairwise(workers)):
-        # (time, rank, change): at one time, what is freed goes first.
+        # (time, rank, change): at equal times, frees come first.
         steps: list[tuple[float, int, float]] = []
         for node in range(first, stop):
             for time, change in (
@@ -75,16 +77,16 @@ def memory_use(
 
 
 def peaks_of(first: Sequence[int], changes: Changes) -> tuple[float, ...]:
-    """Each worker's largest memory, as ``memory_use`` finds it, from the order of its ops alone.
+    """Maximum memory of each worker, as in ``memory_use``, from the order of its ops alone.
 
-    A worker runs one op at a time, so what it holds during each follows from the ops before it. ``first`` has
-    each worker's first op, and one past the last.
+    A worker runs one op at a time, so its memory during each op follows from the ops before it. ``first``
+    contains each worker's first op, then one past the last.
     """
     return tuple(map(add, changes.base, above_base(first, changes)))
 
 
 def above_base(first: Sequence[int], changes: Changes) -> list[float]:
-    """What each worker holds besides its base when it holds most."""
+    """Memory of each worker above its base at its maximum."""
     most = []
     for begin, stop in pairwise(first):
         nodes = slice(begin, stop)

@@ -1,10 +1,10 @@
 """Costs of a model, or of a worker's share of it, for whatever stages a schedule cuts it into.
 
-Schemes differ in how many stages a worker holds. With costs of a stage, one with two stages a worker computes
-a model twice as large; with costs of the model, or of a worker's share
-of it, every schedule on as many workers computes the same model.
+Schemes differ in how many stages a worker holds. With costs per stage, a scheme with two stages per worker
+computes a model twice as large; with costs of the model, or of a worker's share of it, every schedule on the
+same number of workers computes the same model.
 
-Invariant: a field of the costs is divided if it says so where it stands (``Asked.divided``).
+Invariant: a field of the costs is divided if its definition says so (``Asked.divided``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = TypeVar("Record", Costs, ByteCosts)
 
 
 class CostsOf(StrEnum):
-    """What costs are given for."""
+    """The unit that costs are given for."""
 
     STAGE = "stage"
     WORKER = "worker"
@@ -31,12 +31,12 @@ class CostsOf(StrEnum):
 
 
 def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
-    """Costs of a worker's share of the model, or of all of it, as those of the stages of a placement.
+    """Costs of the stages of a placement, from those of a worker's share of the model or of the whole model.
 
     Args:
-        costs: of one stage, of 1/P of the model (P: the placement's workers), or of the whole model.
-        placement: which stage is where.
-        unit: which of these.
+        costs: costs of one stage, of 1/P of the model (P: the placement's workers), or of the whole model.
+        placement: which worker holds which stage.
+        unit: the unit of these costs.
 
     Raises:
         ConfigError: a cost is given stage by stage, so it belongs to one placement only.
@@ -57,7 +57,7 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
 
 
 def _divided(record: Record, share: float, unit: CostsOf) -> Record:
-    """The record with each divided field times a share."""
+    """The record with each divided field multiplied by a share."""
     changed: dict[str, Any] = {}
     for each in fields(record):
         asked = each.metadata.get("asked")

@@ -1,6 +1,6 @@
-"""What single ops cost: seconds, and the bytes that they add to their worker's memory.
+"""Costs of single ops: seconds, and the bytes that they add to their worker's memory.
 
-The simulator asks once for each different piece of work, so it may be asked of any object (``OpCosts``).
+The simulator asks once for each distinct piece of work, so any object can provide the costs (``OpCosts``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from .costs import Costs
 
 PerStage = float | Sequence[float]
-"""One number for every stage, or one number a stage."""
+"""One number for every stage, or one number per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An op as far as its cost may depend on it: ops that are the same piece cost the same.
+    """The properties of an op on which its cost may depend: ops that are the same piece cost the same.
 
     Attributes:
-        kind: what is computed.
-        stage: of which stage.
-        worker: on which worker.
-        micro_batches: how many are computed together.
-        parts: into how many a micro-batch is divided, of which this is one.
-        shares: of a forward, the backwards that differentiate it; each may need a graph of its own.
+        kind: kind of the op.
+        stage: its stage.
+        worker: its worker.
+        micro_batches: number of micro-batches computed together.
+        parts: number of parts of the micro-batch, of which the op computes one.
+        shares: for a forward, number of backwards that differentiate it; each may need a graph of its own.
     """
 
     kind: OpKind
@@ -50,13 +50,15 @@ class Piece:
 
 
 class OpCosts(Protocol):
-    """What ops cost, recomputation included; on every worker what its device takes."""
+    """Costs of ops, including recomputation, on each worker's device."""
 
     def seconds(self, piece: Piece) -> float:
-        """How long an op takes."""
+        """Duration of an op."""
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
-        """What it adds to its worker's memory when it starts, and when it has ended (below 0: it frees)."""
+        """Bytes that it adds to its worker's memory when it starts, and when it has ended (negative:
+        freed).
+        """
 
 
 MOST_COST = 1e30
@@ -78,24 +80,24 @@ def refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
 
 @dataclass(frozen=True, slots=True)
 class ByteCosts:
-    """Bytes of one stage; each a number for all stages or one a stage.
+    """Bytes of one stage; each a number for all stages or one per stage.
 
     Attributes:
         weights: one version of one copy of the stage's weights.
         gradients: gradients of one copy; None means as many as the weights.
         optimizer: optimiser state of one copy.
-        activations: what a forward saves for its backward, for one micro-batch, without recomputation.
-        kept_for_weights: of it, what weight gradients still need once the input gradient is made, where these
-            are two ops; None means all of it.
-        inputs: the stage's input for one micro-batch: all that is kept with ``recompute="stage"``. If the
+        activations: bytes that a forward saves for its backward, for one micro-batch, without recomputation.
+        kept_for_weights: the part of it that weight gradients still need after the input gradient, if the
+            backward is split; None means all of it.
+        inputs: the stage's input for one micro-batch: all that is saved with ``recompute="stage"``. If the
             backward needs it, it is a part of ``activations``.
-        casts: what one version of the weights is cast to in another precision, once for all micro-batches.
-        beyond_inputs: what a forward saves beyond it, there while the stage is computed again; None means
-            ``activations`` less ``inputs``.
-        layers: layers in the stage; with ``recompute="layer"`` one input a layer is kept.
+        casts: casts of one version of the weights to another precision, made once for all micro-batches.
+        beyond_inputs: bytes that a forward saves beyond its input while the stage is computed again; None
+            means ``activations`` less ``inputs``.
+        layers: number of layers in the stage; with ``recompute="layer"`` one input per layer is saved.
         layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
-        largest_layer: most that a layer saves beyond its input, for one micro-batch; None means that all
-            layers of the stage save the same.
+        largest_layer: maximum bytes that a layer saves beyond its input, for one micro-batch; None means that
+            all layers of the stage save the same.
     """
 
     weights: PerStage = asked(
@@ -149,27 +151,27 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
     """``value`` for each of ``stages`` stages.
 
     Raises:
-        ConfigError: it is a list of another length.
+        ConfigError: the list has another length.
     """
     if isinstance(value, (int, float)):
         return [float(value)] * stages
     if len(value) != stages:
         raise ConfigError(
-            f"{name}: {len(value)} numbers for {stages} stages; give one number, or one a stage"
+            f"{name}: {len(value)} numbers for {stages} stages; give one number, or one per stage"
         )
     return [float(v) for v in value]
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes by stage, with what a kind of recomputation makes of them.
+    """Bytes by stage, after recomputation.
 
     Attributes:
-        weights: one version of the weights, and what it is cast to.
+        weights: one version of the weights, and its casts.
         fixed: gradients and optimiser state.
-        stash: of one micro-batch, what is kept from its forward to its backward.
-        between: what is kept between input gradient and weight gradients, where these are two ops.
-        space: of each kind of op, what is there besides while it runs.
+        stash: bytes of one micro-batch that are saved from its forward to its backward.
+        between: bytes that are saved from input gradient to weight gradients, if the backward is split.
+        space: for each kind of op, additional bytes while it runs.
     """
 
     weights: list[float]
@@ -179,7 +181,7 @@ class StageBytes:
     space: Mapping[OpKind, list[float]]
 
     def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
-        """What an op on one micro-batch adds when it starts and when it has ended."""
+        """Bytes that an op on one micro-batch adds when it starts and when it has ended."""
         stash, between, space = self.stash[stage], self.between[stage], self.space[kind][stage]
         match kind:
             case OpKind.FORWARD:
@@ -193,7 +195,7 @@ class StageBytes:
 
 
 def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int) -> StageBytes:
-    """What a kind of recomputation makes of byte costs; bytes by stage were made for one already."""
+    """Byte costs after a kind of recomputation; ``StageBytes`` are already made for one."""
     if isinstance(costs, StageBytes):
         return costs
 
@@ -204,7 +206,7 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
     stash = full = each("activations")
     inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
     again = none
-    if recompute is Recompute.STAGE:  # the input is there already
+    if recompute is Recompute.STAGE:  # the input exists already
         stash = inputs
         again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
     elif recompute is Recompute.LAYER:
@@ -234,7 +236,7 @@ class StageOps:
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageOps:
-        """What costs by stage say. What is recomputed is recomputed once, with the input gradient."""
+        """Costs by stage. A recomputation happens once, with the input gradient."""
         forward = per_stage("forward", costs.forward, stages)
         backward = per_stage("backward", costs.backward, stages)
         inputs = [b / 2 for b in backward]
@@ -251,11 +253,11 @@ class StageOps:
         return cls(table, None if costs.memory is None else stage_bytes(costs.memory, recompute, stages))
 
     def seconds(self, piece: Piece) -> float:
-        """See ``OpCosts``."""
+        """Duration of an op, see ``OpCosts``."""
         return self.table[piece.kind][piece.stage] * piece.work
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
-        """See ``OpCosts``."""
+        """Bytes that an op adds, see ``OpCosts``."""
         if self.held is None:
             return 0.0, 0.0
         at_start, at_end = self.held.changes(piece.kind, piece.stage)

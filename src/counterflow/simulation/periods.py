@@ -1,10 +1,12 @@
-"""What an update adds in an asynchronous scheme: how long a period takes once all are alike.
+"""The time that an update adds in an asynchronous scheme: the duration of a period once all are alike.
 
-The steady part of a schedule repeats one period. Which op, message or sync of a period waits for which, and
-of how many periods before, is read from it; what a period takes is the largest mean of a circle of these
-waits (``cycle_ratio.py``). So it is exact however few periods are played, and free of how they begin.
+The steady part of a schedule repeats one period. It determines which op, message or sync of a period waits
+for which one of the same or an earlier period. The duration of a period is the largest ratio of a circle of
+these waits (``cycle_ratio.py``), so it is exact however few periods are played, and independent of their
+beginning.
 
-Invariant: but for what was measured, nothing is read from when things happen: a play starts and ends.
+Invariant: except for measured timelines nothing is derived from times, because a play has a beginning and an
+end.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ if TYPE_CHECKING:
     from .timed_schedule import Played, TimedSchedule
 
 _NONE = -1_000_000
-"""The period of what is in no whole one."""
+"""Period of ops that belong to no whole period."""
 
 
 def period_ops(schedule: Schedule, worker: int) -> int:
-    """Ops of a worker in a period: asynchronous schemes have no doubled ones and no halves."""
+    """Number of ops of a worker in a period; asynchronous schemes have no doubled or halved ops."""
     return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
 
 
 def whole_periods(schedule: Schedule) -> int:
-    """The whole periods in the steady part of an asynchronous schedule, on the worker with the fewest."""
+    """Number of whole periods in the steady part of an asynchronous schedule, on the worker with the
+    fewest.
+    """
     if schedule.steady is None:
         return 0
     return min(
@@ -44,11 +48,11 @@ def whole_periods(schedule: Schedule) -> int:
 def period_seconds(model: TimedSchedule, costs: Costs, played: Played) -> float | None:
     """Seconds from one update to the next in the steady state.
 
-    Where gradient syncs share a way out of a node, a period takes at least what all of them take there; what
-    else meets on it is not counted.
+    If gradient syncs share a way out of a node, a period takes at least the sum of their times on it; other
+    traffic on it is not counted.
 
     Returns:
-        None: there are too few whole periods to see what repeats, or what is said to be steady does not.
+        None: there are too few whole periods to see a repetition, or the steady part does not repeat.
     """
     schedule = model.schedule
     if whole_periods(schedule) < 3:
@@ -79,7 +83,9 @@ def period_seconds(model: TimedSchedule, costs: Costs, played: Played) -> float 
 
 
 def measured_period_seconds(schedule: Schedule, start: Floats) -> float | None:
-    """The same of measured ops: of the slowest worker, the mean over the periods after the first."""
+    """The duration of a period in measured ops: on the slowest worker, the mean over the periods after the
+    first.
+    """
     if whole_periods(schedule) < 3:
         return None
     assert schedule.steady is not None
@@ -94,7 +100,7 @@ def measured_period_seconds(schedule: Schedule, start: Floats) -> float | None:
 
 
 def _of_ops(schedule: Schedule, first: list[int]) -> tuple[Ints, Ints]:
-    """The period of each op, and its place in a period among those of all workers."""
+    """The period of each op, and its number among the ops of a period of all workers."""
     assert schedule.steady is not None
     period = np.full(first[-1], _NONE, dtype=np.int64)
     slot = np.zeros(first[-1], dtype=np.int64)
@@ -110,7 +116,7 @@ def _of_ops(schedule: Schedule, first: list[int]) -> tuple[Ints, Ints]:
 
 
 def _of_messages(makers: Ints, period: Ints, slot: Ints) -> tuple[Ints, Ints]:
-    """The same of messages: each in the period of its op, those of one op one by one."""
+    """The period of each message, which is its op's, and its number among the messages of a period."""
     number = np.arange(len(makers))
     if len(makers):
         begins = np.concatenate(([True], makers[1:] != makers[:-1]))
@@ -124,7 +130,7 @@ def _of_none() -> tuple[Ints, Ints]:
 
 
 def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
-    """What each lasts in the mean of all periods: beside which syncs it runs differs in the first ones."""
+    """Mean durations over all periods: in the first periods ops overlap with other syncs."""
     inside = period >= 0
     total = np.bincount(slot[inside], weights=lasts[inside], minlength=int(slot.max()) + 1)
     count = np.bincount(slot[inside], minlength=len(total))
@@ -134,9 +140,9 @@ def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
 
 
 def _repeated(waits: Waits, period: Ints, slot: Ints, last: int) -> tuple[Ints, Ints, Ints, Ints] | None:
-    """Of each wait in a period: slots of source and taker, periods between them, and its number.
+    """For each wait in a period: slots of source and taker, periods between them, and its number.
 
-    The last period that all workers have, if it is like the one before.
+    They are read from the last period that all workers have, if it is like the one before.
     """
     rows = []
     for at in (last - 1, last):

@@ -1,8 +1,8 @@
-"""When the actions of a program happen: its lists, played as they stand with all that they wait for.
+"""Times of the actions of a program: its lists are played unchanged, with all waits.
 
-A schedule's simulation plays the same ops and messages without writing the lists down, and lets sums and
-gathers follow them (``timed_schedule.py``). Invariant: of a program that was lowered for the costs it is
-played with, both find the same times, to the last bit.
+A schedule's simulation plays the same ops and messages without making the lists, and lets sums and gathers
+follow them (``timed_schedule.py``). Invariant: for a program that was lowered for the same costs, both find
+the same times bit for bit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .timed_schedule import Played, Ready, TimedSchedule
 
 
 def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[Played, float]:
-    """When ops, messages and sums are, and when the last worker comes to the end of its list.
+    """Times of ops, messages and sums, and the time at which the last worker ends its list.
 
     Args:
-        model: of the program's schedule.
-        program: one action list a worker.
+        model: model of the program's schedule.
+        program: one action list per worker.
         costs: seconds; a gather takes ``agreement``.
 
     Raises:
         DeadlockError: the workers wait for each other in a circle.
-        ConfigError: its sums share ways (``sync_crossings``), which only schedules are simulated with.
+        ConfigError: the sums share ways (``sync_crossings``), which only schedules can be simulated with.
     """
     if costs.sync_crossings is not None:
         raise ConfigError(
-            "sync_crossings: sums that share ways are simulated of a schedule, not of a program"
+            "sync_crossings: sums that share ways can be simulated for a schedule only, not for a program"
         )
     lists = action_lists(program, model.graph, one_at_a_time=True)
     seconds = model.seconds(costs)
@@ -47,11 +47,11 @@ def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[
 
 
 class _Player:
-    """Fills in how long everything takes, and reads what was played.
+    """Fills in durations, and reads the result of the play.
 
     Args:
-        model: of the program's schedule.
-        lists: of the program.
+        model: model of the program's schedule.
+        lists: lists of the program.
         costs: seconds.
     """
 
@@ -60,7 +60,7 @@ class _Player:
         place = {op: node for node, op in enumerate(model.ops)}
         workers, first = len(lists.program.actions), lists.lists.first
         self.op = np.full(first[-1], -1, dtype=np.int64)
-        """Of each node, which op it computes; -1: none."""
+        """The op that each node computes; -1: none."""
         for worker, actions in enumerate(lists.program.actions):
             for node in range(first[worker], first[worker + 1]):
                 action = actions[lists.actions[node]]
@@ -70,7 +70,7 @@ class _Player:
         columns = (messages.makers, messages.skips, messages.receivers)
         number = {key: at for at, key in enumerate(zip(*(row.tolist() for row in columns), strict=True))}
         self.message = np.full(len(lists.events), -1, dtype=np.int64)
-        """Of each message, which one between workers it is; -1: none."""
+        """The message between workers that each event is; -1: none."""
         for at, (what, about, _) in enumerate(lists.events):
             if what == "sent" and isinstance(about, tuple):
                 op, skip = about
@@ -79,7 +79,7 @@ class _Player:
         self.sums = int(first[workers])
 
     def play(self, seconds: Floats) -> tuple[Played, float]:
-        """Play with so many seconds of each op."""
+        """Play with these seconds of each op."""
         ready = self.model.ready_ops(self.costs, seconds)
         times = played(self.lists.lists, self._lasting(ready))
         if times.stuck(self.lists.lists):

@@ -1,4 +1,4 @@
-"""A simulation as ``counterflow simulate --json`` prints it. What it does not do: print."""
+"""A simulation as ``counterflow simulate --json`` prints it. Nothing is printed here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .result import Bubbles, Simulation, SyncSpan
 
 TimeUnit = Annotated[
     Literal["s", "F"],
-    said("s: seconds; F: times of a forward, where none were given", "simulation.costs.time_unit"),
+    said("s: seconds; F: times of a forward, if no seconds were given", "simulation.costs.time_unit"),
 ]
 
 
@@ -37,8 +37,8 @@ class MessagePlayed(Part):
     receiver: Annotated[int, said("a worker")]
     start: float
     end: float
-    maker: Annotated[OpShown, said("whose product it carries")]
-    taker: Annotated[OpShown, said("what needs it")]
+    maker: Annotated[OpShown, said("the op whose product it carries")]
+    taker: Annotated[OpShown, said("the op that needs it")]
 
 
 class Simulated(Sized):
@@ -47,28 +47,37 @@ class Simulated(Sized):
     model_config = reads("simulation", "simulation.schedule")
 
     costs: Annotated[
-        dict[str, Any], said("forward, backward, p2p, and what else was given, by the flags' names")
+        dict[str, Any], said("forward, backward, p2p, and other costs that were given, by the flags' names")
     ]
     time_unit: TimeUnit
-    makespan: Annotated[float, said("until the last op, sync and agreement have ended")]
+    makespan: Annotated[float, said("time until the last op, sync and agreement have ended")]
     steady_step: Annotated[
         float | None,
-        said("what a step adds when steps follow each other without a barrier; null: too few periods to see"),
+        said(
+            "time that a step adds if steps follow each other without a barrier; null: too few periods to "
+            "determine it"
+        ),
     ]
     steady_step_clipped: Annotated[
-        float | None, said("the same where updates wait for the gradient norm of all stages")
+        float | None, said("steady step if updates wait for the gradient norm of all stages")
     ]
     bubble_ratio: Annotated[float, said("idle time over makespan, mean of the workers")]
-    busy: Annotated[list[float], said("by worker: time it computes")]
-    idle: Annotated[list[float], said("by worker: time it has no op to run")]
+    busy: Annotated[list[float], said("by worker: compute time")]
+    idle: Annotated[list[float], said("by worker: time without an op to run")]
     bubbles: Annotated[list[Bubbles], said("by worker: its idle time by cause, in `time_unit`")]
     spans: Annotated[list[float], said("by worker: first start to last end")]
-    peak_activations: Annotated[list[Count], said("by worker: most forwards stashed at once")]
-    weight_copies: Annotated[list[int], said("by worker: stages held, versions counted")]
+    peak_activations: Annotated[list[Count], said("by worker: maximum forwards stashed at once")]
+    weight_copies: Annotated[list[int], said("by worker: maximum stages held, versions counted")]
     steady_bubble_ratio: Annotated[
-        float | None, said("in asynchronous schemes: after the warm-up, before the drain; null: no such part")
+        float | None,
+        said(
+            "for asynchronous schemes: bubble ratio after the warm-up and before the drain; null: no such "
+            "part"
+        ),
     ]
-    peak_bytes: Annotated[list[Count], said("by worker; if bytes were given", "peak_bytes")] = _NONE
+    peak_bytes: Annotated[
+        list[Count], said("by worker: maximum bytes; if bytes were given", "peak_bytes")
+    ] = _NONE
     ops: Annotated[list[OpPlayed], said("with `--timeline`", "ops")] = _NONE
     gradient_syncs: Annotated[list[SyncSpan], said("with `--timeline`, in `time_unit`")] = _NONE
     messages: Annotated[list[MessagePlayed], said("with `--messages`", "messages")] = _NONE

@@ -1,4 +1,4 @@
-"""What a simulation found: times, bubbles, activations, weight copies, memory.
+"""Result of a simulation: times, bubbles, activations, weight copies, memory.
 
 Invariant: everything here follows from the schedule, its costs, and the start and end of each op.
 """
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SyncSpan:
-    """A gradient sync as it ran beside the compute of a worker, in the unit of the costs."""
+    """A gradient sync as it ran in parallel with the compute of a worker, in the unit of the costs."""
 
     worker: int
     stage: int
@@ -50,7 +50,7 @@ class SyncSpan:
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """One message: what ``maker`` made for ``taker``, on its link from ``start`` to ``end``, in seconds."""
+    """A message from ``maker`` to ``taker``, on its link from ``start`` to ``end``, in seconds."""
 
     maker: Op
     taker: Op
@@ -61,7 +61,7 @@ class MessageSpan:
 
 
 class Cause(Enum):
-    """Why a worker has no op to run; ``Bubbles`` says what each means."""
+    """Why a worker has no op to run; ``Bubbles`` describes each cause."""
 
     WARM_UP = "warm-up"
     DEPENDENCY = "dependency"
@@ -85,8 +85,8 @@ class Bubbles:
 
     Attributes:
         warm_up: before its first op.
-        dependency: between ops, while what the next one takes is not made yet.
-        message: between ops, while it is made and has not come yet, or while the worker is busy sending.
+        dependency: between ops, until the input of the next op is computed.
+        message: between ops, until that input is received, or while the worker is busy sending.
         drain: after its last op, until the makespan.
     """
 
@@ -97,10 +97,10 @@ class Bubbles:
 
 
 class Simulation:
-    """A schedule played with costs, made by ``simulate``; or with the times that were measured."""
+    """A schedule simulated with costs by ``simulate``, or with measured times."""
 
     _repr_svg_: ClassVar[Callable[[Simulation], str | None]]
-    """The timeline in a notebook: the room of pictures, which knows this one, puts it here."""
+    """The timeline in a notebook; ``drawing``, which imports this module, defines it."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Simulation:
         self.end = played.end
         """End of each op, worker by worker in order, in seconds."""
         self.model = model
-        """The schedule made ready to be timed, which simulations of one schedule share."""
+        """The schedule prepared for timing, shared by simulations of one schedule."""
         self._played = played
         self._measured = measured
         self._makespan = makespan
@@ -126,7 +126,6 @@ class Simulation:
         self._sent, self._arrived, self._released = played.sent, played.arrived, played.released
 
     def __repr__(self) -> str:
-        """A line."""
         return (
             f"<Simulation of {self.schedule}: makespan {self.makespan:.6g}, bubbles {self.bubble_ratio:.1%}>"
         )
@@ -148,7 +147,7 @@ class Simulation:
 
     @property
     def _ended(self) -> Floats:
-        """When each worker has its last op and its stages' gradients."""
+        """Time at which each worker has ended its last op and has its stages' gradients."""
         first = self.model.first
         found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
         for _, stage, _, until in self._syncs.tolist():
@@ -158,7 +157,7 @@ class Simulation:
 
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
-        """By stage of a synchronous schedule, when the last of its copies has its gradients."""
+        """By stage of a synchronous schedule, the time at which the last of its copies has its gradients."""
         first, released = self.model.first, self._released
         return tuple(
             max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)
@@ -167,26 +166,28 @@ class Simulation:
 
     @cached_property
     def op_times(self) -> tuple[list[float], list[float]]:
-        """Start of every op and when its worker goes on, by which ``eager-opt`` places gradient syncs."""
+        """Start of every op and the time when its worker continues, by which ``eager-opt`` places gradient
+        syncs.
+        """
         return self.start.tolist(), self._released.tolist()
 
     @property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Of each op those whose products it takes, by place among all ops, worker by worker in order."""
+        """For each op the ops whose products it takes, numbered among all ops, worker by worker in order."""
         return self.model.needs
 
     @cached_property
     def slack(self) -> tuple[float, ...] | None:
-        """How much later each op could end without the last op ending later, in seconds; 0: it is critical.
+        """Seconds by which each op could end later without delaying the last op; 0: it is critical.
 
-        None where it is not known: of a measured timeline, or where ops wait for gradient syncs.
+        None if unknown: for a measured timeline, or if ops wait for gradient syncs.
         """
         found = None if self._measured else slack_of(self.model, self.costs, self._played)
         return None if found is None else tuple(found.tolist())
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """From each worker's first start to its last end, in seconds."""
+        """Seconds from each worker's first start to its last end."""
         spans = []
         for first, stop in pairwise(self.model.first):
             spans.append(float(self.end[stop - 1] - self.start[first]) if stop > first else 0.0)
@@ -194,7 +195,7 @@ class Simulation:
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
-        """When each worker has no op to run, and why, by worker and time."""
+        """Periods in which each worker has no op to run, and why, by worker and time."""
         pieces = (
             Gap(worker, start, end, cause)
             for worker, (first, stop) in enumerate(pairwise(self.model.first))
@@ -203,7 +204,7 @@ class Simulation:
         return tuple(gap for gap in pieces if gap.end > gap.start)
 
     def _pieces(self, first: int, stop: int) -> Iterator[tuple[float, float, Cause]]:
-        """Of one worker, whose ops are those from ``first`` to ``stop``; some have no length."""
+        """The gaps of the worker whose ops are those from ``first`` to ``stop``; some have no length."""
         if stop == first:
             yield 0.0, self.makespan, Cause.WARM_UP
             return
@@ -218,13 +219,15 @@ class Simulation:
             yield before, sent, Cause.MESSAGE
             yield sent, left, Cause.DEPENDENCY
             yield left, arrived, Cause.MESSAGE
-            # What it waits for on its own worker's lanes: an update.
+            # A wait on its own worker's lanes is for an update.
             yield arrived, begins, Cause.DEPENDENCY
         yield float(self.end[stop - 1]), self.makespan, Cause.DRAIN
 
     @cached_property
     def _taken(self) -> tuple[Floats, Floats]:
-        """Of each op, when what it takes by messages was made and when it came; 0 where it takes none."""
+        """For each op, when its inputs from messages were computed and when they were received; 0 if it has
+        none.
+        """
         messages = self.model.messages
         made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
         np.maximum.at(made, messages.takers, self.end[messages.makers])
@@ -233,7 +236,7 @@ class Simulation:
 
     @cached_property
     def bubbles(self) -> tuple[Bubbles, ...]:
-        """Each worker's idle time by its cause: the sums of ``gaps``."""
+        """Each worker's idle time by cause: the sums of ``gaps``."""
         sums = [dict.fromkeys(Cause, 0.0) for _ in range(self.schedule.workers)]
         for gap in self.gaps:
             sums[gap.worker][gap.cause] += gap.end - gap.start
@@ -256,7 +259,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds each worker computes."""
+        """Seconds that each worker computes."""
         seconds = np.bincount(
             self.model.worker, weights=self.end - self.start, minlength=self.schedule.workers
         )
@@ -264,21 +267,21 @@ class Simulation:
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """Seconds each worker has no op to run, until the makespan."""
+        """Seconds until the makespan in which each worker has no op to run."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
     def bubble_ratio(self) -> float:
-        """Idle time over makespan, the mean of all workers."""
+        """Idle time over makespan, averaged over workers."""
         if not self.makespan:
             return 0.0
         return sum(self.idle) / (self.makespan * self.schedule.workers)
 
     @cached_property
     def steady_bubble_ratio(self) -> float | None:
-        """Idle over whole steady periods of an asynchronous schedule; None if it has none.
+        """Bubble ratio over whole steady periods of an asynchronous schedule; None if it has none.
 
-        Where they are too few to see the steady step, as they are played.
+        If they are too few to determine the steady step, the ratio is that of the played periods.
         """
         if self.schedule.steady is None:
             return None
@@ -301,10 +304,10 @@ class Simulation:
 
     @cached_property
     def steady_step(self) -> float | None:
-        """Seconds that a step adds when steps follow each other, if no barrier ends them.
+        """Seconds that a step adds if steps follow each other without a barrier.
 
-        Where updates wait for nothing but their own stages' gradients (``steady_step_clipped``: for those of
-        all stages). In asynchronous schemes None if there are too few periods to see it.
+        Updates wait only for their own stages' gradients (``steady_step_clipped``: for those of all stages).
+        In asynchronous schemes None if there are too few periods to determine it.
         """
         if not self.schedule.synchronous:
             if self._measured:
@@ -314,7 +317,7 @@ class Simulation:
 
     @cached_property
     def steady_step_clipped(self) -> float | None:
-        """The same where every update waits for the gradient norm of all stages, as clipping needs it.
+        """The steady step if every update waits for the gradient norm of all stages, which clipping needs.
 
         In asynchronous schemes each stage is clipped by its own norm, and nothing waits.
         """
@@ -324,12 +327,12 @@ class Simulation:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Most forwards stashed at once on each worker, in (stage x micro-batch) units."""
+        """Maximum forwards stashed at once on each worker, in (stage x micro-batch) units."""
         return self.model.peak_activations
 
     @cached_property
     def weight_copies(self) -> tuple[int, ...]:
-        """Stages each worker holds at most at once, versions counted."""
+        """Maximum stages that each worker holds at once, versions counted."""
         return weight_copies(self.schedule)
 
     @cached_property
@@ -350,14 +353,14 @@ class Simulation:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...] | None:
-        """Each worker's memory over time; None when no byte costs were given."""
+        """Each worker's memory over time; None if no byte costs were given."""
         if self.costs.memory is None:
             return None
         return self._memory_use(self.costs)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Each worker's largest memory in bytes; None when no byte costs were given."""
+        """Maximum memory of each worker in bytes; None if no byte costs were given."""
         if self.costs.memory is None:
             return None
         return peaks_of(self.model.first, self.model.changes(self.costs))

@@ -1,7 +1,7 @@
-"""How much later each op could end without the last op ending later. Reads a play backwards.
+"""How much later each op could end without delaying the last op. Reads a play backwards.
 
-Invariant: what waits for what is what was played, so an op without slack lies on a longest path of ops and
-messages. What follows the ops (gradient syncs in synchronous schemes, the agreement) is not looked at.
+Invariant: waits are those of the play, so an op without slack is on a longest path of ops and messages.
+Gradient syncs and the agreement after the ops of synchronous schemes are ignored.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .timed_schedule import Played, TimedSchedule
 from .waits import waits_of
 
 _ROUNDING = 1e-9
-"""Of the length of a play: less is no slack, since sums of floats round."""
+"""Share of the length of a play below which slack is rounding of sums of floats."""
 
 
 def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | None:
-    """Seconds of each op, worker by worker in order.
+    """Slack of each op in seconds, worker by worker in order.
 
-    None where ops wait for gradient syncs, as they do in asynchronous schemes.
+    None if ops wait for gradient syncs, as in asynchronous schemes.
     """
     if not model.schedule.synchronous and model.synced(costs):
         return None
     ready = model.ready(costs, played.end - played.start)
     waits = waits_of(ready.lists, ready.lasting)
     ops, last = len(played.end), float(played.end.max(initial=0.0))
-    rank = np.empty(len(waits.lasts), dtype=np.int64)  # of nodes, each behind all it waits for
+    rank = np.empty(len(waits.lasts), dtype=np.int64)  # nodes, each after all it waits for
     rank[topological(model.graph)] = 2 * np.arange(ops)
     rank[ops:] = rank[model.messages.makers][: len(rank) - ops] + 1
     latest, seconds = [last] * len(rank), waits.lasts.tolist()

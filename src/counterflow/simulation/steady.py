@@ -1,9 +1,9 @@
-"""What a step of a synchronous scheme adds when steps follow each other without a barrier.
+"""The time that a step of a synchronous scheme adds if steps follow each other without a barrier.
 
-A synchronous schedule is played again and again: in each step a worker begins where it ended the one before,
-once its own stages are summed over their copies and updated, and a link is free once it has carried what it
-had to. Where workers stand to each other at the border of two steps repeats itself after some steps; from
-then on the time between is the steady step.
+A synchronous schedule is played repeatedly: in each step a worker begins where it ended the one before, after
+its own stages are summed over their copies and updated, and a link is free after its last message. The
+offsets between workers at the border of two steps repeat after some steps; from then on the time between
+borders is the steady step.
 
 Invariant: a play whose workers all begin at once is the schedule's simulation.
 """
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from .timed_schedule import Played, TimedSchedule
 
 MOST_STEPS = 64
-"""Played until workers stand as they did some steps before; else the second half of them is measured."""
+"""Maximum steps that are played until offsets between workers repeat; otherwise the second half of them is
+measured.
+"""
 
 _LOOKED_BACK = 12
-"""Steps after which they may stand so again."""
+"""Number of steps within which a repetition is looked for."""
 
 _CLOSE = 1e-9
-"""Of a step: borders that differ by less are the same."""
+"""Share of a step below which differing borders count as equal."""
 
 
 def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, norm: bool = False) -> float:
@@ -45,7 +47,7 @@ def steady_step_seconds(model: TimedSchedule, costs: Costs, played: Played, *, n
         model: the schedule.
         costs: its costs.
         played: one step alone.
-        norm: whether every update waits until all workers have their gradients, and for their agreement.
+        norm: whether every update waits for the gradients of all workers, and for their agreement.
     """
     schedule = model.schedule
     border = _Border(model, costs, played)
@@ -78,10 +80,10 @@ class _Border:
             self.planned = plan_syncs(model.schedule, Sync(costs.sync_mode), *times)
 
     def after(self, at: Floats, *, norm: bool) -> Floats:
-        """When each worker has updated, and each link carried all, if they begin at ``at``."""
+        """Times at which each worker has updated, and each link is free, if they begin at ``at``."""
         workers = self.model.schedule.workers
         times = self.model.played(self.ready, (at[:workers], at[workers:]))
-        assert times is not None  # no limit was given
+        assert times is not None  # because no limit was given
         released, ended = times.end + self.ready.lasting.busy, times.clocks
         lane = at[:workers].copy()
         crossings = self.costs.sync_crossings
@@ -96,26 +98,28 @@ class _Border:
 
 
 def with_ties(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
-    """When each worker has the sums of weights that stages share.
+    """Times at which each worker has the sums of weights that stages share.
 
     Args:
-        schedule: what was played.
-        costs: its costs.
-        ended: when each worker has done all else.
+        schedule: schedule that was played.
+        costs: costs of the schedule.
+        ended: time at which each worker has done everything else.
 
     Raises:
-        ConfigError: they name a stage that there is not.
+        ConfigError: the ties name a stage that does not exist.
     """
     for stages, seconds in costs.ties:
         for stage in stages:
             if not 0 <= stage < schedule.stages:
-                raise ConfigError(f"ties: stage {stage} of a pipeline of {schedule.stages} stages")
+                raise ConfigError(
+                    f"ties: stage {stage} does not exist in a pipeline of {schedule.stages} stages"
+                )
         ended = _summed(schedule, costs, ended, stages, seconds)
     return ended
 
 
 def with_statistics(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
-    """When each worker has the averages of its stages' running statistics."""
+    """Times at which each worker has the averages of its stages' running statistics."""
     if costs.statistics == 0.0:
         return ended
     for stage, seconds in enumerate(per_stage("statistics", costs.statistics, schedule.stages)):
@@ -124,7 +128,7 @@ def with_statistics(schedule: Schedule, costs: Costs, ended: Floats) -> Floats:
 
 
 def _summed(schedule: Schedule, costs: Costs, ended: Floats, stages: Sequence[int], seconds: float) -> Floats:
-    """After a sum over all who hold one of some stages, if there are several."""
+    """Times after a sum over all workers that hold one of some stages, if there are several."""
     members = sorted({w for stage in stages for _, w in schedule.placement.copies(stage)})
     if len(members) * costs.replicas > 1:
         ended = ended.copy()

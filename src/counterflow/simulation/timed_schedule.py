@@ -1,7 +1,7 @@
-"""A schedule made ready to be timed: its lists as arrays, and where costs go in.
+"""A schedule prepared for timing: its lists as arrays, and where costs are filled in.
 
-Kept for the last few schedules, so that trying many costs only fills in numbers. Ops and messages are played
-by the player (``program/player.py``). The gradient syncs of a synchronous schedule follow them
+It is cached for the last few schedules, so trying many costs only fills in numbers. Ops and messages are
+played by the player (``program/player.py``). The gradient syncs of a synchronous schedule follow them
 (``sync_times.py``); those of an asynchronous one are played with them, as later ops wait for them.
 """
 
@@ -41,23 +41,23 @@ from .op_costs import Piece, per_stage, stage_bytes
 from .sync_times import sync_times
 
 KEPT_MODELS = 8
-"""Models kept, so that trying many costs on a few schedules builds each of them once."""
+"""Number of models cached, so trying many costs on a few schedules builds each model once."""
 
 _kept: list[TimedSchedule] = []
 _keeping = Lock()
-"""Held while that list is looked at or changed: threads may simulate at one time."""
+"""Held while that list is read or changed, because threads may simulate at the same time."""
 
 
 class Played(NamedTuple):
-    """When everything of a schedule starts and ends.
+    """Start and end of everything in a schedule.
 
     Attributes:
-        start: of each op.
-        end: of each op.
-        released: when the worker goes on: later than at an op's end where it is busy with its message.
+        start: start of each op.
+        end: end of each op.
+        released: time when the worker continues: later than the op's end if it is busy with a message.
         syncs: (period, stage, start, end) rows of the gradient syncs that take time.
-        sent: when each message begins to travel.
-        arrived: when it has come.
+        sent: time when each message begins to travel.
+        arrived: time when each message is received.
     """
 
     start: Floats
@@ -69,14 +69,14 @@ class Played(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """How long everything takes that is played.
+    """Durations of everything that is played.
 
     Attributes:
-        lists: what is played: the workers' orders, and in asynchronous schedules the syncs.
-        lasting: as the player reads it.
+        lists: the lists to play: the workers' orders, and in asynchronous schedules the syncs.
+        lasting: durations, as the player reads them.
         travel: seconds of each message.
-        waited: how long each message waits for earlier ones of its op.
-        links: how many links carry one message at a time; 0: all carry any number.
+        waited: seconds that each message waits for earlier ones of its op.
+        links: number of links that carry one message at a time; 0: all carry any number.
     """
 
     lists: Lists
@@ -87,7 +87,7 @@ class Ready(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The gradient syncs of an asynchronous schedule, which ops wait for: a list of one node each.
+    """The gradient syncs of an asynchronous schedule, for which ops wait: one list with one node each.
 
     Attributes:
         syncs: in the order in which they run on each worker's lane.
@@ -116,21 +116,22 @@ class TimedSchedule:
 
     @cached_property
     def graph(self) -> OpGraph:
-        """What waits for what, op by op.
+        """The dependencies of the ops.
 
         Raises:
-            ScheduleError: an op is of no stage or pipe, its input is computed nowhere, or it is there twice.
+            ScheduleError: an op's stage or pipe does not exist, its input is computed nowhere, or it exists
+                twice.
         """
         return OpGraph(self.schedule, self.nodes)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Most forwards stashed at once on each worker, in (stage x micro-batch) units."""
+        """Maximum forwards stashed at once on each worker, in (stage x micro-batch) units."""
         return peak_activations(self.schedule)
 
     @cached_property
     def messages(self) -> Messages:
-        """Between workers."""
+        """The messages between workers."""
         return messages_of(self.graph)
 
     @cached_property
@@ -152,7 +153,9 @@ class TimedSchedule:
 
     @cached_property
     def awaited(self) -> Awaited:
-        """If asynchronous, ops that use new weights, or fill the gradients anew, wait for the sync."""
+        """The syncs of an asynchronous schedule: ops that use new weights, or begin new gradients, wait for
+        them.
+        """
         syncs, users = by_last_backward(self.schedule), first_users(self.schedule)
         messages, workers = self.messages, self.schedule.workers
         columns = (row.tolist() for row in (messages.makers, messages.takers, messages.receivers))
@@ -178,19 +181,19 @@ class TimedSchedule:
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
-        """Of each op, those whose products it takes and that are there."""
+        """For each op, the existing ops whose products it takes."""
         place = {op: node for node, op in enumerate(self.ops)}
 
         def needs(op: Op) -> tuple[Op, ...]:
             try:
                 return self.schedule.workload.needs(op)
-            except KeyError:  # of a schedule that is wrong
+            except KeyError:  # in a schedule that is wrong
                 return ()
 
         return tuple(tuple(place[need] for need in needs(op) if need in place) for op in self.ops)
 
     def links(self, costs: Costs) -> tuple[Ints, int]:
-        """The link of each message, and how many there are: those of one sender that go one way are one."""
+        """The link of each message, and the number of links; links of one sender that share a way are one."""
         key = None if costs.ways is None else tuple(map(tuple, costs.ways))
         if key not in self._links:
             messages, workers = self.messages, self.schedule.workers
@@ -206,10 +209,10 @@ class TimedSchedule:
 
     @cached_property
     def pieces(self) -> tuple[list[Piece], Ints]:
-        """The different pieces of work, as they come, and of each op which of them it is.
+        """The distinct pieces of work in order of appearance, and the piece of each op.
 
         Raises:
-            ScheduleError: an op is of no stage.
+            ScheduleError: an op's stage does not exist.
         """
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         stages = range(self.schedule.stages)
@@ -225,10 +228,10 @@ class TimedSchedule:
         return [Piece(*key) for key in numbers], which
 
     def seconds(self, costs: Costs) -> Floats:
-        """How long each op lasts.
+        """Duration of each op.
 
         Raises:
-            ConfigError: something takes less than no time.
+            ConfigError: a duration is negative or not finite.
         """
         pieces, which = self.pieces
         ops = costs.of_ops(self.schedule.stages)
@@ -240,7 +243,7 @@ class TimedSchedule:
         return found
 
     def message_seconds(self, costs: Costs) -> Floats:
-        """How long each message travels."""
+        """Travel time of each message."""
         seconds = self._by_message("p2p", costs.p2p)
         if costs.p2p_per_byte == 0.0:
             return seconds
@@ -252,8 +255,9 @@ class TimedSchedule:
             skips = self.schedule.workload.skips
             if not isinstance(costs.skip_bytes, (int, float)) and len(costs.skip_bytes) != len(skips):
                 raise ConfigError(
-                    f"skip_bytes: {len(costs.skip_bytes)} numbers for {len(skips)} skips; give one "
-                    "number, or one a skip"
+                    f"skip_bytes: {len(costs.skip_bytes)} numbers for {len(skips)} skip connections; give "
+                    "one "
+                    "number, or one per skip connection"
                 )
             each = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
             sent[by_skip] = each[self.messages.skips[by_skip]]
@@ -268,12 +272,12 @@ class TimedSchedule:
         if links.shape != (self.schedule.workers,) * 2:
             raise ConfigError(
                 f"{name}: a table of shape {links.shape} for {self.schedule.workers} workers; "
-                "give one number, or one row of numbers a worker"
+                "give one number, or one row of numbers per worker"
             )
         return links[self.messages.senders, self.messages.receivers]
 
     def changes(self, costs: Costs) -> Changes:
-        """What changes each worker's memory; ``costs.memory`` is set."""
+        """Changes of each worker's memory; ``costs.memory`` is set."""
         assert costs.memory is not None
         schedule = self.schedule
         pieces, which = self.pieces
@@ -282,7 +286,7 @@ class TimedSchedule:
         each = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
         versions = np.zeros(len(which))
         bases = schedule.placement.summed(each.fixed)
-        if schedule.synchronous:  # one version throughout
+        if schedule.synchronous:  # one version exists throughout
             bases = list(map(add, bases, schedule.placement.summed(each.weights)))
         for worker, first in enumerate(() if schedule.synchronous else self.first[:-1]):
             for stage, version, born, dies in version_lives(schedule, worker):
@@ -295,20 +299,20 @@ class TimedSchedule:
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:
-        """Whether syncs matter to time: they take some, or asynchronous ops wait for all copies."""
+        """Whether syncs affect times: they take time, or asynchronous ops wait for all copies."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         return (any(lasts) or not self.schedule.synchronous) and needs_sync(self.schedule, costs.replicas)
 
     def play(self, costs: Costs, limit: float = math.inf, tail: Sequence[float] = ()) -> Played | None:
-        """When everything starts and ends.
+        """Start and end of everything.
 
         Args:
             costs: seconds.
-            limit: until when each worker's ops and its tail have to be over, in seconds.
-            tail: by worker, the seconds that follow its last op; none: nothing does.
+            limit: time by which each worker's ops and its tail have to end, in seconds.
+            tail: by worker, the seconds that follow its last op; empty: none.
 
         Returns:
-            None: some worker of a synchronous schedule is later than the limit.
+            None: a worker of a synchronous schedule exceeds the limit.
 
         Raises:
             ScheduleError: an op's input is computed nowhere.
@@ -323,18 +327,18 @@ class TimedSchedule:
         return played
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
-        """What is played, if ops last ``seconds``; in asynchronous schedules with the syncs."""
+        """The lists and durations if ops last ``seconds``; in asynchronous schedules including the syncs."""
         found = self.ready_ops(costs, seconds)
         awaited = self.synced(costs) and not self.schedule.synchronous
         return self._with_syncs(costs, found) if awaited else found
 
     def ready_ops(self, costs: Costs, seconds: Floats) -> Ready:
-        """The same of ops and messages alone."""
+        """The lists and durations of ops and messages alone."""
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
         none = np.zeros(len(self.messages.makers))
         travel = none if free else self.message_seconds(costs)
         busy, waited = np.zeros(len(seconds)), none
-        if not costs.overlap and not free:  # the messages of one op go one after another
+        if not costs.overlap and not free:  # messages of one op travel one after another
             np.add.at(busy, self.messages.makers, travel)
             waited = self.messages.before_of_op(travel)
         if free or costs.link is not Link.ONE_AT_A_TIME:
@@ -361,10 +365,10 @@ class TimedSchedule:
         limit: float = math.inf,
         tail: Sequence[float] = (),
     ) -> Times | None:
-        """When ops and messages are, if lists and links begin ``at`` some time; for the rest see ``play``.
+        """Times of ops and messages if lists and links begin at ``at``; for the other arguments see ``play``.
 
         Returns:
-            None: the limit was not kept.
+            None: the limit was exceeded.
         """
         begin = at or (np.zeros(len(ready.lists.first) - 1), np.zeros(ready.links))
         rest = None
@@ -398,7 +402,7 @@ class TimedSchedule:
         return Played(start, end, released, syncs, sent, sent + ready.travel)
 
     def _played_once(self, ready: Ready, limit: float, tail: Sequence[float]) -> Times | None:
-        """What is played; in synchronous schemes, sync modes differ in what comes after it."""
+        """Times of ops and messages, cached for one schedule: sync modes differ only in what follows."""
         known = self._before
         if known is not None and all(map(np.array_equal, known[0], ready.lasting)):
             return known[1]
@@ -408,7 +412,7 @@ class TimedSchedule:
         return times
 
     def beside_syncs(self, played: Played) -> Floats:
-        """For how long each op runs beside a gradient sync of its worker, in seconds."""
+        """Seconds that each op overlaps with a gradient sync of its worker."""
         start, end, syncs = played.start, played.end, played.syncs
         beside = np.zeros(len(start))
         first = self.first
@@ -420,7 +424,7 @@ class TimedSchedule:
         return beside
 
     def _syncs_after(self, costs: Costs, start: Floats, released: Floats) -> Floats:
-        """Syncs on the lane beside each worker's compute; nothing waits for them but the update."""
+        """Syncs on a lane in parallel with each worker's compute; only the update waits for them."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
         planned = plan_syncs(self.schedule, mode, start.tolist(), released.tolist(), self.gradient_syncs)
@@ -435,7 +439,7 @@ class TimedSchedule:
 
 
 def timed(schedule: Schedule) -> TimedSchedule:
-    """The schedule's model; those of the last few schedules are kept."""
+    """The schedule's model; those of the last few schedules are cached."""
     with _keeping:
         for place, kept in enumerate(_kept):
             if kept.schedule is schedule:

@@ -1,6 +1,6 @@
-"""What waits for what in a play, as pairs of nodes: for who asks which waits matter, not when things happen.
+"""Waits in a play as pairs of nodes, for analyses of which waits matter instead of when things happen.
 
-Nodes are those of the lists, and behind them the messages of lanes that carry one at a time.
+Nodes are those of the lists, then the messages of lanes that carry one at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from counterflow.program.player import Floats, Ints, Lasting, Lists
 
 
 class Waits(NamedTuple):
-    """Every wait: ``taker`` begins when ``source`` has ended and ``delay`` seconds have passed.
+    """Every wait: ``taker`` begins ``delay`` seconds after ``source`` has ended.
 
     Attributes:
-        source: node.
-        taker: node.
+        source: node that is waited for.
+        taker: node that waits.
         delay: in seconds.
-        lasts: seconds of each node.
+        lasts: duration of each node in seconds.
     """
 
     source: Ints
@@ -29,7 +29,7 @@ class Waits(NamedTuple):
 
 
 def waits_of(lists: Lists, lasting: Lasting) -> Waits:
-    """What nodes and messages wait for."""
+    """The waits of nodes and messages."""
     count = len(lasting.nodes)
     follows = np.setdiff1d(np.arange(count), lists.first)
     makers = np.repeat(np.arange(count), np.diff(lists.made))

@@ -1,7 +1,7 @@
-"""Runs the methods one after another, until time is up or the best order is proved.
+"""Runs the methods one after another, until the time is up or the best order is proved.
 
-Invariant: what is returned keeps all limits, and no named scheme of the same workload that keeps them, and
-for which there was time, is better. Placement and micro-batches stay as they are given.
+Invariant: the result keeps all limits, and is not worse than any named scheme of the same workload that keeps
+them and for which there was time. Placement and micro-batches are never changed.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from .result import PROVED, Synthesis
 from .solver import solver_is_there
 
 Report = Callable[[float, float, str], None]
-"""Told of the best value, the bound, and what found it or is looked for."""
+"""Called with the best value, the bound, and the method that found it or is running."""
 
 START = "the order to begin with"
-"""The method of a result that nothing improved."""
+"""Method of a result that nothing improved."""
 
 _NAMED = 0.4
-"""The share of time after which each named scheme is built once, and not with further options."""
+"""Share of time after which each named scheme is built once, and not with further options."""
 
 _REPEATED = 0.4
-"""The share of what is then left for repeating blocks and for squeezing."""
+"""Share of the remaining time for repeating blocks and for squeezing."""
 
 _SQUEEZED = 8
-"""So many of the best named orders are squeezed."""
+"""Number of best named orders that are squeezed."""
 
 _VALUED = 0.2
-"""The share of its time that the simulator may have while orders get better quickly."""
+"""Share of its time that the simulator may take while orders improve quickly."""
 
 _MOVES_TURN = 10_000
 """Moves of the search for each turn of the blocks."""
 
 _SEARCHED = 0.4
-"""The share of time for the search, where the exact method follows ..."""
+"""Share of time for the search, if the exact method follows ..."""
 
 _LEFT = 0.3
 """... which has at least this share, or ..."""
 
 _PROOF = 3.0
-"""... so many seconds, however long anything before it took."""
+"""... this many seconds, however long anything before it took."""
 
 _EFFORT = 1e-4
-"""Of the solver's deterministic time, for each move."""
+"""The solver's deterministic time for each move."""
 
 
 def synthesize(
@@ -71,30 +71,30 @@ def synthesize(
     start: Schedule | None = None,
     report: Report | None = None,
 ) -> Synthesis:
-    """The best schedule of a workload that can be found, and how far it is from the best there is.
+    """Search for the best schedule of a workload, with a bound on how much better a schedule could be.
 
-    Ctrl-C ends it with what was found so far. OR-tools, an extra (``counterflow[synthesize]``), proves and
-    improves orders of small problems; without it there are only the bounds that need no solver.
+    Ctrl-C ends the search with the best order so far. OR-tools, an extra (``counterflow[synthesize]``),
+    proves and improves orders of small problems; without it only bounds that need no solver are computed.
 
     Args:
-        workload: what is ordered: synchronous, its micro-batches one by one.
-        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
-        peak: most activations that a worker stashes, in (stage x micro-batch) units; one number, or one a
+        workload: the workload to order; it must be synchronous, with micro-batches one by one.
+        costs: seconds and bytes; default: a forward costs 1, a backward 2, messages nothing.
+        peak: maximum activations that a worker stashes, in (stage x micro-batch) units; one number, or one
+            per worker.
+        memory_bytes: maximum bytes of a worker, including weights and optimiser state; one number, or one per
             worker.
-        memory_bytes: most bytes that a worker has, weights and optimiser state included; likewise.
         objective: ``makespan`` of one step, or ``steady``: the step time without a barrier.
-        seconds: about how long to look, unless an order is proved earlier. When it is used on a machine for
-            the first time, half a minute is added, in which loops are compiled.
-        moves: so many moves of the search in place of ``seconds``; the result is then the same on every
-            machine.
-        seed: of the search.
-        start: a schedule of this workload to begin with, beside the named schemes; taken where it keeps the
-            limits.
-        report: told of the best value, the bound and what is being done.
+        seconds: approximate duration, unless an order is proved earlier. The first use on a machine takes
+            half a minute more, in which loops are compiled.
+        moves: search budget in moves instead of ``seconds``; the result is then the same on every machine.
+        seed: seed of the search.
+        start: a schedule of this workload to begin with, in addition to the named schemes; used if it keeps
+            the limits.
+        report: called with the best value, the bound and the current activity.
 
     Raises:
-        ConfigError: the workload has doubled forwards, divided backwards or no flush, costs do not fit it,
-            what is limited is too little for one micro-batch, or ``start`` is of another workload.
+        ConfigError: the workload is asynchronous or has doubled forwards or divided backwards, costs do not
+            fit it, a limit is too small for one micro-batch, or ``start`` has another workload.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -154,7 +154,9 @@ class _Run:
         return self._value <= self._bound.seconds * (1 + PROVED)
 
     def _build_named(self, another: float, until: float) -> None:
-        """Take named orders: until then one of each scheme, and until an earlier time another of each."""
+        """Add named orders: until ``until`` one of each scheme, and until an earlier time another one of
+        each.
+        """
         for name, words in named(self._problem, lambda: time.monotonic() < another):
             if self._problem.fits(words):
                 value = self._take(words, name)
@@ -202,12 +204,12 @@ class _Run:
             self._take(words, how)
 
     def _best_known(self) -> list[Words]:
-        """All orders that were looked at, the best first."""
+        """All orders that were tried, the best first."""
         return [words for _, words in sorted(self._known, key=lambda one: one[0])]
 
     @property
     def _provable(self) -> bool:
-        """Whether the exact method is worth trying, and there."""
+        """Whether the exact method is worth trying, and installed."""
         from .exact.solve import tractable  # noqa: PLC0415
 
         return tractable(self._problem) and solver_is_there()
@@ -239,7 +241,7 @@ class _Run:
             self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
 
     def _take(self, words: Words, method: str = "search") -> float:
-        """Keep an order if it is better; its value."""
+        """Keep an order if it is better; return its value."""
         value = value_of(self._problem, words)
         self._known.append((value, words))
         if value < self._value * (1 - PROVED):
@@ -253,7 +255,7 @@ class _Run:
 
 
 def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
-    """What a computed schedule says of itself beside its orders: sizes, limits and objective."""
+    """Options that a computed schedule records in addition to its orders: sizes, limits and objective."""
     yield "workers", problem.workers
     yield "micro_batches", problem.workload.micro_batches
     for store in problem.stores:
@@ -267,7 +269,7 @@ def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
 
 @cache
 def _compile() -> None:
-    """Have all loops compiled, on a problem of next to no size."""
+    """Compile all loops on a tiny problem."""
     from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
     from .search.improve import improve  # noqa: PLC0415
 
@@ -278,12 +280,12 @@ def _compile() -> None:
 
 
 def _left(until: float) -> float:
-    """Seconds until then."""
+    """Seconds until a time."""
     return max(0.0, until - time.monotonic())
 
 
 def one_by_one(problem: Problem) -> Words:
-    """One micro-batch after another, through all its stages and back: what every limit allows."""
+    """One micro-batch after another, through all its stages and back: an order that every limit allows."""
     letters = problem.letters
 
     def place(n: int) -> tuple[int, int, int, bool]:

@@ -1,4 +1,4 @@
-"""The orders that named schemes have for a problem: what a computed order has to beat."""
+"""The orders that named schemes have for a problem; a computed order has to beat them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .problem import Problem, Words
 
 
 def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator[tuple[str, Words]]:
-    """Every named scheme with the same ops, as words; which micro-batch goes through which pipe may differ.
+    """Every named scheme with the same ops, as words; micro-batches may be assigned to other pipes.
 
-    Those of large problems take seconds each. So every scheme has a turn before one has its next, and begins
-    with the last of its options, which ask for the most memory. Before a scheme has another turn, ``more`` is
-    asked whether to go on.
+    In large problems each takes seconds. So schemes take turns, and each begins with the last of its options,
+    which need the most memory. ``more`` is called before each further turn of a scheme, and returns whether
+    to continue.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -52,7 +52,7 @@ def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
             if _likeness(scheme.workload_of(options)) != wanted:
                 continue
             schedule = scheme.build(**options)
-        except ConfigError:  # none of this size
+        except ConfigError:  # no schedule of this size
             continue
         if _likeness(schedule.workload) != wanted:
             continue
@@ -65,7 +65,7 @@ _Likeness = tuple[Placement, Counter[tuple[int, tuple[tuple[int, int, tuple[int,
 
 
 def _likeness(workload: Workload) -> _Likeness | None:
-    """What two workloads have in common whose orders are words of the same letters."""
+    """Key that two workloads share if their orders are words of the same letters."""
     if not workload.synchronous or not workload.trains or workload.periods != 1:
         return None
     if any(len(one.micro_batches) != 1 for one in workload.passes):

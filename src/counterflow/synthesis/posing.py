@@ -1,4 +1,6 @@
-"""From a workload and costs to the problem that a search solves, and what is refused before one begins."""
+"""From a workload and costs to the problem that a search solves; unsupported workloads are refused before it
+begins.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,17 @@ def problem_of(
     """The problem of ordering a workload.
 
     Args:
-        workload: synchronous, its micro-batches one by one.
-        costs: seconds and bytes; by default a forward costs 1, a backward 2, messages nothing.
-        peak: most activations that a worker stashes, in (stage x micro-batch) units, from a forward's start
-            to the end of its weight gradients.
-        memory_bytes: most bytes that a worker has, weights and optimiser state included; needs
+        workload: a synchronous workload, with micro-batches one by one.
+        costs: seconds and bytes; default: a forward costs 1, a backward 2, messages nothing.
+        peak: maximum activations that a worker stashes, in (stage x micro-batch) units, from a forward's
+            start to the end of its weight gradients.
+        memory_bytes: maximum bytes of a worker, including weights and optimiser state; needs
             ``costs.memory`` or ``costs.ops``.
         objective: ``makespan`` or ``steady``.
 
     Raises:
         ConfigError: the workload has doubled forwards, divided backwards or several periods, costs do not
-            fit it, or what is limited is too little for one micro-batch.
+            fit it, or a limit is too small for one micro-batch.
     """
     costs = Costs() if costs is None else costs
     try:
@@ -73,27 +75,30 @@ def _refuse(workload: Workload) -> None:
     for fault in workload.faults():
         raise ConfigError(f"the workload is not right: {fault}")
     if not workload.synchronous or workload.periods != 1:
-        raise ConfigError("orders are computed for one synchronous mini-batch; this workload has no flush")
+        raise ConfigError(
+            "orders are computed for one synchronous mini-batch, but this workload is asynchronous; choose a "
+            "synchronous one"
+        )
     if not workload.trains:
-        raise ConfigError("orders are computed for training; this workload has no backwards")
+        raise ConfigError("orders are computed for training, but this workload has no backwards")
     if any(skip.once for skip in workload.skips):
-        raise ConfigError("orders are not computed for values that are sent once a step; leave them out")
+        raise ConfigError("orders are not computed for values that are sent once per step; leave these out")
     shares = set()
     for one in workload.passes:
         if len(one.micro_batches) != 1 or len(one.shares) != 1 or one.shares[0].parts != 1:
             raise ConfigError(
-                "orders are computed for micro-batches that go one by one; this workload has doubled "
+                "orders are computed for micro-batches that run one by one, but this workload has doubled "
                 "forwards or divided backwards"
             )
         shares.add(one.shares[0].split)
     if len(shares) > 1:
         raise ConfigError(
-            "orders are computed where all micro-batches split the backwards of the same stages"
+            "orders are computed only if all micro-batches split the backwards of the same stages"
         )
 
 
 def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]:
-    """The letters, and how many links messages use."""
+    """The letters, and the number of links that messages use."""
     placement = workload.placement
     first: dict[int, int] = {}
     count: dict[int, int] = {}
@@ -130,7 +135,7 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
 
 
 def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
-    """How long a message travels, from the op that makes it to the one on another worker that takes it."""
+    """Travel time of a message, from the op that makes it to the op on another worker that takes it."""
     worker = workload.placement.worker
     sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
     skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
@@ -154,7 +159,7 @@ def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
     if isinstance(value, (int, float)):
         value = [value] * workers
     if len(value) != workers:
-        raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one a worker")
+        raise ConfigError(f"{name}: {len(value)} numbers for {workers} workers; give one, or one per worker")
     for number in value:
         if not number > 0:
             raise ConfigError(f"{name}={number:g}: must be above 0")
@@ -199,13 +204,13 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
             (need,) = peaks(held, (tuple(word),))
             if need > most * (1 + CLOSE):
                 raise ConfigError(
-                    f"worker {worker} may hold {most:,.10g} {store.name} and one micro-batch needs "
+                    f"worker {worker} may hold {most:,.10g} {store.name}, but one micro-batch needs "
                     f"{need:,.10g}; allow more"
                 )
 
 
 def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
-    """The sums of gradients, where stages have several copies."""
+    """The sums of gradients of stages with several copies."""
     seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
     found = []
     for stage in range(workload.placement.stages):

@@ -1,13 +1,12 @@
-"""The problem: what has to be ordered, as letters and numbers. Plain, frozen data.
+"""The problem: the ops to order, as letters and numbers. Plain, frozen data.
 
-Micro-batches of one pipe are alike. Take any schedule, and on each stage give the k-th forward to start to
-micro-batch k, likewise each other kind of op: no op has to start later, and as much is held. So only
-schedules need to be looked at that run micro-batches in their order on every stage. A worker's order is
-then a word: it says only *which* stage's forward, backward, … comes next. A ``Letter`` is what a word is
-made of.
+Micro-batches of one pipe are alike. Take any schedule, and on each stage assign the k-th forward to
+micro-batch k, and the same for each other kind of op: no op has to start later, and memory is the same. So
+only schedules that run micro-batches in their order on every stage need to be considered. A worker's order is
+then a word: it says only *which* stage's forward, backward, … is next. A word consists of ``Letter``s.
 
-Invariant: a problem knows no order and no time; every op of the workload is the k-th of exactly one letter.
-What it cannot say (doubled forwards, divided backwards, several periods) is refused.
+Invariant: a problem contains no order and no times; every op of the workload is the k-th of exactly one
+letter. Workloads that it cannot express (doubled forwards, divided backwards, several periods) are refused.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ ACTIVATIONS = "activations"
 BYTES = "bytes"
 
 Limit = float | Sequence[float]
-"""One number for every worker, or one a worker."""
+"""One number for every worker, or one per worker."""
 
 Words = tuple[tuple[int, ...], ...]
-"""By worker, the numbers of the letters in the order in which it runs them."""
+"""By worker, the numbers of its letters in the order in which it runs them."""
 
 
 class Objective(StrEnum):
-    """What is made small."""
+    """The objective that is minimised."""
 
     MAKESPAN = "makespan"
     STEADY = "steady"
@@ -41,12 +40,12 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the k-th op of a letter takes: what the k-th of another one makes.
+    """An input of a letter: its k-th op takes the product of the k-th op of another letter.
 
     Attributes:
-        letter: the other's number.
-        seconds: how long the message travels.
-        link: the number of its link; None: no message, both are on one worker.
+        letter: number of the other letter.
+        seconds: travel time of the message.
+        link: number of its link; None: no message, because both are on one worker.
     """
 
     letter: int
@@ -59,13 +58,13 @@ class Letter:
     """One kind of op of one stage of one pipe. Its k-th op is that of the pipe's k-th micro-batch.
 
     Attributes:
-        kind: what is computed.
-        pipe: in which pipe.
-        stage: of which stage.
-        worker: on which worker.
-        count: how many ops there are: the micro-batches of the pipe.
-        seconds: how long one takes.
-        needs: what it takes.
+        kind: kind of its ops.
+        pipe: its pipe.
+        stage: its stage.
+        worker: its worker.
+        count: number of its ops: the micro-batches of the pipe.
+        seconds: duration of one op.
+        needs: inputs of its ops.
     """
 
     kind: OpKind
@@ -82,16 +81,16 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Something that ops take and free, of which each worker has so much.
+    """A resource that ops take and free, with a limit for each worker.
 
-    What a worker holds follows from its order alone: an op adds ``at_start`` when it starts and ``at_end``
-    (below 0: it frees) when it has ended.
+    The amount that a worker holds follows from its order alone: an op adds ``at_start`` when it starts and
+    ``at_end`` (negative: it frees) when it has ended.
 
     Attributes:
-        name: of what, for messages.
-        at_start: by letter.
-        at_end: by letter.
-        most: by worker; infinite where nothing is limited.
+        name: name of the resource, for messages.
+        at_start: amount by letter.
+        at_end: amount by letter.
+        most: maximum by worker; infinite without a limit.
     """
 
     name: str
@@ -102,12 +101,12 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A sum of gradients, once all ops of some letters are done; on a lane beside its workers' compute.
+    """A sum of gradients after all ops of some letters; on a lane in parallel with its workers' compute.
 
     Attributes:
-        letters: those that make the gradients.
-        workers: who sums.
-        seconds: how long it takes.
+        letters: letters that make the gradients.
+        workers: workers that take part.
+        seconds: duration of the sum.
     """
 
     letters: tuple[int, ...]
@@ -117,17 +116,17 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What has to be ordered, within which limits, and what is made small.
+    """The ops to order, the limits, and the objective.
 
     Attributes:
-        workload: what has to be computed.
-        costs: what things cost.
-        objective: what is made small.
+        workload: the workload.
+        costs: costs of ops, messages and syncs.
+        objective: the objective that is minimised.
         letters: by worker, then pipe and stage, then kind.
-        stores: what is limited.
-        sums: of the gradients of stages of which there are several copies.
+        stores: resources with limits.
+        sums: sums of gradients of stages with several copies.
         tail: seconds after the last op and sum, before a step ends (agreement); 0 for the steady step.
-        links: how many links messages use.
+        links: number of links that messages use.
         lanes: whether a link carries one message at a time.
         busy: whether a worker is busy while its messages travel.
     """
@@ -145,17 +144,17 @@ class Problem:
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self.workload.placement.workers
 
     @property
     def steady(self) -> bool:
-        """Whether the steady step is made small, not the makespan."""
+        """Whether the steady step is minimised instead of the makespan."""
         return self.objective is Objective.STEADY
 
     @property
     def ops(self) -> int:
-        """How many ops there are."""
+        """Number of ops."""
         return sum(letter.count for letter in self.letters)
 
     def work(self) -> tuple[float, ...]:
@@ -170,7 +169,7 @@ class Problem:
         return tuple(n for n, letter in enumerate(self.letters) if letter.worker == worker)
 
     def fits(self, words: Words) -> bool:
-        """Whether each worker's word stays within all limits (to the last place but a few)."""
+        """Whether each worker's word keeps all limits (except for rounding)."""
         return all(
             peak <= most * (1 + CLOSE)
             for store in self.stores
@@ -178,13 +177,13 @@ class Problem:
         )
 
     def words_of(self, schedule: Schedule) -> Words | None:
-        """The words of a schedule of this workload; None where its ops are not alike in order.
+        """The words of a schedule of this workload; None if its ops are not in the same order on all stages.
 
         Raises:
-            ConfigError: it is a schedule of another workload.
+            ConfigError: the schedule has another workload.
         """
         if schedule.workload != self.workload:
-            raise ConfigError(f"{schedule}: is a schedule of another workload")
+            raise ConfigError(f"{schedule}: has another workload; give a schedule of this one")
         number = {(x.kind, x.pipe, x.stage): n for n, x in enumerate(self.letters)}
         words = []
         for order in schedule.orders:
@@ -221,11 +220,11 @@ class Problem:
 
 
 CLOSE = 1e-9
-"""Of a limit: so much more is still within it, since sums of floats round."""
+"""Share by which a limit may be exceeded, because sums of floats round."""
 
 
 def peaks(store: Store, words: Words) -> tuple[float, ...]:
-    """The most of a store that each worker takes at once."""
+    """Maximum of a store that each worker takes at once."""
     found = []
     for word in words:
         held = most = 0.0
@@ -239,7 +238,7 @@ def peaks(store: Store, words: Words) -> tuple[float, ...]:
 
 
 def value_of(problem: Problem, words: Words) -> float:
-    """The objective of an order, as the simulator has it; infinite where its workers wait in a circle."""
+    """The objective of an order, as the simulator computes it; infinite if its workers wait in a circle."""
     try:
         played = simulate(problem.schedule(words), problem.costs)
     except DeadlockError:

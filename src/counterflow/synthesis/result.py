@@ -1,4 +1,4 @@
-"""What was computed: a schedule, how good it is, and how good one could be at best."""
+"""Result of a synthesis: a schedule, its value, and a bound on the best possible value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .bounds.lower import Bound
 from .problem import Objective
 
 PROVED = 1e-9
-"""Of a value: a bound that is nearer to it proves it, since sums of floats round."""
+"""Share of a value within which a bound proves it, because sums of floats round."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Synthesis:
 
     Attributes:
         schedule: the best schedule found.
-        costs: for which it was computed.
-        objective: what was made small.
-        bound: what no schedule of this workload within the limits beats, and why.
-        method: what found the schedule.
-        named: the best published scheme of the same workload within the limits, and its objective; None:
-            there is none.
-        stopped: whether it was interrupted.
+        costs: costs for which it was computed.
+        objective: the objective that was minimised.
+        bound: lower bound of all schedules of this workload within the limits, and its reason.
+        method: method that found the schedule.
+        named: the best published scheme of the same workload within the limits, and its objective; None: none
+            exists.
+        stopped: whether the search was interrupted.
     """
 
     schedule: Schedule
@@ -53,17 +53,17 @@ class Synthesis:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule, played."""
+        """The simulated schedule."""
         return simulate(self.schedule, self.costs)
 
     @property
     def makespan(self) -> float:
-        """From the start to the end of one step."""
+        """Time from the start to the end of one step."""
         return self.simulation.makespan
 
     @property
     def steady(self) -> float:
-        """What a step adds when steps follow each other without a barrier."""
+        """Time that a step adds if steps follow each other without a barrier."""
         found = self.simulation.steady_step
         assert found is not None  # the workload is synchronous
         return found
@@ -80,27 +80,27 @@ class Synthesis:
 
     @property
     def lower_bound(self) -> float:
-        """No schedule of this workload takes less within the limits."""
+        """Lower bound of all schedules of this workload within the limits."""
         return self.value if self.proved else self.bound.seconds
 
     @property
     def gap(self) -> float:
-        """How much of its value a better schedule could save at most: 0.02 is 2 %."""
+        """Maximum share of its value that a better schedule could save: 0.02 is 2 %."""
         return 0.0 if not self.value else 1 - self.lower_bound / self.value
 
     @property
     def gain(self) -> float | None:
-        """How much of the best published scheme's value it saves; None where there is no such scheme."""
+        """Share of the best published scheme's value that it saves; None if no such scheme exists."""
         if self.named is None or not self.named[1]:
             return None
         return 1 - self.value / self.named[1]
 
     @property
     def peak(self) -> tuple[float, ...]:
-        """Most activations that each worker stashes, in (stage x micro-batch) units."""
+        """Maximum activations that each worker stashes, in (stage x micro-batch) units."""
         return self.simulation.peak_activations
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each worker has no op to run, until the makespan."""
+        """Time until the makespan in which each worker has no op to run."""
         return self.simulation.idle

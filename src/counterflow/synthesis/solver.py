@@ -1,6 +1,6 @@
 """OR-tools' CP-SAT, for the models of blocks (``blocks``) and of whole orders (``exact``).
 
-Here is what both need: a choice between two, what runs one at a time, and a solver that Ctrl-C ends.
+It contains what both need: a choice between two, exclusive intervals, and a solver that Ctrl-C ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cp_model() -> Any:
 
 
 def either(model: Any, literal: Any, yes: Any, no: Any) -> None:
-    """One of two holds, as a literal or a constant says."""
+    """Require one of two constraints, chosen by a literal or a constant."""
     if isinstance(literal, int):
         model.add(yes if literal else no)
     else:
@@ -37,24 +37,24 @@ def either(model: Any, literal: Any, yes: Any, no: Any) -> None:
 
 
 def one_at_a_time(model: Any, spans: Iterable[tuple[Any, int]]) -> None:
-    """What starts then and lasts so long does not overlap."""
+    """Require that intervals given by start and length do not overlap."""
     model.add_no_overlap([model.new_fixed_size_interval_var(start, lasts, "") for start, lasts in spans])
 
 
 def answered(
     model: Any, *, seconds: float, threads: int, seed: int = 0, effort: float | None = None, told: Any = None
 ) -> tuple[Any, str]:
-    """A solver that has looked at a model, and its status.
+    """A solver that has processed a model, and its status.
 
-    It works in a thread beside the main one, which Ctrl-C reaches.
+    It runs in a second thread, so Ctrl-C reaches the main one.
 
     Args:
         model: the model.
-        seconds: at most so long.
-        threads: of the search.
-        seed: of the search.
-        effort: at most so much of the solver's own, deterministic time.
-        told: of each solution, a callback of OR-tools'.
+        seconds: time limit.
+        threads: number of threads of the search.
+        seed: seed of the search.
+        effort: maximum of the solver's own, deterministic time.
+        told: OR-tools callback for each solution.
     """
     solver = cp_model().CpSolver()
     solver.parameters.max_time_in_seconds = max(seconds, 0.01)

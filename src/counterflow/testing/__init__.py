@@ -1,6 +1,6 @@
-"""Instruments for tests, and for users' own tests: transports that are as unforgiving as a GPU's can be.
+"""Instruments for tests, and for users' own tests: transports that are as strict as a GPU's.
 
-Invariant: nothing below knows them: importing this registers their rows, and imports nothing else.
+Invariant: no other room imports them; importing this package registers them, and imports nothing else.
 """
 
 from counterflow.runtime.transport.kinds import TransportKind, register

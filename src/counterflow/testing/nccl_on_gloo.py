@@ -1,7 +1,7 @@
-"""All that the engine does over NCCL, in processes without GPUs: only the process groups are Gloo's.
+"""The runtime's NCCL path in processes without GPUs: only the process groups are Gloo's.
 
-For tests of the watch, of failures and of ends: processes, unlike threads, can be killed. A wait holds its
-host here, so NCCL's own rules are not checked; ``strict_nccl`` checks them, between threads.
+It is for tests of the watch, of failures and of ends, because processes, unlike threads, can be killed. A
+wait blocks the host here, so NCCL's own rules are not checked; ``strict_nccl`` checks them, between threads.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from . import NCCL_ON_GLOO
 
 
 class Passed:
-    """An event of a device that is never behind its host."""
+    """An event of a device that never runs behind its host."""
 
     def query(self) -> bool:
-        """Whether the device has come to the event."""
+        """Whether the device has reached the event."""
         return True
 
     def synchronize(self) -> None:
-        """Hold the host until then."""
+        """Block the host until the event."""
 
 
 class NcclOnGlooTransport(NcclTransport):
@@ -29,5 +29,5 @@ class NcclOnGlooTransport(NcclTransport):
     backend = "gloo"
 
     def record_event(self) -> Passed:
-        """See ``OrderedTransport``."""
+        """An event that the device has reached, see ``OrderedTransport``."""
         return Passed()

@@ -1,4 +1,4 @@
-"""Threads whose messages go as over the least patient backend: a send waits, and pairs keep one order."""
+"""Threads whose messages behave as over the strictest backend: a send waits, and each pair has one order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import STRICT_LOCAL
 
 
 class StrictHub(Hub):
-    """See ``Hub``: sends wait until their receive is posted, and pairs must keep one order."""
+    """A ``Hub`` whose sends wait until their receive is posted, and whose pairs must use one order."""
 
     kind = STRICT_LOCAL
     strict = True

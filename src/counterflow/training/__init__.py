@@ -1,4 +1,4 @@
-"""The main job: from a config to a trained model. Importing this does not import torch."""
+"""The main job: from a config to a trained model. Importing this package does not import torch."""
 
 from .callbacks import Callback, TensorBoard
 from .config import RunConfig

@@ -1,6 +1,7 @@
-"""What is told of a run while it runs, and to whom: the user's callbacks and the loggers of the config.
+"""Callbacks: the user's own and the config's loggers are informed about a run while it runs.
 
-Invariant: a callback that fails is told of once and left out from then on; the run goes on. Knows no torch.
+Invariant: the error of a callback is logged once and the callback is not called again; the run continues.
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Callback:
-    """What a run tells; a subclass overrides what it wants to hear.
+    """Receives what a run reports; a subclass overrides the methods that it needs.
 
     All methods are called in one process: where ``run`` was called, or under torchrun and Slurm on rank 0,
     between two steps, which wait for it. An error in one is logged, and the callback is not called again.
@@ -33,38 +34,38 @@ class Callback:
     """
 
     def begun(self, about: About, folder: Path) -> None:
-        """Everything has been found right, and workers are about to start.
+        """Called after all checks have passed, before workers start.
 
         Args:
             about: what is trained.
-            folder: where the run writes.
+            folder: the run's folder.
         """
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
-        """More lines of ``metrics.jsonl`` are there, each with ``step`` and ``seconds``.
+        """Called with new lines of ``metrics.jsonl``, each with ``step`` and ``seconds``.
 
         Args:
-            lines: of a step ``loss``, ``grad_norm``, ``learning_rate`` and ``samples_per_second`` as well; of
-                an evaluation ``validation_loss``, with averaged weights ``ema_validation_loss``. After a
-                restart no step is told again. May be empty.
+            lines: a step's line also contains ``loss``, ``grad_norm``, ``learning_rate`` and
+                ``samples_per_second``; an evaluation's line contains ``validation_loss`` and, with averaged
+                weights, ``ema_validation_loss``. After a restart no step is reported again. May be empty.
         """
 
     def happened(self, event: str) -> None:
-        """A worker failed, or the run goes on after that; in words."""
+        """Called with a sentence after a worker failed, and when the run continues."""
 
     def ended(self) -> None:
-        """No more will come, whatever the reason; ``summary.json`` is in the folder if all went well."""
+        """Called once at the end, for whatever reason; ``summary.json`` exists if all went well."""
 
 
 _TAGS = {"validation_loss": "validation/loss", "ema_validation_loss": "validation/ema_loss"}
-"""What has another name on the board than ``train/`` and its own."""
+"""Metrics whose name on the board is not ``train/`` and their own name."""
 
 
 class TensorBoard(Callback):
     """Writes metrics for TensorBoard, into ``tensorboard`` of the run's folder or into a folder of your own.
 
     Args:
-        folder: where to; None: the run's.
+        folder: folder to write to; None: the run's folder.
 
     Raises:
         ConfigError: the package tensorboard is not installed.
@@ -77,14 +78,14 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def begun(self, about: About, folder: Path) -> None:
-        """Take the run's folder; lines of steps that it will make again are hidden."""
+        """Open the run's folder; lines of steps that the run will repeat are hidden."""
         self.folder = self.folder or folder / TENSORBOARD
         self._purged = about.first_step + 1 if about.first_step else None
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
         """Write scalars: ``train/loss`` and so on, ``validation/loss`` and ``validation/ema_loss``."""
         for line in lines:
-            if self._writer is None:  # not before: a run that makes no step leaves nothing
+            if self._writer is None:  # not before, so a run without a step leaves no file
                 board = imported("torch.utils.tensorboard")
                 self._writer = board.SummaryWriter(str(self.folder), purge_step=self._purged)
             for name, value in line.items():
@@ -102,38 +103,38 @@ class TensorBoard(Callback):
 
 
 LOGGERS = {"tensorboard": TensorBoard}
-"""What ``train.loggers`` may name."""
+"""Loggers by the names that ``train.loggers`` accepts."""
 
 
 def loggers(config: RunConfig) -> list[Callback]:
     """The loggers that a config names.
 
     Raises:
-        ConfigError: the package of one is not installed.
+        ConfigError: the package of a logger is not installed.
     """
     return [LOGGERS[name]() for name in config.train.loggers or ()]
 
 
 class Callbacks(Callback):
-    """Tells several what one is told."""
+    """Forwards every call to several callbacks."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._left = list(callbacks)
 
     def begun(self, about: About, folder: Path) -> None:
-        """Tell all."""
+        """Forward the call to all callbacks."""
         self._tell("begun", about, folder)
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
-        """Tell all."""
+        """Forward the call to all callbacks."""
         self._tell("recorded", lines)
 
     def happened(self, event: str) -> None:
-        """Tell all."""
+        """Forward the call to all callbacks."""
         self._tell("happened", event)
 
     def ended(self) -> None:
-        """Tell all."""
+        """Forward the call to all callbacks."""
         self._tell("ended")
 
     def _tell(self, what: str, *arguments: Any) -> None:
@@ -143,5 +144,5 @@ class Callbacks(Callback):
             except Exception:
                 self._left.remove(callback)
                 _LOG.warning(
-                    "%s.%s failed; the run goes on without it", type(callback).__name__, what, exc_info=True
+                    "%s.%s failed; the run continues without it", type(callback).__name__, what, exc_info=True
                 )

@@ -1,7 +1,7 @@
-"""Where workers compute and what carries their messages, where a config leaves it to the machine.
+"""The choice of device and transport if the config leaves it to the machine.
 
-Invariant: all workers of a run choose the same: what is asked is how many GPUs and workers a machine has. It
-chooses a GPU each with NCCL, or the CPU with Gloo; what else a machine could do has to be asked for.
+Invariant: all workers of a run make the same choice, which depends only on the number of GPUs and workers of
+a machine: a GPU per worker with NCCL, or the CPU with Gloo. Everything else has to be asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .sections.keys import AUTO
 
 
 def workers_here(workers: int) -> int:
-    """How many of all workers are on this machine, as torchrun or Slurm tells; all if nobody does."""
+    """Number of workers on this machine, as torchrun or Slurm report it; all workers if neither does."""
     told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     number = re.match(r"\d+", told)
     return min(workers, int(number[0])) if number else workers
@@ -37,7 +37,7 @@ def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here, transport = workers_here(workers), config.pipeline.transport
     if transport == AUTO:
-        own = gpus == 1 and world.started_by() == "slurm"  # each task sees its own
+        own = gpus == 1 and world.started_by() == "slurm"  # Slurm shows each task only its own GPU
         fits = dist.is_nccl_available() and (own or gpus >= here)
         transport = (NCCL if fits else GLOO).name
         config = config.but(pipeline={"transport": transport})

@@ -1,8 +1,8 @@
 """A training run as data: the tables of a config together.
 
-Invariant: a ``RunConfig`` that exists is one that can start: its schedule builds, its model has a layer
-for every stage, its samples fill every micro-batch. What a key means is said in its table (``sections``).
-Reading files and wording errors is ``load.py``'s business; torch is not imported.
+Invariant: a ``RunConfig`` that exists is one that can start: its schedule builds, its model has a layer for
+every stage, its samples fill every micro-batch. The meaning of a key is stated in its table (``sections``).
+Files are read and errors worded in ``load.py``; torch is not imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def by_key(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 class RunConfig(Section):
     r"""A training run. Without arguments it is the built-in example.
 
-    What is wrong is pydantic's ``ValidationError`` here, and a ``ConfigError`` in ``load_config``.
+    Errors are pydantic's ``ValidationError`` here, and ``ConfigError`` in ``load_config``.
 
     >>> config = RunConfig()
     >>> str(config.build_schedule())
@@ -57,7 +57,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fill(self) -> RunConfig:
-        """The keys whose defaults follow from other sections."""
+        """Fill in the keys whose defaults follow from other sections."""
         usual = {
             "learning_rate": self.model.source.learning_rate(self),
             "warmup_steps": min(_MOST_WARMUP, self.train.steps // 4),
@@ -70,7 +70,10 @@ class RunConfig(Section):
     def _check(self) -> RunConfig:
         schedule = self.build_schedule()
         if self.train.resume == AUTO and self.train.out is None:
-            raise ConfigError('train.resume = "auto": goes on in the folder train.out; give it, or --out')
+            raise ConfigError(
+                'train.resume = "auto": resumes in the folder train.out, which is not given; give it, or '
+                "--out"
+            )
         for name, table in (("data", self.data), ("lora", self.lora)):
             registry.refuse_keys_of_others(self.model.kind, name, table.given())
         if problem := self.model.source.refusal(self, schedule):
@@ -80,19 +83,21 @@ class RunConfig(Section):
         self._refuse_other_cuts(schedule)
         if self.pipeline.zero_stage and not (schedule.synchronous and self.pipeline.barrier):
             why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
-            raise ConfigError(  # ``Pipeline`` refuses the same
+            raise ConfigError(  # ``Pipeline`` refuses the same combination
                 "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with "
-                f"{why} it does not; leave one of them out"
+                f"{why} it does not; use only one of them"
             )
         return self
 
     def but(self, **changed: Mapping[str, Any]) -> RunConfig:
-        """The same with other values of some keys, by section, which are not checked."""
+        """A copy with other values of some keys, by section, which are not checked."""
         sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in changed.items()}
         return self.model_copy(update=sections)
 
     def build_schedule(self) -> Schedule:
-        """The schedule of one pipeline group; of an asynchronous scheme as many periods as it says."""
+        """The schedule of one pipeline group; for an asynchronous scheme with as many periods as the config
+        says.
+        """
         return self.schedule.built
 
     @property
@@ -101,13 +106,13 @@ class RunConfig(Section):
         return self.build_schedule().workers * self.pipeline.replicas
 
     def expect_processes(self, processes: int) -> None:
-        """Refuse a number of processes that is not workers times replicas.
+        """Refuse a number of processes other than workers times replicas.
 
         Args:
-            processes: how many were started, as ``torchrun`` or Slurm tells.
+            processes: number of processes that were started, as ``torchrun`` or Slurm reports it.
 
         Raises:
-            ConfigError: it is another number; the message says which would be legal.
+            ConfigError: the number is another; the message says which would be legal.
         """
         workers, replicas = self.build_schedule().workers, self.pipeline.replicas
         needed = workers * replicas
@@ -117,12 +122,12 @@ class RunConfig(Section):
         if processes % workers == 0 and processes:
             legal += f", or set pipeline.replicas to {processes // workers}"
         raise ConfigError(
-            f"{processes} processes were started, but {workers} workers a replica and {replicas} "
+            f"{processes} processes were started, but {workers} workers per replica and {replicas} "
             f"replica{'s' if replicas > 1 else ''} need {needed}: {legal}"
         )
 
     def results_folder(self, runs: Path = Path("runs")) -> Path:
-        """``train.out``, or the first ``runs/SCHEME-NUMBER`` that is free, counted from 1; not made."""
+        """``train.out``, or the first free ``runs/SCHEME-NUMBER``, counted from 1; the folder is not made."""
         if self.train.out is not None:
             return self.train.out
         name = self.schedule.scheme
@@ -135,7 +140,7 @@ class RunConfig(Section):
         return runs / f"{name}-{number}"
 
     def to_toml(self) -> str:
-        """The resolved config as a TOML file that reads back equal; what has no value is left out.
+        """The resolved config as a TOML file that reads back equal; keys without a value are omitted.
 
         Raises:
             ConfigError: a path is not Unicode.
@@ -155,13 +160,14 @@ class RunConfig(Section):
         if have < schedule.stages:
             least = max(1, schedule.stages - 2)
             raise ConfigError(
-                f"model.layers = {self.model.layers}: with embedding and head these are {have} layers, fewer "
+                f"model.layers = {self.model.layers}: with embedding and head the model has {have} layers, "
+                "fewer "
                 f"than the {schedule.stages} stages of {schedule.scheme}; give model.layers = {least} or "
                 f"more, or {have} stages or fewer"
             )
 
     def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:
-        """A micro-batch, or a half of one, has a sample; and a mini-batch fits into some memory."""
+        """Refuse empty micro-batches or halves of micro-batches, and mini-batches that fit into no memory."""
         samples, positions = self.train.samples, self.model.positions
         parts = schedule.workload.sample_parts
         least = parts * schedule.micro_batches
@@ -176,12 +182,12 @@ class RunConfig(Section):
         if samples * positions > MOST_TOKENS:
             raise ConfigError(
                 f"train.samples = {samples}: with model.positions = {positions} a mini-batch would have "
-                f"{samples * positions:,} tokens, and at most {MOST_TOKENS:,} fit; "
+                f"{samples * positions:,} tokens, but at most {MOST_TOKENS:,} fit; "
                 "reduce train.samples or model.positions"
             )
 
     def _refuse_other_cuts(self, schedule: Schedule) -> None:
-        """Cuts make as many stages as there are, each of a layer or more."""
+        """Refuse cuts unless they make as many stages as the schedule has, each with a layer or more."""
         cuts, layers = self.pipeline.cuts, self.model.all_layers
         if cuts is None:
             return

@@ -1,7 +1,7 @@
-"""A run's folder: what is in it, who may write it, and how it is read back. Knows no torch.
+"""A run's folder: its files, its lock, and how it is read back. torch is not imported.
 
 Invariant: a run never overwrites another's files, and two processes never write one folder at a time; a file
-is there whole or not at all; only ``metrics.jsonl`` grows, a line at a time.
+exists whole or not at all; only ``metrics.jsonl`` grows, line by line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METRICS = "metrics.jsonl"
 SCHEDULE = "schedule.json"
 TIMELINE = "timeline.json"
 LIVE = "live.json"
-"""A step's timeline while the run goes on; gone when it has ended well."""
+"""A step's timeline while the run is in progress; removed when it has ended well."""
 
 PICTURE = "timeline.png"
 SUMMARY = "summary.json"
@@ -45,29 +45,29 @@ EVENTS = "events.jsonl"
 
 FILES = {
     SUMMARY: "figures of the run",
-    METRICS: "a line a step, and one an evaluation",
+    METRICS: "one line per step and per evaluation",
     PICTURE: "the measured timeline above the predicted one",
-    TIMELINE: "the same as numbers",
-    CHECKPOINT: "weights and optimiser state, a folder a checkpoint",
+    TIMELINE: "the timelines as numbers",
+    CHECKPOINT: "weights and optimiser state, one folder per checkpoint",
     CONFIG: "the resolved config",
     SCHEDULE: "the schedule",
 }
-"""What a run writes, and what it is."""
+"""Files that every run writes, and what they contain."""
 
 TENSORBOARD = "tensorboard"
 
 _EXPORTS = {name: what for source in registry.sources() for name, what in source.exports.items()}
 
 _OF_SOME = {
-    EVENTS: "what failed, and how it went on",
+    EVENTS: "failures and restarts",
     **_EXPORTS,
     TENSORBOARD: "the metrics for TensorBoard",
 }
-"""What one writes too that failed or was stopped, has a model that is exported, or loggers."""
+"""Files of runs that failed or were stopped, export their model, or have loggers."""
 
 
 class RunFolder:
-    """Where a run writes. ``open`` makes it for a run, and locks it; a worker is told the path."""
+    """The folder that a run writes. ``open`` makes and locks it for a run; workers receive its path."""
 
     def __init__(self, path: Path, fence: Fence | None = None) -> None:
         self.path = path
@@ -76,32 +76,32 @@ class RunFolder:
         self._last = 0
         """The last step that was read."""
         self.latest = -1
-        """The last step in what ``new_records`` read last, also if it was made before."""
+        """The last step that ``new_records`` read last, also if the run made it before."""
         self._lock: Lock | None = None
         self._metrics: Appending | None = None
-        """Whoever writes has it."""
+        """The metrics file; None unless this process writes it."""
 
     @classmethod
     def open(
         cls, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, *, again: bool = False
     ) -> RunFolder:
-        """The folder of a run, with its config and schedule: a new one, or the one that it goes on in.
+        """The folder of a run, with its config and schedule: a new one, or the one in which the run resumes.
 
         Args:
-            config: of the run.
-            schedule: what it runs.
-            start: the checkpoint that it goes on from.
-            history: the metrics until then.
-            again: whether the run was begun there before.
+            config: config of the run.
+            schedule: schedule that it runs.
+            start: checkpoint that it resumes from.
+            history: metrics until that checkpoint.
+            again: whether the run already began in this folder.
 
         Raises:
-            ConfigError: the folder holds another run, another process writes it, or it cannot be made.
+            ConfigError: the folder contains another run, another process writes it, or it cannot be made.
         """
         path = folder_of(config)
         try:
             path.mkdir(parents=True, exist_ok=config.train.out is not None or start is not None)
         except FileExistsError:
-            if path.is_dir():  # another run took the number
+            if path.is_dir():  # another run took this number
                 return cls.open(config, schedule, start, history, again=again)
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
         except NotADirectoryError:
@@ -121,25 +121,26 @@ class RunFolder:
         return folder
 
     def _taken(self, *, goes_on: bool) -> list[str]:
-        """The files of a run that are there.
+        """The files of a run that exist in the folder.
 
         Raises:
-            ConfigError: there are some, and no run goes on here.
+            ConfigError: files exist, but no run resumes here.
         """
         taken = [name for name in FILES if (self.path / name).exists()]
         if taken and not goes_on:
             raise ConfigError(
-                f"{self.path}: holds a run already ({taken[0]}); name another folder, remove this one, or go "
-                f"on with that run: train.resume = {toml.shown(str(self.path))}"
+                f"{self.path}: contains a run already ({taken[0]}); name another folder, remove this one, or "
+                "resume "
+                f"that run: train.resume = {toml.shown(str(self.path))}"
             )
         return taken
 
     @classmethod
     def tried(cls, config: RunConfig, start: Path | None) -> Path:
-        """The folder that ``open`` would write; it is tried, and left as it was.
+        """The folder that ``open`` would write. Writing is tested, and the folder left as it was.
 
         Raises:
-            ConfigError: as of ``open``.
+            ConfigError: as in ``open``.
         """
         path = folder_of(config)
         goes_on = config.train.resume == AUTO or (start is not None and _is_in(start, path))
@@ -168,36 +169,36 @@ class RunFolder:
     ) -> None:
         goes_on = again or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
         taken = self._taken(goes_on=goes_on)
-        for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # of the end before
+        for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # events of the end before
             (self.path / name).unlink(missing_ok=True)
         whole(self.path / CONFIG, config.to_toml().encode())
         self.put_schedule(schedule)
-        if not goes_on or not taken:  # who goes on knows only with the others from where
+        if not goes_on or not taken:  # only the others know where a resumed run begins
             self.rewind(history)
         self._last = last_step(history)
 
     def put_schedule(self, schedule: Schedule) -> None:
-        """Write what is run."""
+        """Write the schedule."""
         whole(self.path / SCHEDULE, dumps(schedule).encode())
 
     def rewind(self, history: bytes) -> None:
-        """Let the metrics be those until where the run goes on, so that they will have each step once."""
+        """Cut the metrics at the step from which the run resumes, so they contain each step once."""
         self.fence.check()
         whole(self.path / METRICS, history)
         self._metrics = None
 
     def close(self) -> None:
-        """Let other processes write there."""
+        """Unlock the folder for other processes."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def remove_empty(self) -> None:
-        """Take away a run that did not make a single step, and none before."""
+        """Remove the folder of a run that made no step, now or before."""
         if (self.path / METRICS).stat().st_size or self.has_checkpoint:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
-            drafts = self.path.glob(f".{name}.*")  # of a worker that was killed meanwhile
+            drafts = self.path.glob(f".{name}.*")  # drafts of a worker that was killed meanwhile
             for found in (self.path / name, *drafts):
                 if found.is_dir():
                     shutil.rmtree(found, ignore_errors=True)
@@ -205,28 +206,28 @@ class RunFolder:
                     found.unlink(missing_ok=True)
         self.fence.end()
         self.close()
-        with contextlib.suppress(OSError):  # the user's own files are in it
+        with contextlib.suppress(OSError):  # the folder contains the user's own files
             self.path.rmdir()
 
     # -- writing
 
     def record(self, line: Numbers) -> None:
-        """Add a line to the metrics, without waiting long for storage that is full, slow or hangs."""
+        """Add a line to the metrics, without a long wait for storage that is full, slow or hangs."""
         self._appending().add((json.dumps(line) + "\n").encode())
 
     def settle(self) -> None:
-        """Wait for lines of the metrics that are not in the file yet."""
+        """Wait for lines of the metrics that are not yet in the file."""
         self._appending().settle()
 
     @property
     def history(self) -> bytes:
-        """The metrics as they are."""
+        """The metrics in the file."""
         if self._metrics is None:
             return (self.path / METRICS).read_bytes()
         return b"".join(self.history_until_now()())
 
     def history_until_now(self) -> Callable[[], Iterator[bytes]]:
-        """The metrics as they are now, read piece by piece when it is called, perhaps by a thread."""
+        """The metrics up to now; the function reads them piece by piece, and may be called by a thread."""
         metrics = self._appending()
         return partial(metrics.pieces, metrics.size)
 
@@ -236,7 +237,7 @@ class RunFolder:
         return self._metrics
 
     def put_live(self, timeline: Timeline) -> None:
-        """Write a timeline for those who look at the run while it goes on; a full disk stops nobody."""
+        """Write a timeline for those who look at the run in progress; a full disk does not stop the run."""
         with contextlib.suppress(CounterflowError):
             self.fence.check()
             whole(self.path / LIVE, timeline.dumps().encode(), lasts=False)
@@ -258,9 +259,9 @@ class RunFolder:
     # -- reading
 
     def new_records(self) -> list[Numbers]:
-        """The lines of the metrics that were added since the last call; of steps made again, none."""
+        """The lines of the metrics that were added since the last call, without steps that are repeated."""
         again, every = self._tail.read()
-        if again:  # it was put back to where the run goes on
+        if again:  # the metrics were cut where the run resumes
             self.latest = -1
         found = [line for line in every if not again or line["step"] > self._last]
         self.latest = int(every[-1]["step"]) if every else self.latest
@@ -268,7 +269,7 @@ class RunFolder:
         return found
 
     def finished(self, steps: int) -> bool:
-        """Whether a run of so many steps has come to its end here."""
+        """Whether a run of this many steps has ended in this folder."""
         try:
             found = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -276,11 +277,11 @@ class RunFolder:
         return isinstance(found, dict) and found.get("steps") == steps and found.get("stopped") is False
 
     def steps(self) -> int:
-        """Updates made, as the metrics tell."""
+        """Number of updates made, according to the metrics."""
         return last_step(self.history)
 
     def files(self) -> dict[str, str]:
-        """What is there: each file's path and what it is."""
+        """The files that exist: each file's path and what it contains."""
         return {
             str(self.path / name): what
             for name, what in (FILES | _OF_SOME).items()
@@ -289,12 +290,14 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether a run can go on from here."""
+        """Whether a run can resume from this folder."""
         return bool(complete(self.path / CHECKPOINT))
 
 
 def folder_of(config: RunConfig) -> Path:
-    """Where a run writes: ``train.out``, or where the run is that it resumes, or a new numbered folder."""
+    """The folder that a run writes: ``train.out``, the folder of the run that it resumes, or a new numbered
+    one.
+    """
     resumed = config.train.resume
     if config.train.out is None and isinstance(resumed, Path):
         run = run_of(resumed)
@@ -304,7 +307,7 @@ def folder_of(config: RunConfig) -> Path:
 
 
 def run_of(path: Path) -> Path | None:
-    """The folder of the run that a path lies in: of the run, of its checkpoints, or of one of them."""
+    """The folder of the run that a path belongs to: the run's folder, its checkpoints, or one of them."""
     return next((p for p in (path, *path.absolute().parents[:3]) if is_run(p)), None)
 
 
@@ -313,28 +316,28 @@ def _is_in(start: Path, folder: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run has been written there."""
+    """Whether the folder contains a run."""
     return path.is_dir() and (path / METRICS).exists()
 
 
 def read_schedule(path: Path) -> Schedule:
-    """What a run runs.
+    """The schedule of a run.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: the file is missing or damaged.
     """
     return loads(_text_of(path, SCHEDULE), str(path / SCHEDULE))
 
 
 def read_timeline(path: Path, schedule: Schedule | None = None) -> Timeline:
-    """The timeline of a run; of one that is in flight, of a step now and then, or of two asynchronous ones.
+    """The timeline of a run; while it is in progress, that of a recent step, or of two steps if asynchronous.
 
     Args:
-        path: its folder.
-        schedule: what it runs; None: what the folder says.
+        path: folder of the run.
+        schedule: schedule of the run; None: the one in the folder.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: the file is missing or damaged.
     """
     schedule = schedule or read_schedule(path)
     name = LIVE if (path / LIVE).exists() and not (path / TIMELINE).exists() else TIMELINE
@@ -347,7 +350,7 @@ def _text_of(path: Path, name: str) -> str:
         return (path / name).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: this run has no {name}: it is still in flight, or ended before it was written"
+            f"{path}: this run has no {name}: it is still in progress, or ended before the file was written"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path / name}: cannot be read: {error}") from None
@@ -359,12 +362,12 @@ def read_metrics(path: Path) -> list[Numbers]:
 
 
 def whole(path: Path, data: bytes, *, lasts: bool = True) -> None:
-    """Write a file that appears, or replaces what was there, when it is complete.
+    """Write a file that appears, or replaces the one before, when it is complete.
 
     Args:
-        path: where.
-        data: what is in it.
-        lasts: wait until it would outlast the machine's end.
+        path: path of the file.
+        data: content of the file.
+        lasts: whether to wait until the file would survive a crash of the machine.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -376,5 +379,5 @@ def whole(path: Path, data: bytes, *, lasts: bool = True) -> None:
         draft.replace(path)
     except OSError as error:
         raise CounterflowError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:  # also if a signal ends it here
+    finally:  # also if a signal ends the process here
         draft.unlink(missing_ok=True)

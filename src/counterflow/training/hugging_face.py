@@ -1,7 +1,7 @@
-"""A run of a model of transformers: model, adapters, tokenizer and samples of a config, and the folder at the
-end.
+"""Runs of transformers models: the model, adapters, tokenizer and samples of a config, and the exported
+folder.
 
-Invariant: nothing here imports transformers before it is asked for such a model.
+Invariant: transformers is imported only when such a model is asked for.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Task:
 
     Attributes:
         auto: the class of transformers that makes such a model.
-        known: what transformers calls the models of its kind, by model type.
-        adapters: what peft calls it; None: nothing.
-        target: what such a model is to tell.
+        known: class names in transformers by model type.
+        adapters: task type of peft; None: none.
+        target: what such a model predicts.
     """
 
     auto: str
@@ -61,7 +61,7 @@ def from_transformers(config: RunConfig) -> Made:
         ConfigError: the model, its tokenizer or the data cannot be read, or do not fit.
     """
     section, data = config.model, config.data
-    assert section.path is not None  # a config of this kind has both
+    assert section.path is not None  # a config of this kind has a tokenizer and data
     assert data.path is not None
     task = _task_of(section.path)
     dtype = getattr(torch, section.dtype or "float32")
@@ -69,15 +69,15 @@ def from_transformers(config: RunConfig) -> Made:
     model: Any = hf.load(section.path, auto=auto, dtype=dtype, weights=not section.fresh)
     tokenizer = _tokenizer(section.path, section.vocabulary)
     if task is _CLASSES and model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id  # by which it finds the end of a text
+        model.config.pad_token_id = tokenizer.pad_token_id  # the token that marks the end of a text
     whole = model
     if config.lora.rank is not None:
         model = _with_adapters(model, config.lora, task)
-    hf.layers(model)  # what cannot be cut is refused before anything is read
+    hf.layers(model)  # refuse a model that cannot be cut before anything is read
     label = (data.label or "label") if task is _CLASSES else None
     if data.label is not None and label is None:
         raise ConfigError(
-            f"data.label: is for classifiers of texts, and model.path = {section.path} is a "
+            f"data.label: is for classifiers of texts, but model.path = {section.path} is a "
             f"{type(whole).__name__}; leave it out"
         )
     documents = read_documents(data.path, tokenizer, data.field or "text", label)
@@ -96,7 +96,9 @@ def from_transformers(config: RunConfig) -> Made:
 def _samples(
     config: RunConfig, task: _Task, of_model: Any, tokenizer: Any, documents: Documents
 ) -> tuple[Batches, float]:
-    """What the model is trained on, and the loss of knowing only how frequent its targets are."""
+    """The samples that the model is trained on, and the loss of a model that knows only how frequent its
+    targets are.
+    """
     section, data, seed = config.model, config.data, config.train.seed
     size = section.positions, section.vocabulary
     options: dict[str, Any] = {"seed": seed, "name": str(data.path)}
@@ -105,17 +107,19 @@ def _samples(
     if task is _CLASSES:
         if data.samples == "packed":
             raise ConfigError(
-                'data.samples = "packed": a classifier tells the class of one text at a time; leave it out'
+                'data.samples = "packed": a classifier predicts the class of one text at a time; leave it out'
             )
         if of_model.num_labels == 1 or of_model.problem_type not in (None, "single_label_classification"):
             raise ConfigError(
-                f"model.path = {section.path}: gives values or several labels, and `counterflow train` has "
-                "classifiers that tell one of two classes or more; train this with cf.Pipeline"
+                f"model.path = {section.path}: predicts values or several labels, but `counterflow train` "
+                "has "
+                "only classifiers with one label per text; train this model with cf.Pipeline"
             )
         if of_model.pad_token_id is None:
             raise ConfigError(
-                f"model.path = {section.path}: its tokenizer has no padding token, by which a classifier "
-                "finds the ends of texts; set tokenizer.pad_token = tokenizer.eos_token, say, and save it"
+                f"model.path = {section.path}: its tokenizer has no padding token, which a classifier "
+                "needs to find the ends of texts; set tokenizer.pad_token = tokenizer.eos_token, say, and "
+                "save it"
             )
         try:
             names = {name: number for number, name in of_model.id2label.items()}
@@ -145,8 +149,8 @@ def _task_of(path: str) -> _Task:
         if not named or set(named) & set(getattr(modeling_auto, task.known).values()):
             return task
     raise ConfigError(
-        f"model.path = {path}: is a {named[0]}, and `counterflow train` trains causal and masked language "
-        "models and classifiers of texts; give one of these, or train it with cf.Pipeline, "
+        f"model.path = {path}: is a {named[0]}, but `counterflow train` trains causal and masked language "
+        "models and classifiers of texts; give one of these, or train the model with cf.Pipeline, "
         "cf.models.hf.layers and cf.models.hf.loss"
     )
 
@@ -163,7 +167,7 @@ def _with_adapters(model: Any, section: LoraSection, task: _Task) -> Any:
         task_type=task.adapters,
     )
     with MAKING, torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one package about the other
+        warnings.simplefilter("ignore")  # the message of one package about the other
         try:
             return peft.get_peft_model(model, config).train()
         except ValueError as error:
@@ -183,7 +187,8 @@ def _tokenizer(path: str, vocabulary: int) -> Any:
         ) from None
     if len(found) > vocabulary:
         raise ConfigError(
-            f"model.path = {path}: its tokenizer has {len(found)} tokens, and the model {vocabulary}; give "
+            f"model.path = {path}: its tokenizer has {len(found)} tokens, but the model has {vocabulary}; "
+            "give "
             "the tokenizer of this model, or resize_token_embeddings before"
         )
     return found

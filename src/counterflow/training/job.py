@@ -1,8 +1,7 @@
 """From a config to what is trained: layers, loss, mini-batches, optimiser, cuts.
 
-Invariant: everything a run can be refused for is refused here, before any worker starts; and what is made
-here is the same in every process. Layers are on the meta device: each worker makes the weights of its own
-stages from the run's seed.
+Invariant: every config that cannot run is refused here, before any worker starts, and every process makes the
+same job. Layers are on the meta device: each worker makes the weights of its own stages from the run's seed.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Job:
     """What a run trains.
 
     Attributes:
-        config: what was asked for.
-        schedule: in which order.
-        made: what is trained, and on what.
-        layers: of the model.
+        config: config of the run.
+        schedule: schedule of the run.
+        made: the model, its loss and its samples.
+        layers: layers of the model.
         cuts: the layers with which stages 1, 2, ... begin.
-        start: what it goes on from; None: from fresh weights.
-        about: all this in words and numbers.
+        start: checkpoint to resume from; None: fresh weights.
+        about: description of the run in words and numbers.
     """
 
     config: RunConfig
@@ -61,11 +60,11 @@ class Job:
 
     @property
     def first_step(self) -> int:
-        """Updates that were made before."""
+        """Number of updates made by the run that is resumed."""
         return self.about.first_step
 
     def least_bytes(self) -> tuple[int, ...]:
-        """By worker the bytes of its weights in all versions, gradients and optimiser state.
+        """Bytes of each worker's weights in all versions, gradients and optimiser state.
 
         Activations, which depend on the model's code, come on top.
         """
@@ -85,13 +84,13 @@ class Job:
         return tuple(found)
 
     def going_on(self, step: int) -> Job:
-        """The same from a step on that the workers have in memory, and from no checkpoint."""
+        """A copy that continues from a step in the workers' memory, and from no checkpoint."""
         return dataclasses.replace(self, start=None, about=dataclasses.replace(self.about, first_step=step))
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimiser of some parameters; norms and biases do not decay."""
+        """An optimiser of parameters; norms and biases do not decay."""
         section = self.config.optimizer
-        assert section.learning_rate is not None  # a config fills it in
+        assert section.learning_rate is not None  # filled in by the config
         matrices = [p for p in parameters if p.dim() > 1]
         others = [p for p in parameters if p.dim() <= 1]
         groups: list[dict[str, Any]] = [
@@ -105,28 +104,28 @@ class Job:
         return kind(groups, lr=section.learning_rate, betas=section.betas)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The course of the learning rate from the first step on."""
+        """The learning-rate scheduler from the first step on."""
         section, steps, first = self.config.optimizer, self.config.train.steps, self.first_step
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(section, steps, first + n))
 
     def learning_rate(self, step: int) -> float:
-        """What step number ``step``, from 0, is made with."""
+        """The learning rate of step number ``step``, from 0."""
         section = self.config.optimizer
         assert section.learning_rate is not None
         return section.learning_rate * rate_factor(section, self.config.train.steps, step)
 
 
 def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
-    """Refuse what only synchronous schemes can do.
+    """Refuse a model that only synchronous schemes can train.
 
     Raises:
         ConfigError: the model's first and last stage share a weight.
     """
-    segments(schedule, replicas=config.pipeline.replicas)  # it has enough periods, and is right
+    segments(schedule, replicas=config.pipeline.replicas)  # the schedule has enough periods, and is right
     if config.model.tied:
         raise ConfigError(
-            f"model.tied = true: {schedule.scheme} updates each stage at its own time, and the first and the "
-            "last one would share a weight; leave it false, or choose a synchronous scheme, for example "
+            f"model.tied = true: {schedule.scheme} updates each stage at its own time, but the first and the "
+            "last stage would share a weight; leave it false, or choose a synchronous scheme such as "
             f"{SCHEME}"
         )
 
@@ -134,11 +133,11 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
 def prepare(
     config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None, *, again: bool = False
 ) -> Job:
-    """What a config trains.
+    """The job of a config.
 
     Args:
-        config: what was asked for.
-        cuts: those found before, so that they are not searched again.
+        config: config of the run.
+        cuts: cuts that were found before, so they are not searched again.
         start: with ``cuts``: the checkpoint that was found before.
         again: whether the run failed before.
 
@@ -195,7 +194,7 @@ def prepare(
 
 
 def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
-    """The share of the largest learning rate that step number ``step`` (from 0) of ``steps`` is made with.
+    """The share of the maximum learning rate with which step number ``step`` (from 0) of ``steps`` is made.
 
     >>> section = OptimizerSection(warmup_steps=2, schedule="linear")
     >>> [rate_factor(section, 6, step) for step in range(7)]
@@ -211,9 +210,9 @@ def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
 
 
 def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[float]:
-    """Floating-point operations of each layer's forward for so many samples, estimated."""
+    """Floating-point operations of each layer's forward for this many samples, estimated."""
     inputs, _ = made.batches.batch(0, samples)
     if not isinstance(inputs, dict):
         return estimated_costs(layers, inputs)
-    # What layers take by names they may not take on the meta device: counted by their weights.
+    # Layers that need keyword arguments cannot run on the meta device: they are estimated by their weights.
     return [cost * samples * made.batches.positions for cost in estimated_costs(layers)]

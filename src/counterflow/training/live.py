@@ -1,10 +1,11 @@
-"""A run's timeline while it goes on, written now and then where whoever looks finds it.
+"""A run's timeline while the run is in progress, written now and then into its folder.
 
-In synchronous schemes it is that of the step just made; in others that of the next two, where all steps are
-alike: workers agree on it at some step, and what that changes is over after the two that follow.
+In synchronous schemes it shows the step just made. In asynchronous schemes, where all steps are alike, it
+shows two later steps: workers agree at some step to time them, and the agreement disturbs only the two steps
+in between.
 
-Invariant: all workers are asked at the same step, and rank 0 alone decides; what is shown costs no more than
-one part in a hundred of the time, whatever a timeline takes to be gathered and written.
+Invariant: all workers take part at the same step, and rank 0 alone decides; timelines cost at most one
+percent of the time, however long it takes to gather and write one.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from .folder import RunFolder
 from .timeline import STEPS, Timeline
 
 Rows = Sequence[Sequence[tuple[Op, float, float]]]
-"""By worker its ops in their order, with start and end in seconds."""
+"""The ops of each worker in their order, with start and end in seconds."""
 
 EVERY_SECONDS = 1.0
-"""How often at most."""
+"""Minimum seconds between timelines."""
 
 _SHARE = 0.01
-"""Of a run's time, at most."""
+"""Maximum share of a run's time."""
 
 _SETTLING = 2
-"""Steps of asynchronous schemes between the one at which workers agree and those that are shown."""
+"""Steps of asynchronous schemes between the one at which workers agree and the steps that are shown."""
 
 
 class Live:
-    """When the next timeline is due, and writing it; made on every worker, rank 0's decides.
+    """Decides when the next timeline is due, and writes it. Every worker has one; rank 0's decides.
 
     Args:
-        pipeline: what runs it.
-        schedule: what is run.
-        costs: of its stages, from which a timeline is predicted.
-        folder: where rank 0 writes; None elsewhere.
+        pipeline: pipeline that runs the schedule.
+        schedule: schedule that is run.
+        costs: costs of its stages, from which a timeline is predicted.
+        folder: folder that rank 0 writes; None on other ranks.
     """
 
     def __init__(
@@ -53,29 +54,29 @@ class Live:
         self._folder = folder
         self._due = 0.0
         self._in_a_row = 0
-        """Steps since the pipeline was empty."""
+        """Steps since the pipeline was last empty."""
         self._timed_until = 0
-        """In asynchronous schemes the second step that is shown; 0: none is timed."""
+        """Number of the second step that is shown, in asynchronous schemes; 0: none is timed."""
         self._tracing = ExitStack()
 
     def due(self) -> bool:
-        """Whether it is time for one."""
+        """Whether a timeline is due."""
         return time.perf_counter() >= self._due
 
     def went_on(self) -> None:
-        """A step more is made."""
+        """Count one more step."""
         self._in_a_row += 1
 
     def emptied(self) -> None:
-        """Nothing is in flight: steps are not alike for a while."""
+        """Note that nothing is in flight: the next steps are not alike."""
         self._in_a_row = 0
         self._end_timing()
 
     def show_soon(self, done: int) -> None:
-        """Write the timeline of the step just made; or begin to time the next ones. All workers call it.
+        """Write the timeline of the step just made, or begin to time the next steps. All workers call it.
 
         Args:
-            done: steps of the run.
+            done: number of steps made.
         """
         if self._schedule.synchronous:
             self._show()
@@ -84,9 +85,9 @@ class Live:
             self._tracing.enter_context(self._pipeline.traced())
 
     def show_if_timed(self, done: int) -> None:
-        """Write what was timed, if this was the last step of it; all workers call it."""
+        """Write the timed steps if the last one has just been made; all workers call it."""
         if done == self._timed_until:
-            # What was timed begins before what is shown.
+            # The timed part begins before the part that is shown.
             self._show([STEPS * period_ops(self._schedule, w) for w in range(self._schedule.workers)])
             self._end_timing()
 
@@ -95,7 +96,7 @@ class Live:
         self._tracing.close()
 
     def _show(self, counts: Sequence[int] = ()) -> None:
-        """Write the ops that were timed, or by worker the last ones, so many."""
+        """Write the ops that were timed, or the last ``counts`` of each worker."""
         began = time.perf_counter()
         pipeline = self._pipeline
         rows = pipeline.timeline()

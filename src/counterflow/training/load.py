@@ -1,10 +1,10 @@
-"""From a TOML file and overrides to a ``RunConfig``; every error is told in the user's own words.
+"""From a TOML file and overrides to a ``RunConfig``; every error uses the user's own words.
 
-Invariant: later layers win: built-in defaults, the file (without one, the config of the run that is resumed),
-``--set``, then the command's own flags. A new scheme takes over, from the file, what options it has too
-(workers and stages stand in for each other) and drops those it has not; an option given beside the scheme in
-the same layer must be one of its own. A message names where the value was given, the section and key, the
-value, and what would be legal.
+Invariant: later layers win: built-in defaults, the file (without a file, the config of the run that is
+resumed), ``--set``, then the command's own flags. A new scheme keeps the file's options that it also has
+(workers and stages stand in for each other) and drops the others; an option that is given in the same layer
+as the scheme must be one of the scheme's own. A message names where the value was given, the section and key,
+the value, and the legal values.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def known_keys() -> list[KeyShown]:
-    """Every key of a config with its default, its meaning and what it may be."""
+    """Every key of a config with its default, its meaning and its legal values."""
     shown = []
     for section, model in SECTIONS.items():
         for name, (about, legal) in model.keys_known().items():
-            field = model.model_fields.get(name)  # options of schemes are none, and default as schemes say
+            field = model.model_fields.get(name)  # options of schemes have the scheme's own defaults
             default = field.default if field is not None else None
             shown.append(KeyShown(key=f"{section}.{name}", default=default, about=about, legal=legal))
     return shown
@@ -52,43 +52,47 @@ def known_keys() -> list[KeyShown]:
 _Key = tuple[str, str]
 
 _CHOICES: tuple[_Key, ...] = (("schedule", "scheme"), ("schedule", "file"))
-"""What decides which other keys of its section are legal."""
+"""Keys that decide which other keys of their section are legal."""
 
 
 @dataclass(slots=True)
 class _Layers:
-    """Values by section and key, and where each was given; what one layer does to those below it."""
+    """Values by section and key, with the place where each was given; applies each layer to those below
+    it.
+    """
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[_Key, str] = field(default_factory=dict)
 
     def put(self, section: str, key: str, value: Any, place: str) -> None:
-        """One key; where sections or keys that do not exist are refused later, all at once."""
+        """Set one key; sections and keys that do not exist are refused later, all together."""
         table = self.values.setdefault(section, {})
         if isinstance(table, dict):
             table[key] = value
             self.places[section, key] = place
 
     def drop(self, section: str, key: str) -> None:
-        """Back to the default."""
+        """Put a key back to its default."""
         table = self.values.get(section)
         if isinstance(table, dict):
             table.pop(key, None)
 
     def change(self, section: str, key: str, value: Any, place: str) -> None:
-        """One key, with what follows for others; None puts it back to its default."""
+        """Set one key and adjust the keys that depend on it; None puts the key back to its default."""
         if value is None:
             self.drop(section, key)
         elif (section, key) == ("schedule", "scheme"):
             self.put_scheme(value, place)
         else:
-            if (section, key) == ("schedule", "file"):  # in place of any scheme below
+            if (section, key) == ("schedule", "file"):  # replaces any scheme of the layers below
                 self.values["schedule"] = {}
             self.put(section, key, value, place)
 
     def put_scheme(self, name: object, place: str) -> None:
-        """Another scheme, with those options of the one below that it has; workers stand in for stages."""
+        """Set another scheme and keep the options of the one below that it has too; workers stand in for
+        stages.
+        """
         self.drop("schedule", "file")
         below = self.values.get("schedule")
         known = registry.find(str(name))
@@ -101,14 +105,14 @@ class _Layers:
         self.put("schedule", "scheme", name, place)
 
     def put_workers(self, workers: int) -> None:
-        """Workers of a pipeline group, by whichever option the scheme has for them."""
+        """Set the workers of a pipeline group, by the option that the scheme has for them."""
         below = self.values.get("schedule", {})
         if not isinstance(below, dict):
             return
         if below.get("file") is not None:
             raise ConfigError(
                 f"--workers {workers}: schedule.file = {toml.dumps(str(below['file']))} fixes the workers; "
-                "leave one of them out"
+                "use only one of them"
             )
         known = registry.find(str(below.get("scheme", SCHEME)))
         self.put("schedule", known.depth if known else DEPTH[0], workers, "--workers: ")
@@ -126,9 +130,9 @@ def load_config(
     """The config of a run.
 
     Args:
-        path: a TOML file; None for that of the run which ``train.resume`` names, or the built-in example.
-        sets: overrides as ``section.key=value``; the value is TOML, or else a text. Without a value the
-            key is put back to its default.
+        path: a TOML file; None: the config of the run that ``train.resume`` names, or the built-in example.
+        sets: overrides as ``section.key=value``; the value is TOML, otherwise a text. Without a value the key
+            is put back to its default.
         scheme: ``schedule.scheme``.
         workers: workers of a pipeline group: the scheme's ``stages`` or ``workers``.
         steps: ``train.steps``.
@@ -146,12 +150,12 @@ def load_config(
     if path is not None:
         layers = _Layers(str(path), _read(Path(path)))
     elif resumed := _resumed({key: value for section, key, value, _ in given if section == "train"}, out):
-        layers = _Layers(str(resumed), _read(resumed))  # the run's own config is what is changed
+        layers = _Layers(str(resumed), _read(resumed))  # the run's own config is the one that is changed
         for key in ("resume", "out"):
             layers.drop("train", key)
     if scheme is not None:
         given.append(("schedule", "scheme", scheme, "--scheme: "))
-    # After the scheme, so that an option which it does not have is refused.
+    # After the scheme, so an option that the scheme does not have is refused.
     for change in sorted(given, key=lambda change: change[:2] not in _CHOICES):
         layers.change(*change)
     if workers is not None:
@@ -185,7 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
         legal = toml.has_only_legal_numbers(found)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    except (ValueError, RecursionError) as error:  # a number too long; lists in lists without end
+    except (ValueError, RecursionError) as error:  # a number that is too long, or lists nested too deep
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
     if not legal:
         raise ConfigError(f"{path}: cannot be read as TOML: a whole number has more than 64 bits")
@@ -193,11 +197,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> tuple[str, str, Any]:
-    """``section.key=value`` as section, key and value; None for no value."""
+    """Section, key and value of ``section.key=value``; the value is None if it is empty."""
     name, equals, value = text.partition("=")
     section, dot, key = (part.strip() for part in name.partition("."))
     if not (equals and dot and section and key):
-        raise ConfigError(f"--set {text}: must read section.key=value, as in --set train.steps=100")
+        raise ConfigError(f"--set {text}: must have the form section.key=value, as in --set train.steps=100")
     return section, key, _value(value.strip())
 
 
@@ -214,7 +218,7 @@ def _value(text: str) -> Any:
 
 
 def _told(error: ValidationError, layers: _Layers) -> str:
-    """All that is wrong, a line each."""
+    """All errors, one per line."""
     problems: dict[tuple[str, ...], str] = {}
     for found in error.errors():
         location = tuple(str(part) for part in found["loc"][:2])
@@ -241,16 +245,16 @@ def _pair(location: tuple[str, ...]) -> _Key:
 
 
 def _no_such(location: tuple[str, ...]) -> str:
-    """An unknown section, or an unknown key of a section."""
+    """The message about an unknown section, or an unknown key of a section."""
     section, key = _pair(location)
     if not key:
         homes = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.keys_known()]
         near = homes or difflib.get_close_matches(section, SECTIONS, n=1)
-        return f"there is no section {section!r}{_hint(near)} Sections: {', '.join(SECTIONS)}"
+        return f"unknown section {section!r}{_hint(near)} Sections: {', '.join(SECTIONS)}"
     keys = list(SECTIONS[section].keys_known())
     homes = [f"{name}.{key}" for name, model in SECTIONS.items() if key in model.keys_known()]
     near = homes or [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
-    return f"{section}.{key}: there is no such key{_hint(near)} Keys of {section}: {', '.join(keys)}"
+    return f"{section}.{key}: unknown key{_hint(near)} Keys of {section}: {', '.join(keys)}"
 
 
 def _no_section(section: str, value: object) -> str:

@@ -1,7 +1,7 @@
-"""The loop of one worker: measure, predict, train, evaluate, keep; every worker runs the same lines.
+"""The loop of one worker: measure, predict, train, evaluate, save. Every worker runs the same code.
 
-Invariant: what decides whether something collective is done (an evaluation, a timeline, a checkpoint, the
-end) is the same on every worker: the step's number, or what they agreed on. Only rank 0 writes, but for
+Invariant: collective operations (an evaluation, a timeline, a checkpoint, the end) depend on values that are
+the same on every worker: the step's number, or the result of an agreement. Only rank 0 writes, except for
 checkpoints, and nothing here prints.
 """
 
@@ -46,37 +46,37 @@ from .timeline import costs_of
 _LOG = logging.getLogger(__name__)
 
 COUNTED_STEPS = 2
-"""First steps in which memory is counted, which takes time."""
+"""Number of first steps in which memory is counted, which slows them down."""
 
 _REPEATS = 7
-"""How often each stage is measured before training."""
+"""Number of measurements of each stage before training."""
 
 _SAMPLED_PART = 24
-"""One step in so many is sampled; those kept lie in the last 9/24."""
+"""Number of steps per sampled step; the samples that are kept lie in the last 9/24."""
 
 _VALIDATION_SAMPLES = 256
-"""Samples of an evaluation, if a mini-batch does not have more."""
+"""Samples of an evaluation, unless a mini-batch has more."""
 
 _LOOK_SECONDS = 0.5
-"""How often workers agree on whether to end."""
+"""Seconds between agreements on whether to end."""
 
 _COPY_SECONDS = 10.0
-"""How long a worker that ends waits for a copy to memory that is being written."""
+"""Seconds that a worker waits at its end for a copy to memory that is being written."""
 
 
 def work(
     config: RunConfig, cuts: Sequence[int], folder: Path, start: Path | None, attempt: int = 0
 ) -> Summary | None:
-    """What a worker that was launched does; every one calls it. Rank 0 gives the summary.
+    """Run a worker that was launched; every worker calls it. Rank 0 returns the summary.
 
     Args:
-        config: of the run.
-        cuts: as found before the launch.
-        folder: where rank 0 writes.
-        start: the checkpoint that was found before.
-        attempt: how often the run was begun before.
+        config: config of the run.
+        cuts: cuts that were found before the launch.
+        folder: folder that rank 0 writes.
+        start: checkpoint that was found before the launch.
+        attempt: number of times that the run was begun before.
     """
-    listen()  # a batch system's come to all processes; when another worker failed, waits end by themselves
+    listen()  # a batch system signals all processes; if another worker failed, waits end by themselves
     return Trainer(prepare(config, cuts, start), folder, attempt=attempt).run()
 
 
@@ -85,10 +85,10 @@ class Trainer:
 
     Args:
         job: what is trained.
-        folder: where the run writes; rank 0's counts.
-        watch: told every line of the metrics, on rank 0.
-        attempt: how often the run was begun before.
-        fence: told which attempt this is; None: one is made.
+        folder: folder that the run writes; rank 0's is used.
+        watch: called with every line of the metrics, on rank 0.
+        attempt: number of times that the run was begun before.
+        fence: fence of this attempt; None: a new one.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Trainer:
         assert folder is not None or transport.rank
         self.fence = fence or Fence(folder or Path())
         self.folder = RunFolder(folder, self.fence) if folder is not None and not transport.rank else None
-        """Where rank 0 writes."""
+        """The run's folder on rank 0; None on other ranks."""
         self.checkpoints = self._shared(transport) / CHECKPOINT
         self.memory: Memory | None = None
-        """Where weights are kept for a restart; None: nowhere."""
+        """Memory in which weights are saved for a restart; None: none."""
         if config.train.memory_every != 0:
             name = run_of(self.folder.path) if self.folder is not None else ""
             self.memory = Memory(transport, str(transport.gather_objects(name)[0]), job.cuts)
@@ -154,21 +154,21 @@ class Trainer:
         self.reads = not {0, job.schedule.stages - 1}.isdisjoint(self.pipeline.stages)
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
-        """The step of the last checkpoint that was begun."""
+        """Step of the last checkpoint that was begun."""
         self.stopped = False
-        """Whether all agreed to end the run early."""
+        """Whether all workers agreed to end the run early."""
         self.next_look = job.first_step
         self.turns = CopyTurns(config.train.memory_every, job.first_step)
-        """When state is copied to memory."""
-        if kept is not None and self.memory is not None:  # also where a machine is new
+        """Decides when state is copied to memory."""
+        if kept is not None and self.memory is not None:  # also on a machine that is new
             self.memory.keep(self.pipeline, kept.records)
 
     def run(self) -> Summary | None:
-        """Train; rank 0 gives what came of it."""
+        """Train; rank 0 returns the summary."""
         try:
             return self._trained()
         finally:
-            if self.memory is not None:  # what a restart goes on from
+            if self.memory is not None:  # state that a restart resumes from
                 self.memory.wait(_COPY_SECONDS)
 
     def _trained(self) -> Summary | None:
@@ -191,17 +191,17 @@ class Trainer:
             if self.stopped:
                 break
         self._flush()
-        made = self.pipeline.steps  # there are more in the end, where ops are timed
-        if self.stopped:  # whoever asked for it may not wait for more
+        made = self.pipeline.steps  # more ops are timed at the end
+        if self.stopped:  # the request to stop may not allow for more time
             self.save_now()
-        if not self.recorder.samples and self.job.schedule.synchronous:  # stopped so early
+        if not self.recorder.samples and self.job.schedule.synchronous:  # stopped early
             self.recorder.sample(step)
         if self.validation[0] != self.pipeline.steps:
             self._evaluate()
         seconds = self.recorder.seconds
         self.save_now()
         self._export()
-        if self.memory is not None:  # all is on the disk
+        if self.memory is not None:  # everything is on the disk
             self.fence.check()
             self.memory.forget()
         if not self.job.schedule.synchronous:
@@ -215,7 +215,7 @@ class Trainer:
         )
 
     def _export(self) -> None:
-        """Write what the model's source has at the end beside the checkpoints."""
+        """Write the files that the model's source exports at the end, next to the checkpoints."""
         if self.job.made.export is None:
             return
         self.fence.check()
@@ -225,12 +225,12 @@ class Trainer:
             write(self.pipeline, self.checkpoints.parent / f"{name}{AVERAGED}", ema=True)
 
     def _shared(self, transport: Transport) -> Path:
-        """Rank 0's folder, if everybody sees it: not one of the same name on a disk of its own.
+        """Rank 0's folder, if all workers see it: not one of the same name on a local disk.
 
-        All learn there which attempt this is; what is known of a failure is kept there.
+        All workers learn which attempt this is; failures are noted in the folder.
 
         Raises:
-            ConfigError: somebody does not.
+            ConfigError: a worker does not see the folder.
         """
         mark = self.folder.path.absolute() / f".{uuid.uuid4().hex}" if self.folder is not None else None
         if mark is not None:
@@ -247,14 +247,16 @@ class Trainer:
         for rank, (sees,) in enumerate(rows):
             if not sees:
                 raise ConfigError(
-                    f"rank {rank} does not see {theirs.parent}, where rank 0 writes and all write "
-                    "checkpoints; give a folder on storage that all machines share as train.out"
+                    f"rank {rank} does not see {theirs.parent}, where rank 0 writes metrics and all ranks "
+                    "write checkpoints; set train.out to a folder that all machines share"
                 )
         transport.record_folder = theirs.parent
         return theirs.parent
 
     def _sampled(self) -> frozenset[int]:
-        """In synchronous schemes: the steps whose ops are timed; none that learns shapes or counts memory."""
+        """Steps of synchronous schemes whose ops are timed; excluded are steps that learn shapes or count
+        memory.
+        """
         if not self.job.schedule.synchronous:
             return frozenset()
         first, steps = self.job.first_step, self.config.train.steps
@@ -263,9 +265,11 @@ class Trainer:
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
     def _time_together(self, made: int) -> None:
-        """Asynchronous: time some more steps, from an empty pipeline to an empty one, once all is kept.
+        """In asynchronous schemes: time some more steps from an empty pipeline to an empty one, after the
+        last checkpoint.
 
-        In the run they would empty the pipeline where one that goes on from a checkpoint would not.
+        During the run these steps would empty the pipeline, which a run resumed from a checkpoint would not
+        do.
         """
         with self.pipeline.traced():
             for number in range(made, made + self.job.schedule.periods):
@@ -274,7 +278,7 @@ class Trainer:
             self.recorder.sample(step)
 
     def _between_steps(self, done: int) -> bool:
-        """Evaluate, save and copy to memory if it is time to; whether the run is to end here."""
+        """Evaluate, save and copy to memory if it is time; return whether the run ends here."""
         train = self.config.train
         if train.evaluate_every and done % train.evaluate_every == 0:
             self._evaluate()
@@ -315,7 +319,7 @@ class Trainer:
         self.live.emptied()
 
     def _evaluate(self) -> None:
-        """The loss on a fixed set of samples, mini-batch by mini-batch."""
+        """Compute the loss on a fixed set of samples, mini-batch by mini-batch."""
         self._flush()
         samples = self.config.train.samples
         pieces = max(1, _VALIDATION_SAMPLES // (samples * self.pipeline.replicas))
@@ -336,9 +340,9 @@ class Trainer:
         self.recorder.record(step=self.pipeline.steps, **line)
 
     def _stops(self, done: int) -> bool:
-        """Whether anybody was asked to end the run; looked at now and then, by all at the same step.
+        """Whether any worker was asked to end the run; checked now and then, by all workers at the same step.
 
-        Also the time for a timeline of the last step, for whoever looks at the run.
+        A timeline of the last step is written at the same time, for those who look at the run.
         """
         if done < self.next_look:
             return False
@@ -350,7 +354,7 @@ class Trainer:
         self.turns.agree([row[3:] for row in rows])
         self.next_look = done + max(1, int(_LOOK_SECONDS / max(row[1] for row in rows)))
         STOP.signal = int(max(row[0] for row in rows)) or STOP.signal
-        evaluated = self.validation[0] == self.pipeline.steps  # whose ops are now the last ones
+        evaluated = self.validation[0] == self.pipeline.steps  # whose ops are the last ones now
         if rows[0][2] and not evaluated:
             if self.job.schedule.synchronous:
                 self._flush()
@@ -360,7 +364,7 @@ class Trainer:
     # -- after
 
     def _save(self) -> None:
-        """Begin a checkpoint, unless the one before takes very long."""
+        """Begin a checkpoint, unless the previous one is still being written after a long time."""
         self._flush()
         if self.saved == self.pipeline.steps:
             return
@@ -368,7 +372,7 @@ class Trainer:
         if self.saver.in_flight is not None:
             if self.folder is not None:
                 _LOG.warning(
-                    "there is no checkpoint of step %d: that of step %d is still being written",
+                    "no checkpoint of step %d is written: that of step %d is still being written",
                     self.pipeline.steps,
                     self.saver.in_flight,
                 )
@@ -389,7 +393,7 @@ class Trainer:
         """Write a checkpoint of the last step, and wait until it is on the disk; all workers call it.
 
         Raises:
-            CounterflowError: it cannot be written.
+            CounterflowError: the checkpoint cannot be written.
         """
         self._flush()
         if self.saved != self.pipeline.steps:
@@ -400,5 +404,5 @@ class Trainer:
         if outcome is not None and outcome.path is None:
             raise CounterflowError(
                 f"the checkpoint of step {outcome.step} is not written: {outcome.problem}; "
-                f"those before are whole, in {self.checkpoints}"
+                f"earlier ones are whole, in {self.checkpoints}"
             )

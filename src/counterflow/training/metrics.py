@@ -1,6 +1,6 @@
-"""The metrics of a run as lines of JSON: read while they are written, and put back to a step.
+"""The metrics of a run as lines of JSON: read while they are written, and cut at a step.
 
-Invariant: a line that was not written to its end is none; nor is one that no run can have written.
+Invariant: incomplete lines are ignored, and lines that no run can have written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .report import Numbers
 
 
 class Tail:
-    """Reads what was added to a file of metrics since the last time."""
+    """Reads lines that were added to a file of metrics since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class Tail:
         self._rest = b""
 
     def read(self) -> tuple[bool, list[Numbers]]:
-        """Whether it is read from its beginning, since it is another file by now; and the lines."""
+        """The new lines, and whether the file was read from its beginning because it was replaced."""
         with self.path.open("rb") as file:
             found = os.fstat(file.fileno())
             again = found.st_ino != self._file or found.st_size < self._read
@@ -39,12 +39,12 @@ class Tail:
 
 
 def last_step(metrics: bytes) -> int:
-    """The last step of which there is a line."""
+    """The last step that has a line."""
     return max((int(line["step"]) for line in lines_of(metrics)), default=0)
 
 
 def lines_of(metrics: bytes) -> list[Numbers]:
-    """The lines of metrics; without those that are damaged, or were not written to their end."""
+    """The lines of metrics, without damaged and incomplete ones."""
     found = []
     for line in metrics.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -55,7 +55,7 @@ def lines_of(metrics: bytes) -> list[Numbers]:
 
 
 _LARGEST = 1e300
-"""Of a step's number and time; larger ones were not written by a run."""
+"""Maximum of a step's number and time; no run writes larger ones."""
 
 
 def _is_line(read: Any) -> bool:
@@ -65,7 +65,7 @@ def _is_line(read: Any) -> bool:
 
 
 def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
-    """The metrics until a step, with lines of it that were made and perhaps not written."""
+    """The metrics until a step, with lines of that step that were made but perhaps not written."""
     lines = [line for line in lines_of(metrics) if line["step"] <= step]
     known = {(line["step"], "loss" in line) for line in lines}
     lines += [line for line in records if (line["step"], "loss" in line) not in known]

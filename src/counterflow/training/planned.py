@@ -1,7 +1,7 @@
-"""From a plan to the config with which ``counterflow train`` runs it.
+"""From a plan to the config with which ``counterflow train`` runs the plan.
 
 Invariant: the config is complete and checked like any other: its schedule builds, its cuts fit the model.
-What was profiled is what is trained: only what the plan decides is changed.
+The profiled model is the one that is trained: only the keys that the plan decides are changed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from counterflow.runtime.transport.kinds import GLOO, NCCL
 from .config import RunConfig
 
 _DECIDED = {
-    "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),  # and zero_stage, but where it is 1
+    "pipeline": ("replicas", "recompute", "sync", "cuts", "transport"),  # and zero_stage, if it is 1
     "train": ("samples",),
 }
-"""By table of a config, the keys that a plan decides."""
+"""Keys that a plan decides, by table of a config."""
 
 _KEPT = "data", "lora", "pipeline", "optimizer", "train"
-"""The tables of a config beside ``[model]`` that a plan keeps."""
+"""Tables of a config that a plan keeps in addition to ``[model]``."""
 
 
 def kept_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """What a plan for a config's model keeps of it, as plain data."""
+    """The parts of a config that a plan for its model keeps, as plain data."""
     found = {}
     for table in _KEPT:
         given = {
@@ -49,7 +49,7 @@ _OPTIMIZERS: dict[float, dict[str, Any]] = {
     1.0: {"name": "sgd", "momentum": 0.9},
     2.0: {"name": "adamw"},
 }
-"""By the bytes of optimiser state for each byte of weights."""
+"""Optimisers by the bytes of optimiser state for each byte of weights."""
 
 
 def planned_config(
@@ -62,32 +62,32 @@ def planned_config(
     """The config that runs a plan.
 
     Args:
-        model: with the keys of ``[model]`` that make it.
-        profile: what the plan was made with.
-        cluster: what it was made for.
-        prediction: of the plan, with its cuts resolved.
-        schedule_file: its schedule, where that is no named scheme's.
+        model: the model, with the keys of ``[model]`` that make it.
+        profile: profile that the plan was made with.
+        cluster: cluster that the plan was made for.
+        prediction: prediction of the plan, with its cuts resolved.
+        schedule_file: file of its schedule, if no scheme makes it.
 
     Raises:
-        ConfigError: the model does not say how it is made, or not the model that the plan has cut.
+        ConfigError: the model does not say how it is made, or its keys make another model than the plan's.
     """
     if not model.train:
         raise ConfigError(
-            f"model {model.name}: has no [train] table, so no config can be written that trains it; give "
+            f"model {model.name}: has no [train] table, so no config can be written that trains it; add "
             'the keys of [model] there, for example kind = "gpt" and layers = 8'
         )
     plan = prediction.configuration
     if plan.tensor_parallel > 1:
         raise ConfigError(
-            f"the best plan has tensor parallelism over {plan.tensor_parallel}, for which a config has no "
-            "key; run it in Python, by Pipeline(mesh=..., parallelize=...) with the mesh that 'plan --json' "
+            f"the best plan has tensor parallelism over {plan.tensor_parallel}, for which configs have no "
+            "key; run it in Python with Pipeline(mesh=..., parallelize=...) with the mesh that 'plan --json' "
             "gives, or plan with --tensor-parallel 1"
         )
     if "optimizer" not in model.config and model.optimizer_states not in _OPTIMIZERS:
         known = ", ".join(f"{states:g} ({_in_words(o)})" for states, o in _OPTIMIZERS.items())
         raise ConfigError(
             f"model {model.name}: optimizer_states = {model.optimizer_states:g}: no known "
-            f"optimiser has this many; give one of {known}, or the optimiser's keys as [config.optimizer]"
+            f"optimiser has this number; give one of {known}, or the optimiser's keys as [config.optimizer]"
         )
     values: dict[str, Any] = {
         "model": dict(model.train),
@@ -116,12 +116,12 @@ def planned_config(
         place = ".".join(str(part) for part in problem["loc"])
         told = str(cause) if isinstance(cause, ConfigError) else f"{place}: {problem['msg']}"
         raise ConfigError(
-            f"model {model.name}: its [train] and [config] tables do not make what was planned: {told}"
+            f"model {model.name}: its [train] and [config] tables do not make the planned model: {told}"
         ) from None
     if config.model.all_layers != len(model.layers):
         raise ConfigError(
             f"model {model.name}: its [train] table makes {config.model.all_layers} layers (embedding, "
-            f"blocks, head), but it lists {len(model.layers)}; make them the same"
+            f"blocks, head), but the model lists {len(model.layers)}; make the numbers equal"
         )
     placement = config.build_schedule().placement
     placed = devices(placement, plan.replicas, plan.arrangement, cluster, plan.nodes)

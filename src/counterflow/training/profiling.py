@@ -1,7 +1,7 @@
-"""Measures what a planner has to know: a config's model on this machine, and the links between its workers.
+"""Measures what the planner needs: a config's model on this machine, and the links between its workers.
 
-The room ``measure`` takes the times, from steps that train, and makes a profile and a cluster of them; here
-the config decides what is measured, and the planner's files are put together.
+``measure`` takes the times from training steps and makes a profile and a cluster of them. Here the config
+decides what is measured, and the planner's files are assembled.
 
 Invariant: nothing is guessed, and the files say how each number came about.
 """
@@ -38,7 +38,7 @@ from .job import Job, prepare
 from .planned import kept_of
 
 SIZES = (1, 2, 4, 8, 16, 32)
-"""Samples of the micro-batches that layers are measured with, if nothing else is asked for."""
+"""Default samples of the micro-batches with which layers are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Measured:
     messages: tuple[Travel, ...]
     allreduces: tuple[Travel, ...]
     between: tuple[tuple[Travel, ...], tuple[Travel, ...]] = ((), ())
-    """Messages and all-reduces of two workers on different nodes."""
+    """Messages and all-reduces between two workers on different nodes."""
 
 
 _AsData = Annotated[dict[str, Any], BeforeValidator(files.as_data)]
 
 
 class Profiled(Result):
-    """`counterflow profile`: what it wrote into the three files."""
+    """`counterflow profile`: the three files that it wrote."""
 
     model: _AsData
     profile: _AsData
@@ -76,11 +76,12 @@ def measure(
     """Measure a config's model and this machine.
 
     Args:
-        config: its model, data, optimiser and device count; its schedule does not.
+        config: its model, data, optimiser and device are used; its schedule is not.
         sizes: samples of a micro-batch, each 1 or more.
-        workers: that this machine is to have as a cluster's node; None: a GPU each, or a core.
-        repeats: of each measurement, whose median counts.
-        progress: called as it goes on.
+        workers: number of workers of this machine as a node of the cluster; None: one per GPU, or one per
+            core.
+        repeats: number of measurements, of which the median counts.
+        progress: called with the progress.
 
     Raises:
         ConfigError: no sizes, or one below 1.
@@ -116,7 +117,7 @@ def measure(
 
 
 def subject_of(job: Job) -> Subject:
-    """What is timed of a job: its layers in their precision, without what a run does beside."""
+    """The timed part of a job: its layers in their precision, without the run's evaluations and files."""
     asked = job.config.pipeline
     return Subject(
         layers=job.layers,
@@ -137,10 +138,10 @@ def profile_of(
 
     Args:
         job: the model.
-        machine: what was measured, in words.
-        by_size: what layers cost at each size of micro-batches.
+        machine: name of the machine, in words.
+        by_size: costs of layers at each size of micro-batches.
         gap: seconds between two ops.
-        around: seconds of a step beside its ops and the optimiser.
+        around: seconds of a step in addition to its ops and the optimiser.
         how: how times were measured.
     """
     today = dt.date.today().isoformat()
@@ -155,8 +156,8 @@ def profile_of(
         sources={
             "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",
             "update_seconds_per_byte": f"{job.config.optimizer.name}: measured, median",
-            "op_overhead_seconds": "measured: between two ops, and what a stage more adds to its layers",
+            "op_overhead_seconds": "measured: time between two ops, and what a stage adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
-            "norm_peak_bytes": "measured, like all peaks: what torch's allocator gave",
+            "norm_peak_bytes": "measured, like all peaks: bytes of torch's allocator",
         },
     )

@@ -1,6 +1,6 @@
-"""What a run tells of itself: the metrics, a line a step, some timelines, and a summary at the end.
+"""What a run reports: metrics with one line per step, some timelines, and a summary at the end.
 
-Invariant: all workers count alike, and rank 0 alone writes; what is not finite ends the run.
+Invariant: all workers count alike, and rank 0 alone writes; a non-finite number ends the run.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .supervision.events import RESTARTED, Event, note
 from .timeline import Timeline
 
 _SAMPLES = 9
-"""Timelines that are kept: the last ones, spread over the last part of the run."""
+"""Number of timelines that are kept: the last ones, spread over the last part of the run."""
 
 _LAST = 10
-"""Steps whose mean is the final training loss."""
+"""Number of steps whose mean is the final training loss."""
 
 Watch = Callable[[Numbers], None]
 
 
 class Recorder:
-    """What one worker knows of a run, and what rank 0 writes of it.
+    """Gathers one worker's results of a run; rank 0 writes them.
 
     Args:
-        job: what is trained.
-        pipeline: what trains it.
-        folder: where rank 0 writes; None elsewhere.
-        watch: told every line of the metrics, on rank 0.
+        job: the job that is trained.
+        pipeline: the pipeline that trains it.
+        folder: folder that rank 0 writes; None on other ranks.
+        watch: called with every line of the metrics, on rank 0.
         keeps_recent: whether lines are kept for the next copy to memory.
     """
 
@@ -61,25 +61,25 @@ class Recorder:
         self.recent: list[Numbers] = []
         """Lines of the metrics since the last copy to memory."""
         self.event: Event | None = None
-        """How a run that was begun again goes on, on rank 0."""
+        """The event of a restart on rank 0: where the run resumes."""
         self.losses: deque[float] = deque(maxlen=_LAST)
         self.samples: deque[tuple[Step, tuple[Span, ...]]] = deque(maxlen=_SAMPLES)
         self.training_seconds = 0.0
         self._took_seconds: dict[int, float] = {}
-        """By step that was made and is not told of."""
+        """Seconds of steps that were made but not yet reported."""
         self._began = self._before = 0.0
 
     def start(self) -> None:
-        """Training begins now."""
+        """Note that training begins now."""
         self._began = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since training began."""
+        """Seconds since training began."""
         return time.perf_counter() - self._began
 
     def begin(self, kept: Found | None, attempt: int) -> None:
-        """Put the metrics back to where the run goes on, say from where that is, and go on with them."""
+        """Cut the metrics at the step where the run resumes, note that step, and continue them."""
         if self.folder is None:
             return
         if kept is None:
@@ -97,16 +97,16 @@ class Recorder:
                 self.losses.append(line["loss"])
 
     def made(self, number: int, step: Step) -> None:
-        """Note a step of the loop, and what it tells."""
+        """Note a step of the loop, and the step that it reports."""
         self._took_seconds[number] = step.seconds
         self.told(step)
 
     def told(self, step: Step) -> None:
-        """Note what came of a step; without a barrier, or asynchronous, that is known only by a later one."""
+        """Note the result of a step; without a barrier or if asynchronous, a later step reports it."""
         self.training_seconds += step.seconds
         if step.reports_step is None:
             return
-        # A synchronous step takes as long as its own call; else a call is another step's as well.
+        # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
         took = self._took_seconds.pop(step.reports_step)
         seconds = took if self.job.schedule.synchronous else step.seconds
         self.losses.append(step.loss)
@@ -122,7 +122,7 @@ class Recorder:
         """A number of the run.
 
         Raises:
-            WorkerError: it is not finite.
+            WorkerError: the number is non-finite.
         """
         if math.isfinite(value):
             return value
@@ -140,20 +140,20 @@ class Recorder:
                 self.watch(line)
 
     def sample(self, step: Step) -> None:
-        """Keep the ops of the step that was just made; all workers call it."""
+        """Record the ops of the step that was just made; all workers call it."""
         self.samples.append((step, spans_of(self.pipeline.timeline())))
 
     def finish(
         self, costs: Costs, *, made: int, stopped: bool, seconds: float, validation_loss: float
     ) -> Summary | None:
-        """What came of the run, also written; on rank 0. All workers call it.
+        """The summary of the run, which rank 0 writes and returns. All workers call it.
 
         Args:
-            costs: of the stages, from which timelines are predicted.
-            made: updates of the run.
-            stopped: whether it was ended early.
-            seconds: that it took.
-            validation_loss: after the last update.
+            costs: costs of the stages, from which timelines are predicted.
+            made: updates that the run made.
+            stopped: whether the run was ended early.
+            seconds: duration of the run.
+            validation_loss: validation loss after the last update.
         """
         job, pipeline = self.job, self.pipeline
         mine = (
@@ -184,7 +184,7 @@ class Recorder:
             seconds=seconds,
             samples_per_second=(made - job.first_step) * job.about.samples / self.training_seconds,
             planned_samples_per_second=job.config.plan.samples_per_second
-            if job.config.plan.mini_batch == job.about.samples  # else it is another run than was planned
+            if job.config.plan.mini_batch == job.about.samples  # otherwise the run differs from the plan
             else None,
             training_loss=statistics.fmean(self.losses),
             training_steps=len(self.losses),

@@ -1,7 +1,7 @@
 """The model sources: the only list of them.
 
-Invariant: a source is known by the kinds of its models; every ``SOURCE`` in ``sources`` is here. One of
-a user's is registered, in each process.
+Invariant: a source is known by the kinds of its models; every ``SOURCE`` in ``sources`` is listed here. A
+user's own source is registered in each process.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _SOURCES: list[ModelSource] = []
 
 
 def register(source: ModelSource) -> ModelSource:
-    """Add a source, for ``load_config`` and all that reads what it gives."""
+    """Add a source, for ``load_config`` and every reader of configs."""
     _SOURCES.append(source)
     return source
 
 
 def sources() -> tuple[ModelSource, ...]:
-    """All of them, in the order in which they were registered."""
+    """All sources, in the order in which they were registered."""
     return tuple(_SOURCES)
 
 
 def kinds() -> tuple[str, ...]:
-    """What ``model.kind`` may be, but for the names of models."""
+    """Values of ``model.kind`` that are not names of models."""
     return tuple(kind for source in _SOURCES for kind in source.kinds)
 
 
 def named() -> tuple[str, ...]:
-    """The names of models that it may be."""
+    """Values of ``model.kind`` that are names of models."""
     return tuple(name for source in _SOURCES for name in source.named)
 
 
 def source_of(kind: str) -> ModelSource:
-    """Where models of a kind, or of a name, come from.
+    """The source of models of a kind or name.
 
     Raises:
-        ConfigError: no source has it.
+        ConfigError: no source has the kind.
     """
     for source in _SOURCES:
         if kind in source.kinds or kind in source.named:
@@ -56,19 +56,19 @@ def refuse_keys_of_others(kind: str, table: str, given: Iterable[str]) -> None:
     """Refuse keys of a table that only models of other sources have.
 
     Args:
-        kind: of the model.
+        kind: kind of the model.
         table: the name of the table.
-        given: its keys.
+        given: keys of the table that are given.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a key belongs to other sources only.
     """
     own = source_of(kind).own_keys.get(table, ())
     theirs = {key: each.kinds[0] for each in _SOURCES for key in each.own_keys.get(table, ())}
     for key in given:
         if key in theirs and key not in own:
             raise ConfigError(
-                f'{table}.{key}: is for model.kind = "{theirs[key]}", and it is {toml.shown(kind)}; '
+                f'{table}.{key}: is for model.kind = "{theirs[key]}", but model.kind is {toml.shown(kind)}; '
                 f'leave it out, or set model.kind = "{theirs[key]}"'
             )
 

@@ -1,7 +1,7 @@
-"""What a run tells of itself: plain records, which are written to files and shown while it runs.
+"""What a run reports: plain records, which are written to files and shown while the run is in progress.
 
-Invariant: what is shown is what is written, or is about to be, and what ``--json`` prints. Nothing here
-prints or knows torch.
+Invariant: what is shown is the same as what is written and what ``--json`` prints. Nothing here prints or
+imports torch.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from counterflow.shown import Part, Result, result_of, said
 Numbers = dict[str, float]
 """One line of ``metrics.jsonl``.
 
-Of a step: ``step`` (updates made so far, this one among them), ``loss``, ``grad_norm``, ``learning_rate``,
-``samples_per_second`` and ``seconds`` (since training began). Of an evaluation: ``step``,
-``validation_loss``, with averaged weights ``ema_validation_loss``, and ``seconds``.
+A step's line contains ``step`` (updates made so far, this one among them), ``loss``, ``grad_norm``,
+``learning_rate``, ``samples_per_second`` and ``seconds`` (since training began). An evaluation's line
+contains ``step``, ``validation_loss``, with averaged weights ``ema_validation_loss``, and ``seconds``.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What is trained, known before any process starts.
+    """Description of a run, known before any process starts.
 
     Attributes:
-        model: its architecture and shape, in words.
-        parameters: how many numbers it has.
-        text: what it is trained on.
-        text_bytes: its length.
-        unigram_entropy: loss of a model that knows only how frequent each target is, in nats a target.
+        model: architecture and shape of the model, in words.
+        parameters: number of parameters.
+        text: name of the text that it is trained on.
+        text_bytes: length of the text in bytes.
+        unigram_entropy: loss of a model that knows only how frequent each target is, in nats per target.
         scheme: name of the schedule's scheme.
-        options: its options.
-        workers: of a pipeline group.
-        replicas: pipeline groups.
+        options: options of the scheme.
+        workers: workers of a pipeline group.
+        replicas: number of pipeline groups.
         pipes: passes through all stages.
         stage_layers: first and last layer of each stage.
-        micro_batches: of a replica's mini-batch.
-        samples: of a mini-batch of all replicas.
+        micro_batches: micro-batches of a replica's mini-batch.
+        samples: samples of a mini-batch, over all replicas.
         positions: tokens of a sample.
         steps: updates to be made in total.
         first_step: updates made by the run that this one resumes.
-        resumed: the checkpoint that it goes on from; None without.
-        changed: the keys of the config that have other values than when that was written, with both.
+        resumed: checkpoint that the run resumes from; None: none.
+        changed: keys of the config that differ from that checkpoint's, with both values.
         workers_here: workers on this machine.
         cores: CPU cores that they may use.
-        on_cpu: whether workers compute on them.
+        on_cpu: whether workers compute on the CPU.
         unit: what a token is: ``byte``, or ``token`` of a tokenizer.
-        target: what the model is to tell: ``byte``, ``token``, or ``label`` of a text.
+        target: what the model predicts: ``byte``, ``token``, or ``label`` of a text.
         where: where workers compute, and what carries their messages, in words.
     """
 
@@ -86,13 +86,13 @@ class About:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether several workers compute on one core."""
+        """Whether several workers share a core."""
         return self.on_cpu and self.workers_here > self.cores
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A figure as it was measured, and as the simulator predicted it from the stages' measured costs."""
+    """A measured figure, and the simulator's prediction of it from the stages' measured costs."""
 
     measured: float
     predicted: float
@@ -100,34 +100,36 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came of a run.
+    """The summary of a run.
 
     Attributes:
         about: what was trained.
         steps: updates made in total.
-        stopped: whether it was ended before all steps were made.
-        seconds: of training, evaluations among them.
-        samples_per_second: over all steps, without evaluations.
-        planned_samples_per_second: what the plan that was trained expected; None without one.
+        stopped: whether the run was ended before all steps were made.
+        seconds: duration of training, including evaluations.
+        samples_per_second: throughput over all steps, without evaluations.
+        planned_samples_per_second: throughput that the plan predicted; None: no plan.
         training_loss: mean of the last ``training_steps`` steps.
-        training_steps: those: 10, or fewer if there were fewer.
-        validation_loss: on the part of the text that is kept for it, after the last step.
-        timed_together: steps; 1, or in asynchronous schemes those from an empty pipeline to an empty one.
-        sampled_steps: whose ops were timed (the last of those timed together); the three figures below are
-            medians over them.
-        step_seconds: of a whole step: ops, syncs, updates and agreement.
-        ops_seconds: from the first op's start to the last one's end.
-        bubble_ratio: share of that in which workers have no op to run; asynchronous: between warm-up and
-            drain.
-        saved_bytes: most bytes saved for backward at once, by worker.
-        stages_held: most weights held at once, in stages with versions counted, by worker.
-        memory_bytes: by worker the most memory in use: what torch allocated on its GPU, or on the CPU what of
-            its process was resident, with Python, torch and other workers in it; and as predicted: weights,
-            gradients, optimiser state and what is saved for backward.
-        beside_torch_bytes: by worker what of its GPU was in use at the end beside what torch's allocator had:
-            CUDA, communicators, other processes; empty on the CPU.
-        slowdown: the time of all ops in the run over their time when they were timed before it; 1: as quick.
-        as_ran_seconds: what is predicted in place of ``ops_seconds`` for ops as long as they were in the run.
+        training_steps: number of these steps: 10, or all if there were fewer.
+        validation_loss: loss on the held-out part of the text, after the last step.
+        timed_together: number of steps that are timed together: 1, or in asynchronous schemes those from an
+            empty pipeline to an empty one.
+        sampled_steps: numbers of the steps whose ops were timed (the last of those timed together); the three
+            figures below are medians over them.
+        step_seconds: duration of a whole step: ops, syncs, updates and agreement.
+        ops_seconds: time from the first op's start to the last one's end.
+        bubble_ratio: share of that time in which workers have no op to run; in asynchronous schemes between
+            warm-up and drain.
+        saved_bytes: maximum bytes saved for backward at once, by worker.
+        stages_held: maximum weights held at once, in stages with versions counted, by worker.
+        memory_bytes: by worker the maximum memory in use: bytes that torch allocated on its GPU, or on the
+            CPU the resident memory of its process, which includes Python, torch and other workers in it; the
+            prediction covers weights, gradients, optimiser state and tensors saved for backward.
+        beside_torch_bytes: by worker the bytes of its GPU that were in use at the end outside torch's
+            allocator: CUDA, communicators, other processes; empty on the CPU.
+        slowdown: the time of all ops in the run over their time when they were timed before it; 1: equally
+            fast.
+        as_ran_seconds: prediction of ``ops_seconds`` if ops take as long as they did in the run.
     """
 
     about: About
@@ -168,12 +170,12 @@ Trained = result_of("`counterflow train`.", Result, About, Summary, folder=_FOLD
 
 
 def prepared(about: About, folder: Path, least_bytes: Sequence[int]) -> Result:
-    """What would be trained, and what each worker holds of it at least."""
+    """Description of what would be trained, and the bytes that each worker holds at least."""
     return Prepared.of(**asdict(about), folder=str(folder), least_bytes=list(least_bytes))
 
 
 def trained(summary: Summary, folder: Path) -> Result:
-    """What came of a run."""
+    """The result of a run."""
     return Trained.of(**{**asdict(summary.about), **asdict(summary)}, folder=str(folder))
 
 
@@ -192,10 +194,10 @@ class RunResult(NamedTuple):
 class KeyShown(Part):
     """A key of a config."""
 
-    key: Annotated[str, said("with its section: `train.steps`")]
-    default: Annotated[Any, said("null where another key or the data decides")]
-    about: Annotated[str, said("what it means")]
-    legal: Annotated[str, said("what it may be")]
+    key: Annotated[str, said("the key with its section: `train.steps`")]
+    default: Annotated[Any, said("null if another key or the data decides")]
+    about: Annotated[str, said("meaning of the key")]
+    legal: Annotated[str, said("legal values")]
 
 
 class Keys(Result):

@@ -1,6 +1,6 @@
-"""What a run goes on from: which checkpoint, whether it fits the config, and what the config changes.
+"""How a run resumes: from which checkpoint, whether it fits the config, and what the config changes.
 
-Invariant: a run that resumes says from where, and which keys have other values than when that was written.
+Invariant: a run that resumes names the checkpoint, and the keys that differ from the checkpoint's config.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ _OWN = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
 
 
 def found(config: RunConfig, start: Path | None = None, *, again: bool = False) -> Checkpoint | None:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Args:
-        config: of the run.
-        start: what was found before, which is read again.
-        again: whether the run failed after it had begun, perhaps with all steps made.
+        config: config of the run.
+        start: checkpoint that was found before, which is read again.
+        again: whether the run failed after it had begun, possibly with all steps made.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is no checkpoint, or it is damaged.
     """
     resume = config.train.resume
     if resume is None:
         return None
     if resume == AUTO:
-        assert config.train.out is not None  # a config is refused without
+        assert config.train.out is not None  # a config without train.out is refused
         below = config.train.steps if again else None
         return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out, below)
     return Checkpoint.load(start or Path(resume), f"train.resume = {resume}")
 
 
 def _last(run: Path, below: int | None = None) -> Checkpoint | None:
-    """The last checkpoint of a run whose files are all there, of fewer steps; None: it wrote none."""
+    """The last complete checkpoint of a run, of fewer steps than ``below``; None: the run wrote none."""
     problem: DamagedError | None = None
     for folder in reversed(complete(run / CHECKPOINT)):
         try:
@@ -70,15 +70,15 @@ def _last(run: Path, below: int | None = None) -> Checkpoint | None:
 
 
 def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
-    """Put a pipeline where the run was; all workers call it.
+    """Load a checkpoint into a pipeline; all workers call it.
 
     Args:
         start: the checkpoint.
-        pipeline: of the run.
-        auto: whether the next attempt is to find the checkpoint before, if this one is damaged.
+        pipeline: pipeline of the run.
+        auto: whether the next attempt shall find the previous checkpoint if this one is damaged.
 
     Raises:
-        ConfigError: it does not fit, or is damaged.
+        ConfigError: the checkpoint does not fit, or is damaged.
     """
     try:
         start.read_into(pipeline, options=False)
@@ -88,7 +88,7 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
         if pipeline.transport.rank == 0:
             put_aside(start.path)
         raise DamagedError(
-            f"{error}; it is put aside as damaged-{start.path.name}, and the same command goes on from the "
+            f"{error}; it is renamed to damaged-{start.path.name}; run the same command to resume from the "
             "one before"
         ) from None
 
@@ -98,9 +98,9 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
 
     Args:
         start: the checkpoint.
-        model: what it is to be read into.
-        list_layers: its layers; None: it is a list of them.
-        config: of the run.
+        model: model that the checkpoint is loaded into.
+        list_layers: function that lists its layers; None: the model is a list of layers.
+        config: config of the run.
 
     Raises:
         ConfigError: a name, a shape or the optimiser differs, or there is nothing left to do.
@@ -125,16 +125,18 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
     shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     for name in sorted(shapes.keys() ^ theirs.keys()):
         where = "the checkpoint" if name in theirs else "the config's model"
-        raise ConfigError(f"{place}: only {where} has {name!r}; resume with the model it was made with")
+        raise ConfigError(f"{place}: only {where} has {name!r}; resume with the model of the checkpoint")
     for name, shape in shapes.items():
         if theirs[name] != shape:
             raise ConfigError(
                 f"{place}: {name} has shape {theirs[name]}, {shape} in the "
-                "config's model; resume with the model it was made with"
+                "config's model; resume with the model of the checkpoint"
             )
     had = start.index.about.get("optimizer")
     if had != kind and (start.step or start.index.has_training):
-        raise ConfigError(f"{place}: holds the state of optimizer.name = {had}, not of {kind}; give the same")
+        raise ConfigError(
+            f"{place}: contains the state of optimizer.name = {had}, not of {kind}; give the same optimiser"
+        )
     if start.step >= steps:
         raise ConfigError(
             f"{place}: it has made {start.step} steps, and train.steps = {steps}; "
@@ -143,7 +145,7 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
 
 
 def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
-    """The keys with other values than when a checkpoint was written, with both values."""
+    """The keys that differ from the config of a checkpoint, with both values."""
     texts = str(start.index.about.get("config", "")), config.to_toml()
     before, now = (by_key(tomllib.loads(text)) for text in texts)
     return tuple(
@@ -154,9 +156,9 @@ def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
 
 
 def history(start: Checkpoint | None) -> bytes:
-    """The metrics until a checkpoint, which it has; none of one that was not written by a run.
+    """The metrics until a checkpoint, which it contains; empty for a checkpoint that no run wrote.
 
     Raises:
-        ConfigError: they are damaged.
+        ConfigError: the metrics are damaged.
     """
     return b"" if start is None or METRICS not in start.index.files else start.file(METRICS)

@@ -1,7 +1,7 @@
 """A run from its config to its summary: starts workers, or is one of those that torchrun or Slurm started.
 
 Invariant: ``run`` returns or raises with no worker left behind, and with what was reached in the run's
-folder. It prints nothing; whoever watches is told by the one process that all workers' numbers reach.
+folder. It prints nothing; callbacks are called in the one process that receives all workers' numbers.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple
     """Train as a config says.
 
     Args:
-        config: what to train.
-        callbacks: who is told while it runs. The config's loggers are told too.
-        max_restarts: so often workers are started again after a failure; torchrun has its own number.
+        config: config of the run.
+        callbacks: called during the run, in addition to the config's loggers.
+        max_restarts: maximum restarts of the workers after failures; torchrun has its own number.
 
     Returns:
-        What came of it, and the run's folder; None on the workers of torchrun or Slurm but rank 0, where
-        ``STOP`` tells whether it was ended early, and where a run had come to its end before.
+        The summary and the run's folder; None on workers of torchrun or Slurm other than rank 0, where
+        ``STOP`` knows whether the run was ended early, and if the run was complete before.
 
     Raises:
         ConfigError: the run cannot be started.
-        WorkerError: a worker failed; what was reached is kept.
-        KeyboardInterrupt: it was stopped at once, or before a step was made after its start or restart.
+        WorkerError: a worker failed; the folder contains what was reached.
+        KeyboardInterrupt: the run was stopped at once, or before the first step after a start or restart.
     """
     STOP.forget()
     placed, attempt = world.started_by(), 0
@@ -79,14 +79,16 @@ def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple
     _check_storage(folder.path, max_restarts)
     if (attempt or config.train.resume == AUTO) and folder.finished(config.train.steps):
         if not world.rank():
-            Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps are made")
+            Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps were made before")
         return None
     if attempt:
         refusal = Restarts(folder.path, max_restarts).refusal()
         if refusal is not None:
             raise WorkerError(refusal)
         config = _again(config, folder)
-    asked = config  # what is written: the same command may go on later, with all workers
+    asked = (
+        config  # the config that is written is for all workers, because the same command may resume with them
+    )
     if placed is not None:
         config = _of_those_here(config, folder.path)
     config = with_memory(config, max_restarts)
@@ -104,7 +106,9 @@ def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple
 def _trained(
     job: Job, folder: RunFolder, attempt: int, reporter: Callback | None = None
 ) -> tuple[Trainer, Summary | None]:
-    """As a worker of torchrun or Slurm, on rank 0 with who is told. A signal ends it until it made a step."""
+    """Run as a worker of torchrun or Slurm; rank 0 calls the callbacks. Until its first step a signal ends
+    it.
+    """
     with STOP.during(Phase.UNWIND, then=Phase.NOTE):
         try:
             with telling(attempt, folder.fence):
@@ -115,13 +119,13 @@ def _trained(
                     reporter.happened(in_words(trainer.recorder.event))
                 return trainer, trainer.run()
         except WorkerError as error:
-            if STOP and STOP.phase is Phase.UNWIND:  # another one ended at the same signal
+            if STOP and STOP.phase is Phase.UNWIND:  # another worker ended at the same signal
                 raise KeyboardInterrupt from error
             raise
 
 
 def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
-    """A config for as many workers as were started, if that may be fewer."""
+    """A config for as many workers as were started, if fewer are allowed."""
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:
         return config
@@ -143,7 +147,7 @@ def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
 def _in_folder(
     config: RunConfig, job: Job, reporter: Callback, attempt: int, max_restarts: int
 ) -> tuple[Summary, Path]:
-    """As rank 0, or as who starts the workers."""
+    """Run as rank 0, or as the process that starts the workers."""
     placed = world.started_by()
     start = job.start.path if job.start is not None else None
     folder = RunFolder.open(config, job.schedule, start, history(job.start), again=bool(attempt))
@@ -164,13 +168,13 @@ def _in_folder(
         folder.fence.end()
     except BaseException as error:
         steps = folder.steps()
-        if placed is None:  # others that were started may still note what failed
+        if placed is None:  # other workers may still note what failed
             folder.fence.end()
-            if not (STOP.early and steps):  # else they are newer than the last checkpoint
+            if not (STOP.early and steps):  # otherwise the metrics are newer than the last checkpoint
                 forget(run_of(folder.path))
         folder.remove_empty()
         kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}" if steps else ""
-        kept += ", and train.resume can go on from there" if steps and folder.has_checkpoint else ""
+        kept += ", from which train.resume can continue" if steps and folder.has_checkpoint else ""
         if isinstance(error, KeyboardInterrupt) or (STOP and not steps):
             if steps:
                 note(folder.path, STOPPED, signal=STOP.name, step=steps)
@@ -185,7 +189,9 @@ def _in_folder(
 
 
 def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Restarts) -> Summary:
-    """With workers of its own, started again after a failure as often as is allowed and makes sense."""
+    """Run with workers of its own, which are restarted after failures as often as is allowed and makes
+    sense.
+    """
     absence = Absence(folder.path, job.config.train.fewer_after)
     for attempt in itertools.count():
         try:
@@ -206,11 +212,11 @@ def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Resta
         if job.about.processes > 1 and absence.over(failed):
             config = _without(failed["worker"], job, folder, reporter)
         job = prepare(_again(config, folder), again=True)
-    raise AssertionError  # a count has no end
+    raise AssertionError  # a count that never ends
 
 
 def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Callback) -> RunConfig:
-    """The config that goes on without a worker; told and written."""
+    """The config that continues without a worker; the event is reported and written."""
     left = job.about.processes - 1
     kind = named_carrier(job.config)
     if kind is not None and kind.gpu_each:
@@ -223,20 +229,20 @@ def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Callback
 
 
 def _left(config: RunConfig, workers: int) -> Event:
-    """That so many workers are left, which run a config."""
+    """The event that this many workers are left, which run a config."""
     replicas = f", {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
     return {"event": FEWER, "workers": workers, "runs": f"{config.build_schedule()}{replicas}"}
 
 
 def _again(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The config of a run that is begun again: from its own last checkpoint, if it has written one."""
+    """The config of a restart: from the run's own last checkpoint, if it has written one."""
     if not folder.has_checkpoint and config.train.resume is not None:
         return config
     return config.but(train={"resume": AUTO, "out": folder.path})
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """Refuse to start more workers than there are GPUs, where each needs one."""
+    """Refuse to start more workers than there are GPUs, if each needs one."""
     kind = named_carrier(config)
     if kind is None or not kind.gpu_each:
         return
@@ -244,16 +250,17 @@ def _check_gpus(config: RunConfig) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < workers:
         raise ConfigError(
-            f'pipeline.transport = "{kind}": {workers} workers need a GPU each, and there are {gpus} here; '
+            f'pipeline.transport = "{kind}": {workers} workers need a GPU each, but this machine has {gpus}; '
             "choose gloo, or fewer workers"
         )
 
 
 def _check_storage(folder: Path, max_restarts: int) -> None:
-    """Refuse restarts where a new attempt cannot keep the one before from writing; else say so.
+    """Refuse restarts on storage where a new attempt cannot keep the previous one from writing; otherwise
+    warn.
 
     Raises:
-        ConfigError: restarts were asked for there.
+        ConfigError: restarts were asked for on such storage.
     """
     found = storage_of(folder)
     if max_restarts and found.renames is False:
@@ -265,22 +272,21 @@ def _check_storage(folder: Path, max_restarts: int) -> None:
 
 
 def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
-    """Refuse what those who started this process did not start it for."""
+    """Refuse options that contradict how this process was started."""
     if max_restarts:
         raise ConfigError(
-            f"--max-restarts {max_restarts}: {placed} started these workers, and only it can start them "
-            "again; give it to torchrun, or resubmit the job"
+            f"--max-restarts {max_restarts}: {placed} started these workers, and only it can restart "
+            "them; give the option to torchrun, or resubmit the job"
         )
     if world.most_restarts() and config.train.out is None:
         raise ConfigError(
-            "torchrun --max-restarts: workers that are started again have to find their run; give its "
-            "folder as --out"
+            "torchrun --max-restarts: restarted workers have to find their run; give its folder as --out"
         )
     kind = named_carrier(config)
     if kind is not None and kind.threads:
         raise ConfigError(
             f'pipeline.transport = "{kind}": runs in one process, but {placed} started several; '
-            "choose gloo or nccl, or start it without"
+            "choose gloo or nccl, or start without {placed}"
         )
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:
@@ -290,7 +296,7 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
 
 
 def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> Summary:
-    """With workers of its own. A signal ends them at once until they train, and then after a step."""
+    """Run with workers of its own. A signal ends them at once until they train, and then after a step."""
     pipeline, first = job.config.pipeline, None if attempt else job.first_step
     folder.fence.begin()
     known = len(read(folder.path))
@@ -302,7 +308,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
         for event in events:
             if attempt:
                 reporter.happened(in_words(event))
-            if event["event"] == RESTARTED:  # the metrics were put back before
+            if event["event"] == RESTARTED:  # the metrics were cut before
                 first = event["step"]
         reporter.recorded(folder.new_records())
         if first is not None and folder.latest > first:
@@ -323,7 +329,9 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
             job.start.path if job.start is not None else None,
             attempt,
             workers=job.about.processes,
-            transport=cast("Literal['local', 'gloo', 'nccl']", pipeline.transport),  # chosen by now
+            transport=cast(
+                "Literal['local', 'gloo', 'nccl']", pipeline.transport
+            ),  # the transport is chosen by now
             timeout_seconds=pipeline.timeout_seconds,
             threads=job.config.train.threads,
         )

@@ -1,7 +1,7 @@
-"""What a model source is: where a run's model comes from, what a config says of it, and what is made of that.
+"""Model sources: where a run's model comes from, what a config says about it, and how it is made.
 
-Invariant: what depends on where a model comes from is a method here, and nothing else asks for it. A source
-is one file in ``sources``, or of a user's, which registers it. Reading a config does not import torch.
+Invariant: everything that depends on the origin of a model is a method of its source. A source is one file in
+``sources``, or a user's own, which is registered. Reading a config does not import torch.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from .sections.model import ModelSection
 
 AVERAGED = "-ema"
-"""Behind the name of an exported folder: of averaged weights."""
+"""Suffix of an exported folder's name: it contains averaged weights."""
 
 
 class Write(Protocol):
-    """Writes what a pipeline has trained into a folder; all workers call it."""
+    """Writes a trained model into a folder; all workers call it."""
 
     def __call__(self, pipeline: Pipeline, folder: Path, *, ema: bool) -> None:
-        """Write it; with ``ema`` the averages of the trained weights."""
+        """Write the model; with ``ema`` the averages of the trained weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """What a run trains, and on what.
+    """The model of a run, its loss and its samples.
 
     Attributes:
-        model: on the meta device.
-        list_layers: its layers; None: it is a list of them.
-        loss: its output and targets to its loss.
+        model: the model, on the meta device.
+        list_layers: function that lists its layers; None: the model is a list of layers.
+        loss: function of its output and targets that returns the loss.
         batches: mini-batches.
-        text: what to call their text.
-        text_bytes: length of that.
-        entropy: in nats a target: the loss of a model that knows only how frequent each is.
-        digest: of the text.
-        target: what the model is to tell.
-        unit: of the text, in a word.
-        export: the folder that is written at the end beside the checkpoints, one of the source's ``exports``,
-            and what writes it; None: there is none.
+        text: name of the text.
+        text_bytes: length of the text.
+        entropy: loss in nats per target of a model that knows only how frequent each target is.
+        digest: digest of the text.
+        target: what the model predicts.
+        unit: unit of the text, in a word.
+        export: the folder that is written at the end next to the checkpoints, one of the source's
+            ``exports``, and its writer; None: none.
     """
 
     model: Model
@@ -66,14 +66,14 @@ class Made:
 
 
 class ModelSource:
-    """Where models come from.
+    """A source of models.
 
     Attributes:
-        kinds: the values of ``model.kind`` that are its.
-        named: more of them: the names of models whose shape it knows.
-        own_keys: by table, the keys that only its models have; a config with another model is refused them.
-        usual_rate: the learning rate where none is given, in words.
-        exports: what a run may write at its end beside the checkpoints: names of folders, and what they are.
+        kinds: values of ``model.kind`` that belong to the source.
+        named: further values: names of models whose shape it knows.
+        own_keys: by table, the keys that only its models have; configs of other models may not contain them.
+        usual_rate: default learning rate, in words.
+        exports: folders that a run may write at its end next to the checkpoints, and what they contain.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -83,10 +83,10 @@ class ModelSource:
     exports: ClassVar[Mapping[str, str]] = {}
 
     def filled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The keys of ``[model]`` with what follows from them.
+        """The keys of ``[model]``, completed by those that follow from them.
 
         Raises:
-            ConfigError: they do not make a model.
+            ConfigError: the keys do not make a model.
         """
         return keys
 
@@ -94,30 +94,30 @@ class ModelSource:
         """Refuse keys whose values do not fit each other.
 
         Raises:
-            ConfigError: the message names them.
+            ConfigError: the values contradict each other.
         """
 
     def written(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Those of the keys of ``[model]`` from which ``filled`` makes the others again."""
+        """The keys of ``[model]`` from which ``filled`` makes the others again."""
         return keys
 
     def refusal(self, config: RunConfig, schedule: Schedule) -> str | None:
-        """What is wrong with a config whose tables are each right; None: nothing."""
+        """Why a config is refused whose tables are each right; None: it is accepted."""
         del config, schedule
         return None
 
     def learning_rate(self, config: RunConfig) -> float:
-        """The largest learning rate where none is given."""
+        """The default maximum learning rate."""
         raise NotImplementedError
 
     def name(self, config: RunConfig) -> str:
-        """What to call the model."""
+        """Name of the model."""
         return config.model.kind
 
     def make(self, config: RunConfig) -> Made:
-        """The model, on the meta device, and what it is trained on; the same in every process.
+        """The model, on the meta device, and its samples; the same in every process.
 
         Raises:
-            ConfigError: it cannot be read or made, or does not fit the data.
+            ConfigError: the model cannot be read or made, or does not fit the data.
         """
         raise NotImplementedError

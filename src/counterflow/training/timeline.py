@@ -1,12 +1,11 @@
-"""A run's timeline as it was measured, and as the simulator predicts it from the stages' measured costs.
+"""A run's timeline as measured, and as predicted by the simulator from the stages' measured costs.
 
-Of a whole step both are of one kind, a ``Simulation``, so whatever is known of the one (makespan, bubbles,
-memory, a picture) is worked out for the other by the same code. An asynchronous run is never whole while it
-goes on: each worker has ops of older mini-batches. There a timeline is what each worker runs from where it
-begins one mini-batch to where it begins the next but one, in the part that repeats; from one beginning to
-the next is what a step takes.
+For a whole step both are a ``Simulation``, so the same code computes makespan, bubbles, memory and pictures
+of both. An asynchronous run in progress has no whole step: each worker has ops of older mini-batches in
+flight. Its timeline covers two consecutive steps of each worker in the steady state, and a step lasts from
+the beginning of one mini-batch to the beginning of the next.
 
-Invariant: ops that are not the schedule's make no timeline. Reading and drawing need no torch.
+Invariant: a timeline contains exactly the schedule's ops. Reading and drawing need no torch.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from counterflow.simulation.timed_schedule import Played, timed
 if TYPE_CHECKING:
     from counterflow.measure.stage_costs import StageCost
 
-WAITING = "dependency or message"  # how long messages took was not measured
+WAITING = "dependency or message"  # the duration of messages was not measured
 
 STEPS = 2
-"""Of the timeline of an asynchronous run that goes on."""
+"""Steps in the timeline of an asynchronous run in progress."""
 
 _AFTER = 2
-"""Steps that are simulated behind them: workers still run ops of their mini-batches."""
+"""Steps that are simulated after them: workers still run ops of their mini-batches."""
 
 
 class Side(NamedTuple):
-    """A step as it was measured, or as it is predicted.
+    """A step as measured, or as predicted.
 
     Attributes:
-        seconds: that it took.
-        busy: seconds that each worker computed in it.
-        parts: the mean worker's seconds, by what they were for; they add up to the step's.
+        seconds: duration of the step.
+        busy: seconds that each worker computed.
+        parts: the mean worker's seconds, by purpose; they add up to the step's.
     """
 
     seconds: float
@@ -63,14 +62,14 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _AsRan:
-    """What ops took in a run: the median of those that are alike; their bytes are the costs' own."""
+    """Durations of ops in a run: the median over ops of one kind; their bytes are those of the costs."""
 
     own: OpCosts
     took: dict[tuple[object, ...], float]
 
     @classmethod
     def of(cls, own: OpCosts, spans: Sequence[Span]) -> Self:
-        """Those of the ops that were timed."""
+        """The durations of the ops that were timed."""
         found: dict[tuple[object, ...], list[float]] = {}
         for span in spans:
             op = span.op
@@ -79,26 +78,26 @@ class _AsRan:
         return cls(own, {key: statistics.median(lengths) for key, lengths in found.items()})
 
     def seconds(self, piece: Piece) -> float:
-        """How long such an op took."""
+        """Duration of such an op."""
         return self.took[piece.kind, piece.stage, piece.worker, piece.micro_batches, piece.parts]
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
-        """What it adds to its worker's memory."""
+        """Bytes that the op adds to its worker's memory."""
         return self.own.bytes(piece)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Ops of a run that were timed, and the costs from which they are predicted.
+    """Timed ops of a run, and the costs from which they are predicted.
 
     Attributes:
-        schedule: what was run.
-        costs: of the stages, as measured before training.
+        schedule: schedule of the run.
+        costs: costs of the stages, as measured before training.
         step: the last step that was measured, counted from 1.
-        spans: its ops, on the workers of replica 0, in seconds.
-        saved_bytes: most bytes each of these workers saved for backward at once, as counted.
-        ongoing: whether these are ``STEPS`` steps of an asynchronous run that goes on; else they are all ops
-            of the schedule.
+        spans: ops of that step on the workers of replica 0, in seconds.
+        saved_bytes: maximum bytes that each of these workers saved for backward at once, as counted.
+        ongoing: whether these are ``STEPS`` steps of an asynchronous run in progress; otherwise they are all
+            ops of the schedule.
     """
 
     schedule: Schedule
@@ -117,19 +116,21 @@ class Timeline:
         return played(self.schedule, self.costs, self.spans)
 
     def predicted(self) -> Simulation:
-        """As the simulator plays it: the schedule, or a training of as few steps as have such two."""
+        """The predicted schedule; while an asynchronous run is in progress, a short training that contains
+        its two steps.
+        """
         return simulate(_place(self.schedule)[0] if self.ongoing else self.schedule, self.costs)
 
     def predicted_rows(self) -> Rows:
-        """Of a run that goes on: by worker its ops in their order, as predicted."""
+        """For an asynchronous run in progress: the predicted ops of each worker in their order."""
         predicted = self.predicted().timeline
         return tuple(tuple(predicted[i] for i in place) for place in _place(self.schedule)[1])
 
     def rows(self) -> tuple[Rows, Rows]:
-        """The same as measured, and as predicted.
+        """The ops as measured, and as predicted.
 
         Raises:
-            ConfigError: what was measured is not so many steps of the schedule.
+            ConfigError: the measured ops are not this number of steps of the schedule.
         """
         should = self.predicted_rows()
         was = tuple(tuple(s for s in self.spans if s.worker == worker) for worker in range(len(should)))
@@ -150,7 +151,7 @@ class Timeline:
         return _of_whole(self.measured()), _of_whole(self.predicted())
 
     def as_ran(self) -> Simulation:
-        """The step as the simulator plays it with ops as long as they were in the run."""
+        """The simulated step if ops take as long as they did in the run."""
         own = self.costs.of_ops(self.schedule.stages)
         return simulate(self.schedule, dataclasses.replace(self.costs, ops=_AsRan.of(own, self.spans)))
 
@@ -158,7 +159,7 @@ class Timeline:
         """What to draw: measured above predicted.
 
         Args:
-            memory: whether with the bytes over time; of a run that goes on they are not known.
+            memory: whether to draw bytes over time; for a run in progress they are unknown.
         """
         if self.ongoing:
             return list(self._ongoing_charts())
@@ -175,7 +176,7 @@ class Timeline:
         ]
 
     def _ongoing_charts(self) -> Iterator[Chart]:
-        """Micro-batches are counted as in the prediction."""
+        """Charts in which micro-batches are counted as in the prediction."""
         whole = chart_of(self.predicted())
         order = [i for place in _place(self.schedule)[1] for i in place]
         new = {old: at for at, old in enumerate(order)}
@@ -210,7 +211,7 @@ class Timeline:
             )
 
     def dumps(self) -> str:
-        """JSON with a line for each of the ops; ``loads`` reads it back with the schedule."""
+        """JSON with one line per op; ``loads`` reads it back with the schedule."""
         head = {
             "format": _format(ongoing=self.ongoing),
             "format_version": 1,
@@ -227,13 +228,13 @@ class Timeline:
 
     @classmethod
     def loads(cls, text: str, schedule: Schedule, name: str, *, ongoing: bool = False) -> Timeline:
-        """What ``dumps`` wrote.
+        """A timeline from the text that ``dumps`` wrote.
 
         Args:
-            text: what it wrote.
-            schedule: the schedule it is of.
-            name: what to call the text in errors.
-            ongoing: as the attribute.
+            text: text that ``dumps`` wrote.
+            schedule: schedule of the timeline.
+            name: name of the text in errors.
+            ongoing: see the attribute.
 
         Raises:
             ConfigError: the text is something else, or does not fit the schedule.
@@ -267,7 +268,7 @@ _COMPUTING, _WAITED = "computing", "waiting for others' ops and messages"
 
 
 def _of_whole(result: Simulation) -> Side:
-    """How long messages took was not measured."""
+    """The side of a whole step, in which the duration of messages is unknown."""
     workers = result.schedule.workers
     idle = {cause: sum(g.end - g.start for g in result.gaps if g.cause is cause) / workers for cause in Cause}
     parts = {
@@ -280,7 +281,9 @@ def _of_whole(result: Simulation) -> Side:
 
 
 def _of_rows(rows: Rows) -> Side:
-    """A step is from where a worker begins one to where it begins the next: the mean of all."""
+    """The side of two steps: a step lasts from the beginning of one to that of the next, averaged over
+    workers.
+    """
     busy = tuple(sum(span.end - span.start for span in row[: len(row) // STEPS]) for row in rows)
     seconds = sum(row[len(row) // STEPS].start - row[0].start for row in rows) / len(rows)
     computing = sum(busy) / len(rows)
@@ -293,7 +296,7 @@ def _kind(span: Span) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4)
 def _place(schedule: Schedule) -> tuple[Schedule, tuple[range, ...]]:
-    """A training with steps in the part that repeats, and by worker where they are among all its ops."""
+    """A training with steps in the steady state, and for each worker where these lie among all its ops."""
     cut = segments(schedule)
     first = cut.last + 1
     whole = cut.program(first + STEPS + _AFTER).schedule
@@ -307,17 +310,17 @@ def _place(schedule: Schedule) -> tuple[Schedule, tuple[range, ...]]:
 
 
 def _number(value: Any) -> Any:
-    """``value``, which a file says, if it is a finite number."""
+    """``value`` from a file, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_COST:
-        raise ValueError(f"{str(value)[:60]!r} is no number of a timeline")
+        raise ValueError(f"{str(value)[:60]!r} is not a number of a timeline")
     return value
 
 
 def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -> Costs:
     """The simulator's costs from those measured for each stage.
 
-    Messages and gradient syncs cost nothing here: both go on beside the ops. Bytes are those saved for
-    backward alone, which are what the engine counts; weights, gradients and optimiser state are not.
+    Messages and gradient syncs cost nothing here, as both overlap with the ops. Bytes are those saved for
+    backward alone, which the engine counts; weights, gradients and optimiser state are not included.
     """
     return Costs(
         forward=[stage.forward_seconds for stage in stages],
@@ -339,7 +342,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
 
 
 def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulation:
-    """A schedule whose ops took the times that were measured.
+    """The simulation of a schedule whose ops took the measured times.
 
     Raises:
         ConfigError: the ops are not those of the schedule.
@@ -351,7 +354,7 @@ def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulatio
     first = min((span.start for span in spans), default=0.0)
     start, end = (np.array([times[key][side] - first for key in wanted]) for side in (0, 1))
     model = timed(schedule)
-    sent = end[model.messages.makers]  # how long messages took was not measured
+    sent = end[model.messages.makers]  # the duration of messages was not measured
     return Simulation(model, costs, Played(start, end, end, np.empty((0, 4)), sent, sent), measured=True)
 
 

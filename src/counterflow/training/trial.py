@@ -1,9 +1,9 @@
 """A small training job to compare two ways of running it: a tiny GPT on random tokens.
 
-It has what goes wrong first: dropout, an embedding tied to the output layer, micro-batches of unequal size,
-clipping, and an optimiser with a memory. Its optimiser is AdamW with an eps of 1e-3: with the usual 1e-8
-it would make full steps of gradients that are zero but for rounding (that of an attention key's bias is),
-and compare noise.
+It contains what goes wrong first: dropout, an embedding tied to the output layer, micro-batches of unequal
+size, clipping, and an optimiser with a memory. Its optimiser is AdamW with an eps of 1e-3: with the usual
+1e-8, gradients that are zero except for rounding (such as that of an attention key's bias) would make full
+steps, and noise would be compared.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from counterflow.verification.agreement import Agreement, Trained, one_process, 
 from counterflow.verification.reference import parts_of
 
 CLIP_NORM = 0.5
-"""Below the norm of the first gradients, so that they are clipped."""
+"""Less than the norm of the first gradients, so they are clipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model, what to train it on, and what is to train it.
+    """A model, its samples, and the schedule that trains it.
 
     Attributes:
-        schedule: what the pipeline executes.
+        schedule: schedule of the pipeline.
         layers: the model.
-        loss: output and target to the mean loss over the samples.
+        loss: function of output and target that returns the mean loss over the samples.
         batches: mini-batches by step and replica: inputs and targets.
-        optimizer: a function of parameters to an optimiser.
+        optimizer: function that makes an optimiser of parameters.
     """
 
     schedule: Schedule
@@ -47,7 +47,7 @@ class Trial:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
     def one_process(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Trained:
-        """What one process makes of it; options and errors as of ``verify.agreement.one_process``."""
+        """The training in one process; options and errors as in ``verify.agreement.one_process``."""
         return one_process(
             self.layers,
             self.loss,
@@ -59,7 +59,7 @@ class Trial:
         )
 
     def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
-        """One process against the pipeline; options and errors as of ``verify.agreement.verify``."""
+        """Compare one process with the pipeline; options and errors as in ``verify.agreement.verify``."""
         return verify(
             self.schedule,
             self.layers,
@@ -72,9 +72,10 @@ class Trial:
 
 
 def updates_compared(schedule: Schedule, *, replicas: int = 1, sync: Sync = Sync.EAGER_OPT) -> int:
-    """How many updates of a small trial are compared, if nobody says so.
+    """Default number of updates of a small trial.
 
-    3; in an asynchronous scheme enough to reach all versions of the weights, and a flush before the last 2.
+    It is 3, or in an asynchronous scheme enough to reach all versions of the weights, with a flush before the
+    last 2.
 
     Raises:
         ScheduleError: the checker does not accept the schedule.
@@ -95,16 +96,16 @@ def small_trial(
     tied: bool | None = None,
     seed: int = 0,
 ) -> Trial:
-    """A trial for a schedule: as many layers as it has stages, or two more; samples that divide unevenly.
+    """A trial for a schedule: a layer per stage, or two more, and samples that divide unevenly.
 
     Args:
-        schedule: what will run it.
-        replicas: pipeline groups, each with mini-batches of its own, the later ones larger.
-        steps: mini-batches for each.
-        dtype: of the weights, or its name in torch.
-        dropout: share dropped; None: 0.1, or nothing with slices, which draw each their own.
-        tied: whether embedding and output layer share their weight; by default if there is a flush.
-        seed: of weights and mini-batches.
+        schedule: schedule that will run it.
+        replicas: number of pipeline groups, each with mini-batches of its own, larger for later groups.
+        steps: number of mini-batches for each.
+        dtype: dtype of the weights, or its name in torch.
+        dropout: share of activations that is dropped; None: 0.1, or 0 with slices, which draw their own.
+        tied: whether embedding and output layer share their weight; default: in synchronous schemes.
+        seed: seed of weights and mini-batches.
     """
     slices = schedule.workload.slices
     if dropout is None:

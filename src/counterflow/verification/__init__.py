@@ -1,1 +1,1 @@
-"""Is it right? The pipeline's numbers against those of one process."""
+"""Verification: the pipeline's numbers against those of one process."""

@@ -1,4 +1,4 @@
-"""The same training by a pipeline and by one process, and how far apart their numbers are."""
+"""The same training by a pipeline and by one process, and the difference of their numbers."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from counterflow.schedule.ir import Schedule
 from .reference import Reference, Staleness, parts_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""The largest relative error at which numbers agree, by the dtype they are computed in."""
+"""Maximum relative error at which numbers agree, by the dtype of the computation."""
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
 what is zero but for rounding (a key's bias has no gradient) has no digits to agree in."""
 
 MiniBatches = Sequence[Sequence[tuple[Any, Any]]]
-"""By step and replica: inputs and targets."""
+"""Inputs and targets by step and replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The largest relative errors over all steps, and what they are held to.
+    """The largest relative errors over all steps, and their tolerance.
 
     Attributes:
-        loss_error: of the loss of any step, and of an evaluation after the last.
-        norm_error: of the gradients' global norm before clipping.
-        gradient_error: of any parameter's gradient in the last step.
-        weight_error: of any parameter or buffer after the last step.
-        tolerance: what each must not exceed.
+        loss_error: error of the loss of any step, and of an evaluation after the last.
+        norm_error: error of the gradients' global norm before clipping.
+        gradient_error: error of any parameter's gradient in the last step.
+        weight_error: error of any parameter or buffer after the last step.
+        tolerance: maximum of each error.
     """
 
     loss_error: float
@@ -73,7 +73,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training left."""
+    """Result of a training."""
 
     steps: list[Step]
     evaluation: float
@@ -104,20 +104,20 @@ def verify(
     Args:
         schedule: what the pipeline executes.
         layers: the model; not changed.
-        loss_function: output of the last layer and target to the mean loss over the samples. With
-            processes it and the functions below must be importable by name.
+        loss_function: function of the last layer's output and the target that returns the mean loss over the
+            samples. With processes it and the functions below must be importable by name.
         batches: mini-batches by step and replica; as many replicas as the first step has.
-        optimizer: a function of parameters to an optimiser.
-        scheduler: a function of an optimiser to a learning-rate scheduler.
-        transport: the name of a transport, as ``launch`` takes it.
-        timeout_seconds: how long a worker waits for another.
-        seed: of all random draws.
-        device: where to compute.
+        optimizer: function that makes an optimiser of parameters.
+        scheduler: function that makes a learning-rate scheduler of an optimiser.
+        transport: name of a transport, as in ``launch``.
+        timeout_seconds: seconds that a worker waits for another.
+        seed: seed of all random draws.
+        device: device of the computation.
         flush_after: the steps after which the pipeline is flushed; it always is after the last.
-        reference: what ``one_process`` gave for the same arguments, if it is at hand.
-        execution: how the pipeline executes it; one process clips alike and computes in the same precision.
+        reference: result of ``one_process`` for the same arguments, if available.
+        execution: how the pipeline executes the schedule; one process clips and computes in the same way.
         batching: how mini-batches are cut.
-        options: fields of these two, and further arguments of ``Pipeline``.
+        options: fields of these two records, and further arguments of ``Pipeline``.
 
     Raises:
         ConfigError: the pipeline cannot run this.
@@ -130,7 +130,7 @@ def verify(
     flat = {name: value for name, value in usual.items() if name not in asked} | flat
     execution, batching = records(execution, batching, flat)
     lower = execution.computes_in
-    # Sums in bfloat16 depend on how many threads share them.
+    # Sums in bfloat16 depend on the number of threads.
     threads = 1 if lower else None
     if reference is None:
         modules = layers_of(list(layers))
@@ -154,7 +154,7 @@ def verify(
                 compute_dtype=dtype_of(execution.compute_dtype),
             )
     trained = list(layers)
-    if kind_of(transport).threads:  # they train what they are given
+    if kind_of(transport).threads:  # threads train the modules that they are given
         memo: dict[int, Any] = {}
         trained = [copied(layer, memo) for layer in layers]
         if isinstance(loss_function, nn.Module):
@@ -185,7 +185,7 @@ def verify(
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Around what torch runs on so many threads; None: on as many as it likes."""
+    """Within this context torch runs on this many threads; None: the default."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -221,7 +221,7 @@ def _train(
     batches: MiniBatches,
     options: Mapping[str, Any],
 ) -> Trained:
-    """One worker's part."""
+    """Run one worker's part of the training."""
     options = dict(options)
     flush_after = options.pop("flush_after")
     pipeline = Pipeline(layers, loss_function, schedule, **options)
@@ -238,13 +238,13 @@ def _train(
 
 
 def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
-    """The largest errors of what all workers found.
+    """The largest errors over the results of all workers.
 
     Raises:
-        KeyError: no worker has a gradient that is not zero in one process, or a state lacks a name.
+        KeyError: no worker has a gradient that is nonzero in one process, or a state lacks a name.
     """
     given = set().union(*(worker.gradients for worker in found))
-    # One that a hook has taken away is absent there and zero here.
+    # A gradient that a hook has removed is absent there and zero here.
     for name, gradient in reference.gradients.items():
         if name not in given and gradient.any():
             raise KeyError(f"no worker has a gradient of {name}")
@@ -265,7 +265,7 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
 
 
 def _worst(errors: Sequence[float]) -> float:
-    """The largest; infinite if one is no number, which ``max`` passes over."""
+    """The largest error; infinite if one is NaN, which ``max`` would ignore."""
     return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
 
 

@@ -1,6 +1,6 @@
-"""What modules took and returned in a run, and where two runs part.
+"""Inputs and outputs of modules in a run, and the first difference between two runs.
 
-Invariant: what is recorded is copied, so that what changes it in place later does not change the record.
+Invariant: records are copies, so later changes in place do not affect them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .nearness import difference
 
 @dataclass(slots=True)
 class Call:
-    """A module's call.
+    """A call of a module.
 
     Attributes:
-        name: of the module in the model.
-        layer: the number of the layer that called it; -1: the model did.
+        name: name of the module in the model.
+        layer: number of the layer that called it; -1: the model.
         shared: whether model and layers both have the module.
-        takes: its arguments by name, copied.
-        returns: likewise what it returned.
+        takes: copies of its arguments by name.
+        returns: copies of its results.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Run:
     """A run, forward and backward.
 
     Attributes:
-        output: of the last layer or the model, copied.
-        loss: likewise; None: there was nothing to differentiate.
-        gradients: the model's and the loss function's, by name, of those that have one.
-        buffers: of the model, by name, as the run left them.
-        draws: the random numbers drawn: by operator, shapes and numbers how often.
-        events: the calls of modules that the model has, as they began (False) and ended (True).
-        failure: what failed, in words; empty: nothing.
-        error: what was raised.
+        output: copy of the output of the last layer or the model.
+        loss: copy of the loss; None: nothing to differentiate.
+        gradients: existing gradients of the model and the loss function, by name.
+        buffers: buffers of the model by name, as the run left them.
+        draws: number of random draws by operator, shapes and numbers.
+        events: calls of the model's modules, in the order in which they began (False) and ended (True).
+        failure: failure in words; empty: none.
+        error: exception that was raised.
     """
 
     output: Any = None
@@ -66,11 +66,11 @@ class Run:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls, as they began."""
+        """All calls, in the order in which they began."""
         return [call for call, ended in self.events if not ended]
 
     def calls_by_name(self) -> dict[str, list[Call]]:
-        """Each module's calls."""
+        """Calls of each module."""
         found: dict[str, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.name, []).append(call)
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The coarsest floating-point dtype of what modules took and returned."""
+        """The coarsest floating-point dtype among inputs and outputs of modules."""
         found = [
             t.dtype
             for t in pytree.tree_leaves([self.output, *((c.takes, c.returns) for c in self.calls)])
@@ -88,16 +88,16 @@ class Run:
 
 
 class Watch(TorchDispatchMode):
-    """Records into a run what modules take and return, and what is drawn, in a forward.
+    """Records inputs and outputs of modules, and random draws, of a forward into a run.
 
-    While it is entered each draw begins at the same random state: equal draws are equal in whatever order
-    model and layers draw, and a checkpoint that computes again in the backward draws what its forward drew.
+    Within the context each draw begins at the same random state: equal draws are equal in whatever order
+    model and layers draw, and a checkpoint that recomputes in the backward repeats the draws of its forward.
 
     Args:
-        run: where to.
-        modules: those of the model, by name, as they are in the copy that runs.
-        shared: the names of those that layers have too.
-        seed: sets the random state.
+        run: the run to record.
+        modules: modules of the model by name, in the copy that runs.
+        shared: names of modules that layers contain too.
+        seed: function that sets the random state.
     """
 
     layer = -1
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
     def _before(self, name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.recording:
-                return  # a checkpoint computes again, in the backward
+                return  # a checkpoint recomputes in the backward
             call = Call(name, self.layer, name in self._shared, copied(_by_name(module, args, kwargs)))
             self._run.events.append((call, False))
             self._open.append(call)
@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):
             del module, args
             if not self.recording:
                 return
-            while self._open:  # above it are those that raised
+            while self._open:  # calls above it on the stack have raised
                 call = self._open.pop()
                 if call.name == name:
                     call.returns = copied(output)
@@ -157,13 +157,13 @@ class Watch(TorchDispatchMode):
 
 
 def copied(tree: Any) -> Any:
-    """A tree with tensors of its own, without graphs."""
+    """A tree with copies of its tensors, without graphs."""
     know(tree)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
 
 def _by_name(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Arguments by the names that the module's forward gives them."""
+    """Arguments by their names in the module's forward."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -182,24 +182,22 @@ def place_of(layers: Sequence[nn.Module], index: int) -> str:
 
 
 def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: float) -> str:
-    """Where the layers' run parts from the model's, by what modules of both take and return.
+    """The first difference between the runs of layers and model, by inputs and outputs of shared modules.
 
-    A module that takes something else and returns the same (a mask that hides nothing) is no parting, and one
-    that layers call again with what the model called it with is compared with that call.
+    A module with another input but the same output (a mask that hides nothing) is not a difference, and a
+    repeated call with the same input as a call of the model is compared with that call.
 
     Args:
-        layers: of the pipeline.
+        layers: layers of the pipeline.
         ours: the model's run.
         theirs: the layers' run.
-        limit: what is rounding.
+        limit: maximum difference that counts as rounding.
 
     Returns:
-        A sentence that says where and what to change; empty where outputs of model and layers do not differ.
+        A sentence that says where and what to change; empty if outputs of model and layers do not differ.
     """
     calls, seen = ours.calls_by_name(), Counter[str]()
-    suspects: dict[
-        int, str
-    ] = {}  # calls that have begun, and what is wrong with them if they return something else
+    suspects: dict[int, str] = {}  # calls that have begun, and the problem if they return something else
     twins: dict[int, Call | None] = {}
     agreed = ""
     for call, ended in theirs.events:
@@ -218,8 +216,8 @@ def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: fl
             agreed = f" (what {call.name!r} of layer {call.layer} returns is the same)"
             continue
         here = (
-            f"{place_of(layers, call.layer)}: {call.name!r} takes the same and returns something else than "
-            f"in the model{_by(error)}; call it in the mode and with the options that the model gives it"
+            f"{place_of(layers, call.layer)}: {call.name!r} has the same input but another output than "
+            f"in the model{_by(error)}; call it in the mode and with the options that the model uses"
         )
         return next(iter(suspects.values()), here) + agreed
     if difference(ours.output, theirs.output) <= limit:
@@ -228,31 +226,31 @@ def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: fl
         return next(iter(suspects.values()))
     last = max((call.layer for call in theirs.calls if call.shared), default=len(layers) - 1)
     return (
-        f"{place_of(layers, last)} or after it: all that modules take and return before is the same; let the "
+        f"{place_of(layers, last)} or after it: all earlier inputs and outputs of modules are equal; let the "
         "last layers return what the model returns"
     )
 
 
 def _begins(call: Call, twin: Call | None, number: int, times: int, limit: float) -> str:
-    """What is wrong with a layer's call of a module as it begins, in words; empty: nothing.
+    """The problem with a layer's call of a module as it begins, in words; empty if there is none.
 
     Args:
-        call: the layer's.
-        twin: the model's; None: it has no such call.
-        number: of the layers' calls of the module up to this one.
-        times: how often the model calls it.
-        limit: what is rounding.
+        call: call of the layer.
+        twin: call of the model; None: it has no such call.
+        number: number of the layers' calls of the module up to this one.
+        times: number of the model's calls of it.
+        limit: maximum difference that counts as rounding.
     """
     if twin is None:
         return (
-            f"it calls {call.name!r} {number} times up to here, the model {times} in all; leave this call "
+            f"it calls {call.name!r} {number} times up to here, the model {times} in total; leave this call "
             "out, or the layer that is in the list twice"
         )
     error = _parted(twin.takes, call.takes)
     if error <= limit:
         return ""
     return (
-        f"{call.name!r} takes another input than in the model{_by(error)}; let this layer or the one before "
+        f"{call.name!r} has another input than in the model{_by(error)}; let this layer or the one before "
         f"do what the model does just before it calls {call.name!r}"
     )
 
@@ -262,14 +260,14 @@ def _by(error: float) -> str:
 
 
 def _twin(calls: Sequence[Call], call: Call, number: int, limit: float) -> Call | None:
-    """The model's call that a layer's is to be compared with; None: the model has no such call."""
+    """The model's call with which a layer's is compared; None: the model has no such call."""
     if number < len(calls):
         return calls[number]
     return next((other for other in calls if _parted(other.takes, call.takes) <= limit), None)
 
 
 def _parted(one: Any, other: Any) -> float:
-    """As ``difference``, of the tensors alone; a tensor on one side only is one."""
+    """As ``difference``, for tensors alone; a tensor on one side only is a difference."""
     first, second = _tensors(one), _tensors(other)
     if first.keys() != second.keys():
         common = [difference(first[path], second[path]) for path in first.keys() & second.keys()]
@@ -278,6 +276,6 @@ def _parted(one: Any, other: Any) -> float:
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
-    """Tensors by where they are; the only one of a tree, as of a tuple of one, has no place."""
+    """Tensors by their place; the only tensor of a tree, as of a tuple of one, has no place."""
     leaves = [(str(n), leaf) for n, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Tensor)]
     return {"": leaves[0][1]} if len(leaves) == 1 else dict(leaves)

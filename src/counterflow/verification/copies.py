@@ -1,7 +1,7 @@
-"""Runs of a model and of its layers in copies, so that nothing of the user's changes.
+"""Runs of copies of a model and its layers, so nothing of the user's changes.
 
-Model, layers and loss function are copied together, so that what they share is shared in the copy. Each run
-has a copy of its own: what one run leaves in buffers and attributes the other does not find.
+Model, layers and loss function are copied together, so shared parts are shared in the copy. Each run has a
+copy of its own, so changes of buffers and attributes do not reach the other run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Given:
 
     Attributes:
         model: the whole model.
-        layers: of it.
-        inputs: of the model and of the first layer.
-        targets: of the loss.
+        layers: its layers.
+        inputs: inputs of the model and of the first layer.
+        targets: targets of the loss.
         kwargs: keyword arguments; None: none.
-        loss: output and targets to a loss; None: a weighted sum of the outputs.
-        run: calls the model; None: as the first layer is called.
-        called: how the model is called, if its layers were found by itself.
+        loss: function of output and targets that returns a loss; None: a weighted sum of the outputs.
+        run: function that calls the model; None: it is called like the first layer.
+        called: how the model is called, if its layers were found automatically.
     """
 
     model: nn.Module
@@ -52,24 +52,24 @@ class Given:
     called: Call | None = None
 
     def refuse_meta(self) -> None:
-        """Refuse what has no numbers.
+        """Refuse modules without values.
 
         Raises:
-            ConfigError: something is on the meta device.
+            ConfigError: a module is on the meta device.
         """
         if any(tensor.is_meta for tensor in self._tensors()):
             raise ConfigError(
-                f"the {type(self.model).__name__} or its layers are on the meta device and have no numbers "
-                "to compare; make a small one of the same kind, on a device, and compare that"
+                f"the {type(self.model).__name__} or its layers are on the meta device and have no values "
+                "to compare; make a small model of the same kind on a device, and compare that"
             )
 
     def shared(self) -> set[str]:
-        """The names of the model's modules that layers have too."""
+        """Names of the model's modules that layers contain too."""
         of_layers = {id(module) for layer in self.layers for module in layer.modules()}
         return {name for name, module in self.model.named_modules() if id(module) in of_layers}
 
     def gpus(self) -> list[int]:
-        """The GPUs that anything is on."""
+        """The GPUs in use."""
         leaves = pytree.tree_leaves((self.inputs, self.kwargs, self.targets))
         tensors = [*self._tensors(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
@@ -82,7 +82,7 @@ class _Copy:
     """Model, layers and loss function, copied together, and the inputs.
 
     Raises:
-        ConfigError: they cannot be copied.
+        ConfigError: the copy fails.
     """
 
     def __init__(self, given: Given, *, doubled: bool) -> None:
@@ -93,7 +93,7 @@ class _Copy:
         except Exception as error:
             raise ConfigError(
                 f"the {type(given.model).__name__}, its layers or the loss function cannot be copied "
-                f"({type(error).__name__}: {error}); compare before they hold what copy.deepcopy refuses"
+                f"({type(error).__name__}: {error}); compare before they contain what copy.deepcopy refuses"
             ) from error
         self._called = given.called
         roots = [self.model, *self.layers, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
@@ -115,13 +115,13 @@ class _Copy:
         return self.call(self.model)
 
     def call(self, module: nn.Module) -> Any:
-        """What the model, or the first layer, makes of the inputs."""
+        """Call the model, or the first layer, with the inputs."""
         if self.kwargs is None:
             return module(self.inputs)
         return module(**self.kwargs) if self.inputs is None else module(self.inputs, **self.kwargs)
 
     def loss_of(self, output: Any) -> Tensor | None:
-        """The loss, or the sum of all outputs with weights drawn for them; None: no output is a number."""
+        """The loss, or the sum of all outputs with random weights; None if no output is a number."""
         if self.loss is not None:
             found = read_loss(self.loss(output, self.targets))
             return found.loss if found.weight is None else found.loss / found.weight
@@ -156,10 +156,10 @@ def run_layers(given: Given, *, doubled: bool) -> Run:
 
 
 def _ran(given: Given, forward: Callable[[_Copy, Watch], Any], name: str, *, doubled: bool) -> Run:
-    """A run, forward and backward, or what failed in it.
+    """A run, forward and backward, or its failure.
 
     Raises:
-        ConfigError: the copy cannot be made, or the original ran in its place.
+        ConfigError: the copy cannot be made, or the original ran instead.
     """
     run = Run()
     made = _Copy(given, doubled=doubled)
@@ -176,7 +176,7 @@ def _ran(given: Given, forward: Callable[[_Copy, Watch], Any], name: str, *, dou
                     loss.backward()
         except ConfigError:
             raise
-        except Exception as error:  # a user's code may raise anything
+        except Exception as error:  # the user's code may raise anything
             if watch.layer >= 0:
                 place = place_of(given.layers, watch.layer)
             text = next(iter(str(error).splitlines()), "")
@@ -193,7 +193,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _own(tree: Any, *, doubled: bool) -> Any:
-    """A tree with tensors of its own, in float64 if asked; an input that needs a gradient needs one again."""
+    """A tree with copied tensors, in float64 if asked; an input that needs a gradient still needs one."""
 
     def own(tensor: Tensor) -> Tensor:
         made = tensor.detach().clone()
@@ -213,7 +213,7 @@ def _seed(gpus: Sequence[int]) -> None:
 
 @contextmanager
 def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
-    """Let torch, Python and numpy draw as in every other run, and put their random states back."""
+    """Let torch, Python and numpy draw as in every other run, and restore their random states."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from the old one
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -231,7 +231,7 @@ def _originals_unused(given: Given) -> Iterator[None]:
     """Refuse functions that hold the user's modules or parameters, which a copy does not replace.
 
     Raises:
-        ConfigError: one of them ran, or was given a gradient.
+        ConfigError: one of these ran, or received a gradient.
     """
     roots = {
         "the model": given.model,
@@ -240,9 +240,9 @@ def _originals_unused(given: Given) -> Iterator[None]:
 
     def refusal(name: str, owner: str) -> ConfigError:
         return ConfigError(
-            f"{name!r} of {owner} is used by a function that holds it (a lambda, a closure), so that it "
-            "cannot be copied with its layer, and its weights belong to no layer; let the layer have it as "
-            "an attribute"
+            f"{name!r} of {owner} is used by a function that holds it (a lambda, a closure), so it "
+            "cannot be copied with its layer, and its weights belong to no layer; make it an attribute of "
+            "the layer"
         )
 
     def refuse(name: str, owner: str) -> Callable[[Any, Any], None]:

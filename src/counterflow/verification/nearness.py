@@ -1,4 +1,4 @@
-"""How far two trees of tensors are from each other."""
+"""The distance of two trees of tensors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch.utils import _pytree as pytree
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """What is rounding, relative to the largest value, where all is computed in a dtype.
+    """Maximum difference that counts as rounding, relative to the largest value, if everything is computed in
+    a dtype.
 
     >>> tolerance(torch.float64)
     1e-06
     """
     if dtype == torch.float64:
-        return 1e-6  # modules may compute some of it in float32
+        return 1e-6  # modules may compute parts in float32
     return 1e-4 if dtype == torch.float32 else 0.05
 
 
 def difference(one: Any, other: Any, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest value; infinite for another structure, shape or dtype.
+    """The largest difference relative to the largest value; infinite if structure, shape or dtype differ.
 
     Args:
         one: a tree of tensors and other values.
-        other: likewise.
-        floor: values below it are no measure.
+        other: another tree.
+        floor: minimum of the value that differences are relative to.
 
     >>> difference(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
     0.25
@@ -65,7 +66,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether values that are no tensors are equal; objects of one class count as equal."""
+    """Whether values that are not tensors are equal; objects of one class count as equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
         return False
     plain = (type(None), bool, int, float, complex, str, bytes)

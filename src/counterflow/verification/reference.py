@@ -1,9 +1,8 @@
-"""One process without a pipeline: what every schedule's numbers are held to.
+"""Training in one process without a pipeline: the reference for every schedule's numbers.
 
-It trains the same model on the same micro-batches (or parts of them, where the schedule divides them), one
-after another, with the same random streams, and knows nothing of workers or orders. For a scheme without a
-flush it keeps old weights, and computes each stage with the version that the scheme's table states for the
-period.
+It trains the same model on the same micro-batches (or parts of them, if the schedule divides them), one after
+another, with the same random streams, without workers or orders. For an asynchronous scheme it stores old
+weights, and computes each stage with the version that the scheme's table states for the period.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from counterflow.schedule.ir import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Which weights an asynchronous scheme computes with.
+    """Weight versions of an asynchronous scheme.
 
     Attributes:
         cuts: the numbers of the layers with which stages 1, 2, ... begin.
-        version: number of stages, stage and period to the updates the weights have seen; periods and updates
-            count from the last flush.
+        version: function of number of stages, stage and period that returns the updates that the weights have
+            seen; periods and updates count from the last flush.
     """
 
     cuts: tuple[int, ...]
@@ -54,24 +53,24 @@ class Staleness:
 
     @classmethod
     def of(cls, schedule: Schedule, cuts: Sequence[int]) -> Staleness | None:
-        """What a schedule's scheme states; None for a synchronous one.
+        """Versions that a schedule's scheme states; None for a synchronous one.
 
         Raises:
-            ConfigError: it states nothing.
+            ConfigError: the scheme states none.
         """
         if schedule.synchronous:
             return None
         scheme = registry.find(schedule.scheme)
         if scheme is None or scheme.version is None:
             raise ConfigError(
-                f"no table says which weights {schedule.scheme} computes with; there is nothing to compare "
-                "it with"
+                f"no table says which weights {schedule.scheme} computes with; verify a scheme that states "
+                "its versions"
             )
         return cls(tuple(cuts), scheme.version)
 
 
 def parts_of(schedule: Schedule) -> tuple[int, ...]:
-    """By micro-batch, the parts that a schedule's backwards run it in.
+    """By micro-batch, the parts in which a schedule's backwards run it.
 
     >>> from counterflow.schedule import schemes
     >>> parts_of(schemes.chimera(2, 2, concat="backward-halving"))
@@ -87,18 +86,20 @@ def parts_of(schedule: Schedule) -> tuple[int, ...]:
 
 
 class Reference:
-    """One-process training.
+    """Training in one process.
 
     Args:
-        layers: the model's layers; copied, so that the same ones can go through a pipeline.
-        loss_function: output of the last layer and target to the mean loss over the samples.
-        parts: of each micro-batch of a replica, the parts that it is run in, each of which draws its own.
-        optimizer: a function of parameters to an optimiser.
-        scheduler: a function of an optimiser to a learning-rate scheduler.
-        seed: of weights on the meta device and of all random draws of the layers.
-        clip_norm: gradients of a larger global norm are scaled down to it; with ``staleness`` each stage's
-            by its own norm, to ``clip_norm / sqrt(stages)``.
-        device: where to compute.
+        layers: the model's layers, which are copied, so the same ones can go through a pipeline.
+        loss_function: function of the last layer's output and the target that returns the mean loss over the
+            samples.
+        parts: for each micro-batch of a replica, number of parts in which it runs, each with its own random
+            draws.
+        optimizer: function that makes an optimiser of parameters.
+        scheduler: function that makes a learning-rate scheduler of an optimiser.
+        seed: seed of weights on the meta device and of all random draws of the layers.
+        clip_norm: maximum global norm of gradients; with ``staleness`` each stage is clipped by its own norm,
+            to ``clip_norm / sqrt(stages)``.
+        device: device of the computation.
         staleness: which weights each stage computes with; None: the latest.
         autocast: layers and loss run under torch's autocast to it.
         compute_dtype: layers run with weights and inputs cast to it; the loss is of a float32 output.
@@ -149,7 +150,7 @@ class Reference:
         self._autocast, self._compute_dtype = autocast, compute_dtype
         self._hooks = Hooks(self.parameters)
         self._hooks.take()
-        """They are called on the gradients of the whole mini-batch."""
+        """Hooks, which are called with the gradients of the whole mini-batch."""
         cuts = staleness.cuts if staleness else ()
         owner: dict[int, int] = {}
         for index, layer in enumerate(self.with_weights):
@@ -157,10 +158,10 @@ class Reference:
                 owner.setdefault(id(parameter), bisect_right(cuts, index))
         self._stage_of = [owner[id(parameter)] for parameter in self.parameters]
         self._history: list[list[Tensor]] = []
-        """By updates since the last flush: all parameters."""
+        """All parameters, by number of updates since the last flush."""
         self.flush()
         self.gradients: dict[str, Tensor] = {}
-        """Of the last step, clipped, by ``<layer>.<name>``."""
+        """Gradients of the last step, clipped, by ``<layer>.<name>``."""
 
     def step(self, batches: Sequence[tuple[Any, Any]]) -> Step:
         """Train on the mini-batches (inputs, targets) of all replicas."""
@@ -186,7 +187,7 @@ class Reference:
         first: dict[nn.Parameter, str] = {}
         for layer in self.with_weights:
             for name, p in layer.module.named_parameters():
-                first.setdefault(p, layer.names[name])  # a tied one once, as a pipeline gives it
+                first.setdefault(p, layer.names[name])  # a tied weight once, as in a pipeline
         self.gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for p, name in first.items()
@@ -202,11 +203,11 @@ class Reference:
         return Step(self.steps - 1, scale * math.fsum(losses), norm, total, 0.0, self.steps - 1)
 
     def flush(self) -> None:
-        """From here on versions count anew, the weights at hand being version 0."""
+        """Restart the count of versions; the current weights are version 0."""
         self._history = [[parameter.detach().clone() for parameter in self.parameters]]
 
     def _take_old_weights(self) -> None:
-        """Let the model be what the step's forwards and backwards use."""
+        """Set the model to the weights that the step's forwards and backwards use."""
         if self.staleness is None:
             return
         stages, period = len(self.staleness.cuts) + 1, len(self._history) - 1
@@ -216,7 +217,7 @@ class Reference:
                 parameter.copy_(self._history[version][number])
 
     def _call_hooks(self) -> None:
-        """Let hooks see the gradients, and the weights that these will change."""
+        """Call hooks with the gradients and the weights that these will change."""
         if self.staleness is not None:
             with torch.no_grad():
                 for parameter, latest in zip(self.parameters, self._history[-1], strict=True):
@@ -228,7 +229,7 @@ class Reference:
         self._hooks.take()
 
     def _clip(self) -> float:
-        """Clip the gradients; the norm before."""
+        """Clip the gradients; return the norm before."""
         squares = [
             0.0 if p.grad is None else float(real(p.grad).double().square().sum()) for p in self.parameters
         ]
@@ -268,7 +269,7 @@ class Reference:
     def _pieces(
         batches: Sequence[tuple[Any, Any]], every: Sequence[int]
     ) -> Iterator[tuple[SampleRows, Any, Any]]:
-        """The samples, inputs and targets of each part of every micro-batch, if it has samples."""
+        """Samples, inputs and targets of each part of every micro-batch, if it has samples."""
         count = len(every)
         for replica, (inputs, targets) in enumerate(batches):
             points = split_points(samples_in(inputs), count)
@@ -311,6 +312,6 @@ def _in_place_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lowered(layer: nn.Module, dtype: torch.dtype, value: Any) -> Any:
-    """What a layer gives with weights cast to a lower precision."""
+    """Output of a layer with weights cast to a lower precision."""
     weights = {name: _in_place_of(weight, dtype) for name, weight in layer.named_parameters()}
     return functional_call(layer, weights, (value,))

@@ -1,4 +1,4 @@
-"""An agreement as ``counterflow verify --json`` prints it. What it does not do: print."""
+"""An agreement as ``counterflow verify --json`` prints it. Nothing is printed here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A model against the list of its layers, before anything is trained.
+"""Comparison of a model with the list of its layers, before anything is trained.
 
 Model and layers run once each on the same inputs, in copies of their own, from the same random state:
-outputs, loss, gradients and buffers are compared, and what each module that both call takes and returns.
+outputs, loss, gradients and buffers are compared, and inputs and outputs of each module that both call.
 
-Invariant: nothing of the user's changes. Nothing here knows of workers, stages or schedules.
+Invariant: nothing of the user's changes. Workers, stages and schedules play no role.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from .copies import Given, run_layers, run_model
 from .nearness import difference, tolerance
 
 RunModel = Callable[[Any, Any], Any]
-"""A user's function: the model and the inputs to the output that the last layer returns."""
+"""A user's function of the model and the inputs that returns the output that the last layer returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class SameModel:
-    """How a list of layers compares with the model it was made from.
+    """Result of comparing a list of layers with the model it was made from.
 
-    Errors are largest differences relative to the largest value of what is compared.
+    Errors are the largest differences relative to the largest value.
 
     Attributes:
         ok: whether the layers are the model.
-        differences: each difference that was found, in a sentence.
-        first_difference: where the layers part from the model; empty if they do not.
-        output_error: of outputs; infinite where they have other shapes, or a layer fails.
-        loss_error: of the loss; of the weighted sum of the outputs where no loss was given.
-        gradient_error: the largest of the parameters' gradients.
+        differences: each difference in a sentence.
+        first_difference: where the layers first differ from the model; empty if they do not.
+        output_error: error of outputs; infinite if they have other shapes, or a layer fails.
+        loss_error: error of the loss, or of the weighted sum of the outputs if no loss was given.
+        gradient_error: largest error of the parameters' gradients.
         gradients: the parameters whose gradients differ, by name, each with its error.
-        missing_modules: the names of modules that the model calls, while the layers call no part of them.
-        missing_parameters: the names of the model's parameters that no layer has.
-        extra_parameters: the layers' parameters that are not the model's.
-        dtype: in which all was computed: float64, or the coarsest that modules take and return.
+        missing_modules: names of modules that the model calls, but of which the layers call no part.
+        missing_parameters: names of the model's parameters that no layer has.
+        extra_parameters: parameters of layers that are not the model's.
+        dtype: dtype of the computation: float64, or the coarsest of inputs and outputs of modules.
     """
 
     ok: bool
@@ -92,32 +92,32 @@ def same_model(
 ) -> SameModel:
     """Compare a model with the list of its layers on one batch, before anything is trained.
 
-    Both run once, forward and backward, in copies, in float64 if they can. The modules that both call tell
-    which layer is the first that differs. Modules run in the modes they are in. Every random draw begins at
-    the same state: model and layers may draw in another order. It takes the memory of two copies of the
-    model, and of what all modules take and return, in float64. A difference of less than 1e-6 of the largest
-    value (in float32 1e-4, in bfloat16 0.05) counts as rounding.
+    Both run once, forward and backward, in copies, in float64 if they can. The modules that both call show
+    the first layer that differs. Modules run in their current modes. Every random draw begins at the same
+    state: model and layers may draw in another order. It needs the memory of two copies of the model, and of
+    inputs and outputs of all modules, in float64. A difference of less than 1e-6 of the largest value (in
+    float32 1e-4, in bfloat16 0.05) counts as rounding.
 
     Args:
         model: the whole model, as it is trained in one process.
-        layers: what ``Pipeline`` takes: a list of modules or an ``nn.Sequential``, made of the model's
-            modules. For ``list_layers``, call it: ``same_model(model, list_layers(model), ...)``.
-        inputs: of both, as ``Pipeline.step`` takes them: one argument.
-        loss: output and targets to the loss, as ``Pipeline`` takes it; None: the sum of all floating-point
-            outputs, each element with a weight drawn for it.
-        targets: of ``loss``.
+        layers: layers as ``Pipeline`` accepts them: a list of modules or an ``nn.Sequential``, made of the
+            model's modules. For ``list_layers``, call it: ``same_model(model, list_layers(model), ...)``.
+        inputs: inputs of both as one argument, as in ``Pipeline.step``.
+        loss: function of output and targets that returns the loss, as in ``Pipeline``; None: the sum of all
+            floating-point outputs, each element with a random weight.
+        targets: targets of ``loss``.
         kwargs: keyword arguments of the model and of the first layer.
-        run: calls the model where its forward takes or returns something else than the layers do:
-            ``lambda model, inputs: model(*inputs).logits``. By default ``model(inputs, **kwargs)``, and where
-            ``cf.layers`` found the layers, as they call it.
+        run: function that calls the model, if its inputs or outputs differ from those of the layers: ``lambda
+            model, inputs: model(*inputs).logits``. Default: ``model(inputs, **kwargs)``, or, if ``cf.layers``
+            found the layers, as they call it.
         check: whether to raise if they differ.
 
     Returns:
-        What was found; with ``check`` only where the layers are the model.
+        The result; with ``check`` only if the layers are the model.
 
     Raises:
-        ConfigError: the layers are not the model (with ``check``); ``layers`` are none that a pipeline takes;
-            the model cannot be copied, is on the meta device, or fails itself on these inputs.
+        ConfigError: the layers are not the model (with ``check``); a pipeline does not accept ``layers``; the
+            model cannot be copied, is on the meta device, or fails itself on these inputs.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     >>> same_model(model, list(model), torch.ones(4, 2)).ok
@@ -140,7 +140,7 @@ def same_model(
 
 
 def _run_both(given: Given) -> tuple[Run, Run]:
-    """The model's run and the layers', in float64 if both can.
+    """The runs of model and layers, in float64 if both can.
 
     Raises:
         ConfigError: the model cannot run.
@@ -148,13 +148,16 @@ def _run_both(given: Given) -> tuple[Run, Run]:
     for doubled in (True, False):
         with warnings.catch_warnings():
             if doubled:
-                warnings.simplefilter("ignore")  # of what only float64 warns about
+                warnings.simplefilter("ignore")  # warnings that only float64 causes
             ours = run_model(given, doubled=doubled)
             theirs = ours if ours.failure else run_layers(given, doubled=doubled)
         if not theirs.failure:
             break
     if ours.failure:
-        raise ConfigError(f"{ours.failure}: there is nothing to compare the layers with") from ours.error
+        raise ConfigError(
+            f"{ours.failure}: the layers cannot be compared with it; call the model with inputs that it "
+            "accepts"
+        ) from ours.error
     return ours, theirs
 
 
@@ -204,7 +207,7 @@ def _compare(given: Given, ours: Run, theirs: Run) -> SameModel:
 
 
 def _structure(modules: Sequence[str], parameters: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """What one has and the other lacks, in sentences."""
+    """Parts that only one of them has, in sentences."""
     found = []
     if modules:
         found.append(f"the layers never call {_listed(modules)}, which the model calls")
@@ -217,7 +220,7 @@ def _structure(modules: Sequence[str], parameters: Sequence[str], extra: Sequenc
 
 
 def _outputs(ours: Run, theirs: Run, error: float, limit: float) -> list[str]:
-    """How outputs differ, in a sentence."""
+    """Differences of outputs, in a sentence."""
     if error <= limit:
         return []
     paths, others = (_paths(run.output) for run in (ours, theirs))
@@ -235,12 +238,12 @@ def _outputs(ours: Run, theirs: Run, error: float, limit: float) -> list[str]:
 
 
 def _paths(output: Any) -> set[str]:
-    """Where an output has its values, as one writes it."""
+    """Paths to the values of an output, as one writes them."""
     return {pytree.keystr(path) or "one value" for path, _ in pytree.tree_flatten_with_path(output)[0]}
 
 
 def _gradients(errors: Mapping[str, float]) -> list[str]:
-    """Which gradients differ, in a sentence; ``errors`` are those of the ones that do."""
+    """Differing gradients, in a sentence; ``errors`` contains those that differ."""
     if not errors:
         return []
     worst = max(errors, key=errors.__getitem__)
@@ -248,7 +251,7 @@ def _gradients(errors: Mapping[str, float]) -> list[str]:
 
 
 def _left_over(ours: Run, theirs: Run, limit: float) -> list[str]:
-    """What else the runs leave or use differently: buffers, random numbers; in sentences."""
+    """Further differences between the runs: buffers, random numbers; in sentences."""
     found = []
     buffers = [
         name
@@ -256,27 +259,31 @@ def _left_over(ours: Run, theirs: Run, limit: float) -> list[str]:
         if not difference(value, theirs.buffers.get(name)) <= limit
     ]
     if buffers:
-        found.append(f"the layers leave other values in the buffers {_listed(buffers)}")
+        found.append(f"the layers leave different values in the buffers {_listed(buffers)}")
     if ours.draws != theirs.draws:
         found.append(
-            f"the model draws random numbers {sum(ours.draws.values())} times and the layers "
+            f"the model draws random numbers {sum(ours.draws.values())} times but the layers "
             f"{sum(theirs.draws.values())} times, or of other shapes"
         )
     return found
 
 
 def _noise(run: Run, dtype: torch.dtype) -> float:
-    """The size below which a gradient is rounding beside the others, as of a bias before a batch norm."""
+    """Size below which a gradient is rounding compared with the others, as that of a bias before a batch
+    norm.
+    """
     largest = max((float(g.abs().max()) for g in run.gradients.values() if g.numel()), default=0.0)
     return largest * min(1.0, 1e3 * torch.finfo(dtype).eps / tolerance(dtype))
 
 
 def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
-    """What the model calls and no layer does, the outermost ones; not what returns just what it takes."""
+    """Modules that the model calls and no layer does, the outermost ones, except those that return their
+    input.
+    """
     called, expected = ({call.name for call in run.calls} for run in (theirs, ours))
     names = {id(module): name for name, module in given.model.named_modules()}
     missing: list[str] = []
-    for name, module in given.model.named_modules():  # a module comes before its parts
+    for name, module in given.model.named_modules():  # a module precedes its parts
         if name == "" or name in called or name not in expected or isinstance(module, nn.Identity):
             continue
         if any(names[id(part)] in called for part in module.modules()):
@@ -297,7 +304,7 @@ def _missing_parameters(given: Given) -> dict[str, bool]:
 
 
 def _extra_parameters(given: Given) -> list[str]:
-    """The layers' parameters that are not the model's, each in a sentence."""
+    """Parameters of layers that are not the model's, each in a sentence."""
     own = dict(given.model.named_parameters())
     known = {id(parameter) for parameter in own.values()}
     found: list[str] = []
@@ -306,7 +313,7 @@ def _extra_parameters(given: Given) -> list[str]:
             if id(parameter) in known:
                 continue
             known.add(id(parameter))
-            text = f"{name} of {place_of(given.layers, index)} is no parameter of the model"
+            text = f"{name} of {place_of(given.layers, index)} is not a parameter of the model"
             twin = next((n for n, p in own.items() if _equal(p, parameter)), None)
             if twin is not None:
                 text += f", but a copy of its {twin!r} that would be trained on its own"
@@ -321,21 +328,21 @@ def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _parting_backwards(given: Given, gradients: Mapping[str, float]) -> str:
-    """Where gradients part though all that modules return is the same."""
+    """The layer from which gradients differ although all outputs of modules are equal."""
     own = dict(given.model.named_parameters())
     differing = {id(own[name]) for name in gradients if name in own}
     for index in reversed(range(len(given.layers))):
         if any(id(parameter) in differing for parameter in given.layers[index].parameters()):
             return (
-                f"{place_of(given.layers, index)}: the last one with a gradient that differs, while what "
-                "modules return is the same; look there for a detach, or a copy of a weight"
+                f"{place_of(given.layers, index)}: the last one with a gradient that differs, although all "
+                "outputs of modules are equal; look there for a detach, or a copy of a weight"
             )
     return ""
 
 
 def _size(error: float) -> str:
     if math.isinf(error):
-        return "more than numbers tell (another shape, dtype or value that is no number, or none)"
+        return "another shape, dtype or value that is not a number, or by a missing one"
     return f"{error:.2g} of the largest value"
 
 

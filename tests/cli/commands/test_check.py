@@ -86,6 +86,6 @@ def test_rules_that_are_skipped_are_one_line(run: Run, exported: Callable[[str],
     path = exported("dapple --stages 2 --micro-batches 2")
     path.write_text(path.read_text(encoding="utf-8").replace('"F0.0", ', "", 1), encoding="utf-8")
     lines = run(f"check {path}").out.splitlines()
-    assert "✗ every product exactly once" in lines
+    assert "✗ every op exactly once" in lines
     assert len([line for line in lines if "skipped, because a rule above fails" in line]) == 1
     assert lines[-1].endswith(" skipped.")

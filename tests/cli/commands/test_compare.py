@@ -19,7 +19,7 @@ def test_a_stranger_reads_which_is_quickest_within_the_memory(run: Run, tmp_path
     assert lines[0] == ["4 workers · 8 micro-batches"]
     assert "of a worker's share of the model" in answer.out
     rows = {words[2].strip() or words[1].strip(): words for words in lines if len(words) > 4}
-    assert {"zb-v", "dapple, split", "computed, one stage a worker"} <= rows.keys()
+    assert {"zb-v", "dapple, split", "computed, one stage per worker"} <= rows.keys()
     assert "proved best for these stages and limits" in answer.out
     assert "asynchronous: older weights" in answer.out
     assert "schedules need more than the limits, among them all of" in answer.out

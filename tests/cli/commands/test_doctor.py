@@ -55,7 +55,7 @@ def test_a_network_that_is_not_there_is_told(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     finding = found(run, "--no-test", code=1)["GLOO_SOCKET_IFNAME"]
     assert (finding["found"], finding["ok"]) == ("nosuch0", False)
-    assert "no network of that name" in finding["advice"]
+    assert "no network has that name" in finding["advice"]
 
 
 def test_little_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

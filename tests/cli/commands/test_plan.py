@@ -149,7 +149,7 @@ def test_the_table_says_what_the_json_says(run: Run) -> None:
     for plan in shown["schemes"]:
         assert f"{plan['step_seconds']:.4g} s" in told
     assert "peak memory by worker   0: " in told
-    assert "The second, gems" in told
+    assert "The second-best plan, gems" in told
     assert "slower by bound" in told
 
 
@@ -180,7 +180,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ("plan --example chimera-bert48 --micro-batch-size 0", "--micro-batch-size 0: must be 1 or more"),
         (
             "plan --example chimera-bert48 --option chimera.pears=1",
-            "Error: --option chimera.pears: chimera has no option 'pears'; those that can be wanted: "
+            "Error: --option chimera.pears: chimera has no option 'pears'; options that can be constrained: "
             "micro_batches, pairs, concat, split\n",
         ),
         (
@@ -193,12 +193,12 @@ def test_the_examples_are_listed(run: Run) -> None:
         ),
         (
             "plan --example chimera-bert48 --option pairs",
-            "Error: --option pairs: must read NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1\n",
+            "Error: --option pairs: must be NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1\n",
         ),
         ("plan --example chimera-bert48 --option chimra.pairs=1", "did you mean 'chimera'"),
         (
             "plan --example chimera-bert48 --scheme dapple --option chimera.pairs=1",
-            "Error: --option chimera.pairs: chimera is not among the wanted schemes (dapple)\n",
+            "Error: --option chimera.pairs: chimera is not among the chosen schemes (dapple)\n",
         ),
         (
             "plan --example chimera-bert48 --option chimera.stages=4",
@@ -206,7 +206,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ),
         (
             "plan --example chimera-bert48 --option periods=4",
-            "Error: --option periods: a plan plays as many updates as it takes; leave it out\n",
+            "Error: --option periods: a plan simulates as many updates as needed; leave it out\n",
         ),
         (
             "plan --example chimera-bert48 --cuts odd",
@@ -222,7 +222,7 @@ def test_the_examples_are_listed(run: Run) -> None:
             "Error: --tensor-parallel 3: must divide the 8 devices of a node of cluster 8 A100, NVLink",
         ),
         ("plan --example chimera-bert48 --top 0", "Invalid value for '--top'"),
-        ("plan --example chimera-bert48 --model none.toml", "none.toml: there is no such file"),
+        ("plan --example chimera-bert48 --model none.toml", "none.toml: no such file"),
     ],
 )
 def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, message: str) -> None:
@@ -253,7 +253,7 @@ def test_tensor_parallelism_is_planned_where_it_is_asked_for(run: Run, tmp_path:
     refused = run(f"{line} --tensor-parallel 2 --out {tmp_path / 'plan.toml'}")
     assert refused.code != 0
     assert (
-        "the best plan has tensor parallelism over 2, for which a config has no key; run it in" in refused.err
+        "the best plan has tensor parallelism over 2, for which configs have no key; run it in" in refused.err
     )
 
 
@@ -290,7 +290,7 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
     path.write_text(other, encoding="utf-8")
     answer = run(f"plan {inputs} --scheme dapple --workers 2 --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
-    assert "its [train] table makes 11 layers (embedding, blocks, head), but it lists 4" in answer.err
+    assert "its [train] table makes 11 layers (embedding, blocks, head), but the model lists 4" in answer.err
 
 
 def test_planning_starts_without_torch() -> None:

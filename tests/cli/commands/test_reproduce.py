@@ -85,7 +85,7 @@ def test_ratios_are_printed_with_their_difference(run: Run) -> None:
     [
         (
             "chimera-table2 --out x.png",
-            "chimera-table2 is a table: there is nothing to draw; leave out --out",
+            "chimera-table2 is a table, which cannot be drawn; leave out --out",
         ),
         (
             "chimera-fig10 --out x.html",

@@ -129,7 +129,7 @@ def test_compare_with_a_file(run: Run, drawn: Drawn, exported: Callable[[str], P
         (CHIMERA, "dapel", "Error: unknown scheme 'dapel'; did you mean 'dapple'?"),
         (CHIMERA, "", "Error: --compare '': name a scheme or a file"),
         (CHIMERA, "dapple '", 'Error: --compare "dapple \'": No closing quotation'),
-        (CHIMERA, "nowhere.json", "Error: nowhere.json: there is no such file"),
+        (CHIMERA, "nowhere.json", "Error: nowhere.json: no such file"),
         (CHIMERA, "dapple --stages 4", "Error: dapple needs --micro-batches"),
         (CHIMERA, "dapple --out x.png", "Error: --compare 'dapple --out x.png': --out belongs outside"),
         ("show pipedream --stages 4", "dapple", "Error: --compare dapple: dapple needs --micro-batches"),

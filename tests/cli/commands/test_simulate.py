@@ -199,7 +199,7 @@ def test_steady_state(run: Run) -> None:
 )
 def test_too_few_periods_for_a_steady_state(run: Run, scheme: str) -> None:
     answer = run(f"simulate {scheme} --periods 1")
-    assert "no steady part in 1 period; play " in answer.out
+    assert "no steady part in 1 period; simulate " in answer.out
     needed = int(answer.out.split("(--periods ")[1].split(")")[0])
     assert run(f"simulate {scheme} --json --periods {needed}").json["steady_bubble_ratio"] == 0.0
     fewer = run(f"simulate {scheme} --json --periods {needed - 1}").json
@@ -255,7 +255,7 @@ Refused = Callable[..., str]
         ("chimera --workers 3 --micro-batches 4", "Error: --workers 3: for chimera that is --stages 3: two"),
         (
             "chimera --workers 4 --stages 2 --micro-batches 4",
-            "Error: --workers 4: chimera with --stages 2 has 2 workers; leave out one of them",
+            "Error: --workers 4: chimera with --stages 2 has 2 workers; use only one of them",
         ),
         ("dapple --stages 4", "Error: dapple needs --micro-batches\n  --micro-batches  N: micro-batches"),
         ("dapple", "Error: dapple needs --stages and --micro-batches\n  --stages         depth D"),

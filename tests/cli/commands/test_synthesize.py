@@ -76,15 +76,15 @@ def test_a_placement_of_the_users_own(run: Run, tmp_path: Path, table: str) -> N
 def test_a_placement_that_is_none_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     own = "synthesize --micro-batches 4 --placement"
     assert "worker 1 holds no stage" in refused(f"{own} 0,2,2,0")
-    assert "pipes of 2 and 3 stages" in refused(f"{own} 0,1/0,1,1")
+    assert "pipes have 2 and 3 stages" in refused(f"{own} 0,1/0,1,1")
     assert "--workers 3: --placement 0,1 has 2" in refused(f"{own} 0,1 --workers 3")
     assert "--chunks 2: only for --placement loop; here it is 0,1" in refused(f"{own} 0,1 --chunks 2")
-    assert "no placement, table or file" in refused(f"{own} nowhere")
-    assert "for how many workers? give --workers" in refused(f"{own} vee")
+    assert "not a placement, table or file" in refused(f"{own} nowhere")
+    assert "the number of workers is missing; give --workers" in refused(f"{own} vee")
     path = tmp_path / "table.json"
     for text, told in (
-        ("[[0, -1]]", "no table of workers"),
-        ("{}", "no table of workers"),
+        ("[[0, -1]]", "not a table of workers"),
+        ("{}", "not a table of workers"),
         ("[0,", "Expecting"),
     ):
         path.write_text(text)

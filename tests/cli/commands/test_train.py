@@ -166,7 +166,7 @@ def test_a_dry_run_tries_the_folder_and_the_memory(run: Run, tmp_path: Path) -> 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
     answer = run(f"{LOCAL} --dry-run --out {tmp_path / 'run'}")
-    assert (answer.code, "holds a run already (summary.json)" in answer.err) == (2, True)
+    assert (answer.code, "contains a run already (summary.json)" in answer.err) == (2, True)
     large = run("train --dry-run --set model.hidden=400000 --set pipeline.transport=local").out
     assert "Warning: a worker needs 111.8 TiB at least, and its share of this machine's memory is" in large
 
@@ -203,7 +203,7 @@ def test_show_a_run(run: Run, trained: Path, tmp_path: Path) -> None:
     [
         (
             "--compare chimera",
-            "--compare chimera: beside a run there can be predicted, or the folder of another",
+            "--compare chimera: a run is compared with 'predicted' or with the folder of another",
         ),
         ("--stages 4", "is a run, whose schedule and costs are known: leave out --stages"),
         ("--forward 2", "is a run, whose schedule and costs are known: leave out --forward"),
@@ -219,14 +219,17 @@ def test_show_a_run_refuses(refused: Callable[..., str], trained: Path, more: st
         ("--steps 0", "--steps: train.steps = 0: must be a whole number, 1 to 1,000,000,000"),
         ("--workers 3", "schedule.stages = 3: "),
         ("--scheme chimra", 'schedule.scheme: unknown scheme "chimra"'),
-        ("--set layers=3", "--set layers=3: must read section.key=value, as in --set train.steps=100"),
-        ("--set model.layer=3", "--set model.layer: there is no such key; did you mean model.layers?"),
-        ("--set data.path=nowhere", "nowhere: there is no such file or folder"),
+        (
+            "--set layers=3",
+            "--set layers=3: must have the form section.key=value, as in --set train.steps=100",
+        ),
+        ("--set model.layer=3", "--set model.layer: unknown key; did you mean model.layers?"),
+        ("--set data.path=nowhere", "nowhere: no such file or folder"),
         (
             "--set pipeline.transport=nccl --set pipeline.replicas=99",
-            "396 workers need a GPU each, and there",
+            "396 workers need a GPU each, but this machine",
         ),
-        ("nowhere.toml", "nowhere.toml: there is no such file"),
+        ("nowhere.toml", "nowhere.toml: no such file"),
     ],
 )
 def test_wrong_requests(
@@ -278,7 +281,7 @@ def test_processes_end_at_a_signal_with_what_was_reached(
     (resume,) = [line.removeprefix("Go on: ") for line in out.splitlines() if line.startswith("Go on: ")]
     assert resume == f"counterflow train {folder}/config.toml --set train.resume={folder} --set train.out="
     monkeypatch.chdir(tmp_path)
-    assert f"going on from step {steps:,}" in run(f"{resume.removeprefix('counterflow ')} --dry-run").out
+    assert f"resumes from step {steps:,}" in run(f"{resume.removeprefix('counterflow ')} --dry-run").out
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"]) == (steps, True)
     assert {"checkpoint", "timeline.json", "timeline.png"} <= {path.name for path in folder.iterdir()}
@@ -366,7 +369,7 @@ def test_as_the_only_worker_of_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (SMALL, "3 processes were started, but 2 workers a replica and 1 replica need 2: start 2"),
+        (SMALL, "3 processes were started, but 2 workers per replica and 1 replica need 2: start 2"),
         (LOCAL, 'pipeline.transport = "local": runs in one process, but torchrun started several'),
     ],
 )
@@ -437,7 +440,7 @@ def test_introduction() -> None:
     assert introduction(ABOUT)[2:] == [
         "chimera stages=2",
         "2 workers · 2 replicas · 2 stages (layers 0, 1–3)",
-        "40 steps, going on from step 10, each 32 samples of 8 bytes in 8 micro-batches",
+        "40 steps, resumes from step 10, each 32 samples of 8 bytes in 8 micro-batches",
         "workers compute on the CPU",
     ]
 

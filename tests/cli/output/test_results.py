@@ -24,7 +24,7 @@ def test_every_command_says_its_format() -> None:
 
 def test_a_record_s_docstring_says_what_its_keys_mean() -> None:
     told = meanings(Trained)
-    assert told["planned_samples_per_second"].endswith("; null without one")
+    assert told["planned_samples_per_second"].endswith("; null: no plan")
     assert "." not in {about[-1] for about in told.values()}
     assert meanings(Bubbles)["drain"] == "after its last op, until the makespan"
     assert meanings(MessageSpan)["start"] == "start"

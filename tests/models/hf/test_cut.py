@@ -204,7 +204,7 @@ def test_predictions_are_the_models_own() -> None:
             lambda model: setattr(model.config, "_attn_implementation", "flex_attention"),
             'attn_implementation="sdpa"',
         ),
-        (lambda model: setattr(model, "loss_function", hf.loss), "has a loss_function of its own"),
+        (lambda model: setattr(model, "loss_function", hf.loss), "has its own loss_function"),
     ],
 )
 def test_what_a_pipeline_would_do_otherwise_is_refused(change: Any, message: str) -> None:
@@ -219,9 +219,9 @@ def test_unknown_models_are_refused() -> None:
 
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     model = tf.T5ForConditionalGeneration(tf.T5Config(**sizes)).train()
-    with pytest.raises(cf.ConfigError, match=r"how to cut a T5ForConditionalGeneration.*of your own"):
+    with pytest.raises(cf.ConfigError, match=r"a T5ForConditionalGeneration cannot be cut.*of your own"):
         hf.layers(model)
-    with pytest.raises(cf.ConfigError, match="a Linear is no model of transformers"):
+    with pytest.raises(cf.ConfigError, match="a Linear is not a model of transformers"):
         hf.layers(nn.Linear(2, 2))
 
 
@@ -259,7 +259,9 @@ def test_layers_that_cannot_be_followed_are_refused(monkeypatch: pytest.MonkeyPa
         return hidden
 
     monkeypatch.setattr(LlamaModel, "forward", forward)
-    with pytest.raises(cf.ConfigError, match="changes what goes from one repeated layer to the next"):
+    with pytest.raises(
+        cf.ConfigError, match="changes the value that flows from one repeated layer to the next"
+    ):
         run_through(tiny.made("llama"), tiny.batch("llama")[0])
 
 

@@ -127,11 +127,11 @@ def test_a_head_that_is_not_in_its_own_models_files_is_refused(tmp_path: Path) -
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(cf.ConfigError, match="is no model that transformers can read"):
+    with pytest.raises(cf.ConfigError, match="is not a model that transformers can read"):
         hf.load(tmp_path / "nowhere")
     model = tiny.made("llama")
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(cf.ConfigError, match=r"there is no model.safetensors"):
+    with pytest.raises(cf.ConfigError, match=r"contains no model.safetensors"):
         hf.load(tmp_path)
     for name in STORED_OTHERWISE:
         tiny.made(name).save_pretrained(tmp_path / name)

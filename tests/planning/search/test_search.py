@@ -324,14 +324,14 @@ def test_schemes_without_a_flush_are_tried_when_asked_for_and_never_on_one_worke
     stale = {"pipedream", "pipedream-2bw", "wpipe"}
     flushed = search(MODEL, PROFILE, CLUSTER, 8)
     assert all(plan.play.schedule.synchronous for plan in flushed.of_schemes)
-    assert {o.what for o in flushed.omissions if "only with --stale" in o.reason} == stale
+    assert {o.what for o in flushed.omissions if "only tried with --stale" in o.reason} == stale
     groups, omissions = space(MODEL, CLUSTER, 8, Constraints(stale=True))
     assert stale <= {group.scheme for group in groups}
     assert not stale & {omission.what for omission in omissions}
     assert all(group.depth > 1 for group in groups if group.scheme in stale)
     groups, _ = space(MODEL, CLUSTER, 8, Constraints(schemes=("pipedream-2bw",)))
     assert {group.depth for group in groups} == {2, 4}
-    with pytest.raises(PlanError, match="one worker has no bubble to save for it; no candidate at depth 1"):
+    with pytest.raises(PlanError, match="one worker has no bubbles to save; no candidate at depth 1"):
         search(MODEL, PROFILE, CLUSTER, 8, Constraints(schemes=("wpipe",), depths=(1,)))
 
 
@@ -366,7 +366,7 @@ def test_where_nothing_fits_every_scheme_says_what_it_needs() -> None:
 def test_parts_of_the_space_without_a_candidate_are_told() -> None:
     _, omissions = space(MODEL, replace(CLUSTER, nodes=16), 48, Constraints(samples=(5, 12), stale=True))
     assert [(o.what, o.reason) for o in omissions][:4] == [
-        ("depth 1", "a mini-batch of 48 cannot be shared out evenly among 32 replicas"),
+        ("depth 1", "a mini-batch of 48 cannot be divided evenly among 32 replicas"),
         ("depth 2", "a replica's share of 3 samples cannot be cut into micro-batches of 5, 12"),
         ("depth 4", "a replica's share of 6 samples cannot be cut into micro-batches of 5, 12"),
         ("depths 16, 32", "more workers than the model's 8 layers"),

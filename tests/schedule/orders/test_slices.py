@@ -104,7 +104,7 @@ def test_what_cannot_be_sliced_is_refused() -> None:
         ConfigError, match="run together, or are halved, cannot be sliced; choose concat=direct"
     ):
         sliced(chimera, doubled, 2)
-    with pytest.raises(ConfigError, match="an asynchronous scheme has none"):
+    with pytest.raises(ConfigError, match="asynchronous schemes have no slices"):
         sliced(registry.scheme("pipedream").build, {"stages": 2}, 2)
 
 

@@ -46,7 +46,7 @@ def too_long(worker: int, name: str, most: str) -> str:
 LINKS = Case(
     problem_of(plain(linear(2), 3), cf.Costs(forward=(2, 1), backward=(4, 2), p2p=0.5, agreement=0.25)),
     [
-        (18.25, "micro-batches need so long on their way by B.1 of worker 1"),
+        (18.25, "micro-batches occupy B.1 of worker 1 for this long"),
         (18.25, "worker 0 has 18 of work plus 0.25 of unavoidable idle time"),
         (18.25, "worker 0 has 18 to do" + idles("0", "0.25")),
         (18.25, "worker 1 has 9 of work plus 9.25 of unavoidable idle time"),
@@ -64,7 +64,7 @@ BUSY = Case(
         plain(linear(2), 3), cf.Costs(forward=(2, 1), backward=(4, 2), p2p=0.5, agreement=0.25, overlap=False)
     ),
     [
-        (18.25, "micro-batches need so long on their way by B.1 of worker 1"),
+        (18.25, "micro-batches occupy B.1 of worker 1 for this long"),
         (19.75, "worker 0 has 19.5 of work plus 0.25 of unavoidable idle time"),
         (19.75, "worker 0 has 19.5 to do" + idles("0", "0.25")),
         (18.25, "worker 1 has 10.5 of work plus 7.75 of unavoidable idle time"),
@@ -99,13 +99,13 @@ BUSY_STEADY = Case(
 REPLICAS = Case(
     problem_of(plain(linear(2), 3), cf.Costs(sync=(3, 4), replicas=2, agreement=1)),
     [
-        (14.0, "micro-batches need so long on their way by B.1 of worker 1"),
+        (14.0, "micro-batches occupy B.1 of worker 1 for this long"),
         (14.0, "worker 0 has 9 of work plus 5 of unavoidable idle time"),
         (14.0, "worker 0 has 9 to do" + idles("1", "4")),
-        (14.0, "the gradient syncs of worker 0 go one after another"),
+        (14.0, "the gradient syncs of worker 0 run one after another"),
         (16.0, "worker 1 has 9 of work plus 7 of unavoidable idle time"),
         (16.0, "worker 1 has 9 to do" + idles("1", "6")),
-        (13.0, "the gradient syncs of worker 1 go one after another"),
+        (13.0, "the gradient syncs of worker 1 run one after another"),
     ],
     [[0.0, 1.0, 2.0], [4.0, 6.0, 8.0], [1.0, 2.0, 3.0], [2.0, 4.0, 6.0]],
     [[13.0, 11.0, 9.0], [8.0, 6.0, 4.0], [12.0, 10.0, 8.0], [10.0, 8.0, 6.0]],
@@ -115,13 +115,13 @@ REPLICAS = Case(
 TWO_WAYS = Case(
     problem_of(plain(bidirectional(2), 2, pipe_of=lambda m: m % 2), cf.Costs(sync=(3, 4), agreement=1)),
     [
-        (10.0, "micro-batches need so long on their way by B.0p1 of worker 1"),
+        (10.0, "micro-batches occupy B.0p1 of worker 1 for this long"),
         (10.0, "worker 0 has 6 of work plus 4 of unavoidable idle time"),
         (10.0, "worker 0 has 6 to do" + idles("0", "4")),
-        (12.0, "the gradient syncs of worker 0 go one after another"),
+        (12.0, "the gradient syncs of worker 0 run one after another"),
         (10.0, "worker 1 has 6 of work plus 4 of unavoidable idle time"),
         (10.0, "worker 1 has 6 to do" + idles("0", "4")),
-        (12.0, "the gradient syncs of worker 1 go one after another"),
+        (12.0, "the gradient syncs of worker 1 run one after another"),
     ],
     [[0.0], [4.0], [1.0], [2.0], [1.0], [2.0], [0.0], [4.0]],
     [[9.0], [4.0], [8.0], [6.0], [8.0], [6.0], [9.0], [4.0]],
@@ -137,10 +137,10 @@ TWO_WAYS_STEADY = Case(
     [
         (9.0, "worker 0 has 6 of work plus 3 of unavoidable idle time"),
         (9.0, "worker 0 has 6 to do" + idles("0", "3")),
-        (7.0, "the gradient syncs of worker 0 go one after another"),
+        (7.0, "the gradient syncs of worker 0 run one after another"),
         (9.0, "worker 1 has 6 of work plus 3 of unavoidable idle time"),
         (9.0, "worker 1 has 6 to do" + idles("0", "3")),
-        (7.0, "the gradient syncs of worker 1 go one after another"),
+        (7.0, "the gradient syncs of worker 1 run one after another"),
     ],
     [[0.0], [4.0], [1.0], [2.0], [1.0], [2.0], [0.0], [4.0]],
     [[8.0], [3.0], [7.0], [5.0], [7.0], [5.0], [8.0], [3.0]],
@@ -150,7 +150,7 @@ TWO_WAYS_STEADY = Case(
 ONE_EACH = Case(
     problem_of(plain(linear(2), 3), peak=1),
     [
-        (18.0, "micro-batches need so long on their way by B.1 of worker 1"),
+        (18.0, "micro-batches occupy B.1 of worker 1 for this long"),
         (18.0, "worker 0 has 9 of work plus 9 of unavoidable idle time"),
         (15.0, "worker 0 has 9 to do" + idles("3", "3")),
         (18.0, too_long(0, "activations", "1")),
@@ -166,7 +166,7 @@ ONE_EACH = Case(
 TWO_AND_ONE = Case(
     problem_of(plain(linear(2), 4), peak=(2, 1)),
     [
-        (15.0, "micro-batches need so long on their way by B.1 of worker 1"),
+        (15.0, "micro-batches occupy B.1 of worker 1 for this long"),
         (15.0, "worker 0 has 12 of work plus 3 of unavoidable idle time"),
         (15.0, "worker 0 has 12 to do" + idles("2", "1")),
         (12.0, too_long(0, "activations", "2")),
@@ -191,7 +191,7 @@ SPLIT = Case(
         memory_bytes=4.5,
     ),
     [
-        (10.0, "micro-batches need so long on their way by I.1 of worker 1"),
+        (10.0, "micro-batches occupy I.1 of worker 1 for this long"),
         (13.0, "worker 0 has 12 of work plus 1 of unavoidable idle time"),
         (13.0, "worker 0 has 12 to do" + idles("1", "0")),
         (6.0, too_long(0, "bytes", "4.5")),
@@ -235,7 +235,7 @@ SPLIT_STEADY = Case(
 WAVE = Case(
     problem_of(plain(wave(2, 1), 2), cf.Costs(p2p=1, link="infinite"), peak=2),
     [
-        (25.0, "micro-batches need so long on their way by B.2 of worker 1"),
+        (25.0, "micro-batches occupy B.2 of worker 1 for this long"),
         (25.0, "worker 0 has 12 of work plus 13 of unavoidable idle time"),
         (22.0, "worker 0 has 12 to do" + idles("4", "6")),
         (19.0, too_long(0, "activations", "2")),

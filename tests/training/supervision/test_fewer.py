@@ -77,7 +77,7 @@ def test_three_of_four_go_on_with_the_same_curve(  # noqa: PLR0917
     assert event(tmp_path / "fewer", RESTARTED)["source"] == source
     told = event(tmp_path / "fewer", FEWER)
     assert told["workers"] == 3
-    assert watcher.events[1] == f"3 workers are left: going on with {told['runs']}"
+    assert watcher.events[1] == f"3 workers are left: continuing with {told['runs']}"
     assert load_config(tmp_path / "fewer" / "config.toml").processes == 4  # the same command goes on with all
     assert str(loads((tmp_path / "fewer" / "schedule.json").read_text(), "it")) == told["runs"]
     assert not list(tmp_path.glob("counterflow-*"))
@@ -114,7 +114,7 @@ def test_what_is_recomputed_stays_so(config: Configure) -> None:
 
 def test_nothing_runs_on_so_few(config: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("counterflow.training.supervision.fewer.memory_bytes", lambda *_: 1000.0)
-    with pytest.raises(ConfigError, match="1 workers are left, and nothing runs on them: no plan fits"):
+    with pytest.raises(ConfigError, match="1 workers are left, but no plan runs on them: no plan fits"):
         with_fewer(config(), 1)
 
 
@@ -200,7 +200,7 @@ def one_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_than_needed_are_refused_if_nothing_is_said(config: Configure, one_is_here: None) -> None:
-    with pytest.raises(ConfigError, match="1 processes were started, but 2 workers a replica"):
+    with pytest.raises(ConfigError, match="1 processes were started, but 2 workers per replica"):
         run(config(pipeline__transport="gloo"), Watcher())
 
 

@@ -207,7 +207,7 @@ def test_what_was_lost_may_fail_as_often_as_is_allowed(tmp_path: Path) -> None:
     note(tmp_path, FAILED, **failure)
     assert restarts.refusal() is None
     note(tmp_path, FAILED, **failure)
-    assert restarts.refusal() == "this was failure 3, and 2 restarts were allowed"
+    assert restarts.refusal() == "this was failure 3, and restarts were limited to 2"
 
 
 def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
@@ -371,13 +371,13 @@ def test_locks_of_one_machine_are_told(
     mounts = "36 25 0:31 / / rw - lustre 10.0.0.1@tcp:/fs rw,localflock"
     monkeypatch.setattr("counterflow.training.run.storage_of", partial(storage_of, mounts=mounts))
     assert train(train__steps=1, max_restarts=1).steps == 1
-    assert "mounted with localflock, so that its locks hold on one machine only" in caplog.text
+    assert "mounted with localflock, so its locks hold on one machine only" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("given", "environment", "message"),
     [
-        (2, {}, "give it to torchrun"),
+        (2, {}, "give the option to torchrun"),
         (0, {"TORCHELASTIC_MAX_RESTARTS": "2"}, "give its folder as --out"),
     ],
 )
@@ -428,7 +428,7 @@ def test_a_run_that_is_finished_ends_well_when_it_is_begun_again(  # noqa: PLR09
         more["train__resume"] = "auto"
     watcher = Watcher()
     assert run(config(**more), watcher) is None
-    assert watcher.events == [f"{tmp_path / 'run'}: all 2 steps are made"]
+    assert watcher.events == [f"{tmp_path / 'run'}: all 2 steps were made before"]
     assert {path: path.read_bytes() for path in before} == before
 
 

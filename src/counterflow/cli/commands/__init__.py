@@ -1,1 +1,1 @@
-"""One file a command: it parses, calls one function and prints."""
+"""One file per command, which parses, calls one function and prints."""

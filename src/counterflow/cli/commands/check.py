@@ -27,7 +27,7 @@ def check(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say whether a schedule is right, rule by rule; exit 1 with the reason if it is not."""
+    """Check whether a schedule is right, rule by rule; exit 1 with the reason if it is not."""
     schedule = schedule_of(subject, options)
     report = inspect(schedule, peak_limit=peak_limit)
     if as_json:

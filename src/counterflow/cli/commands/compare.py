@@ -1,4 +1,4 @@
-"""``counterflow compare``: every scheme on so many workers, for the same model, the quickest first."""
+"""``counterflow compare``: every scheme with the same workers and the same model, fastest first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..output.search_bar import search_bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size(Record):
-    """What all schemes have in common."""
+    """Sizes that all schemes have in common."""
 
     panel: ClassVar[str] = "Size, the same for all schemes"
 
@@ -34,7 +34,7 @@ class Size(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits(Record):
-    """What a worker may hold."""
+    """Limits on what a worker holds."""
 
     panel: ClassVar[str] = "Limits of each worker"
 
@@ -48,7 +48,7 @@ class WorkerLimits(Record):
     )
 
     def memory_bytes(self) -> float | None:
-        """One number of bytes for all workers."""
+        """The limit in bytes, one number for all workers."""
         found = None if self.memory is None else bytes_of("memory", self.memory)
         if isinstance(found, tuple):
             raise typer.BadParameter("one number for all workers", param_hint="--memory")
@@ -57,7 +57,7 @@ class WorkerLimits(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing(Record):
-    """What is computed besides, and shown."""
+    """What is computed in addition, and how it is shown."""
 
     panel: ClassVar[str] = "Output"
 

@@ -1,4 +1,4 @@
-"""``counterflow convert``: weights of a run as one file or a Hugging Face folder, and the other way."""
+"""``counterflow convert``: convert the weights of a run to one file or a Hugging Face folder, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def convert(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of transformers whose config and tokenizer go with a run's weights; without it the "
+            help="Folder of transformers whose config and tokenizer accompany a run's weights. Default: the "
             "run's model.path.",
         ),
     ] = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from counterflow.measure.health import Finding
 
 _TIMEOUT_SECONDS = 60.0
-"""How long a worker of the test waits for another."""
+"""Seconds that a worker of the test waits for another."""
 
 
 def doctor(
@@ -32,7 +32,7 @@ def doctor(
     test: Annotated[bool, typer.Option("--test/--no-test", help="Train a tiny model on two workers.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what this machine has, and train a tiny model on two workers here; exit 1 if something is wrong."""
+    """Report what this machine has, and train a tiny model on two workers; exit 1 if something is wrong."""
     from counterflow.measure.health import Doctor, findings
 
     found = findings(folder)
@@ -50,7 +50,9 @@ def doctor(
 
 
 def _tests() -> Iterable[Finding]:
-    """Two workers against one process: as threads and as processes, and on two GPUs where they are."""
+    """Compare two workers with one process: as threads, as processes, and on two GPUs if the machine has
+    them.
+    """
     from counterflow.measure.health import Finding, gpus
     from counterflow.training.trial import small_trial
 

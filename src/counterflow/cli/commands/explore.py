@@ -40,7 +40,7 @@ def explore(
         typer.Option("--open/--no-open", help="Open a browser.", rich_help_panel="Server"),
     ] = True,
 ) -> None:
-    """Look at schedules and runs in a browser: change, time, prove and compare, follow a training."""
+    """Explore schedules and runs in a browser: change, time, prove and compare them, follow a training."""
     for path in runs or ():
         if not path.is_dir():
             raise ConfigError(f"{path}: there is no such folder")

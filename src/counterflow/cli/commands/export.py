@@ -34,7 +34,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a schedule file, which check, simulate and show read like a scheme."""
+    """Write a schedule file, which check, simulate and show accept in place of a scheme."""
     schedule = schedule_of(subject, options)
     text = as_text(schedule, form or (Form.CSV if out is not None and out.suffix == ".csv" else Form.JSON))
     if out is None:

@@ -40,10 +40,10 @@ class Inputs(Record):
     mini_batch: int | None = asked(None, "Samples of one update, over all replicas.", metavar="SAMPLES")
 
     def task(self) -> Task:
-        """What is planned.
+        """The planning task.
 
         Raises:
-            ConfigError: neither an example nor all that one has.
+            ConfigError: neither an example nor everything that an example contains is given.
         """
         readers: dict[str, Callable[[Any], Any]] = {
             "model": files.load_model,
@@ -58,7 +58,7 @@ class Inputs(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering(Record):
-    """Whether and how long orders are computed."""
+    """Whether orders are computed, and for how long."""
 
     panel: ClassVar[str] = "Computed orders"
 
@@ -73,12 +73,12 @@ class Ordering(Record):
     )
 
     def check(self) -> None:
-        """Refuse what says how orders are computed, when none are."""
+        """Refuse search options if no orders are computed."""
         if not self.synthesize and (self.seconds is not None or self.moves is not None):
             raise ConfigError(f"--{'moves' if self.seconds is None else 'seconds'}: only with --synthesize")
 
     def ordered(self, found: Found, constraints: Constraints) -> tuple[Found, Orders | None]:
-        """What was found, with orders computed for the best plans, if they are asked for."""
+        """The plans found, with computed orders for the best ones if these are asked for."""
         if not self.synthesize:
             return found, None
         limit = 30.0 if self.seconds is None else self.seconds
@@ -147,7 +147,7 @@ def plan(
 
 
 def _note_written(best: Plan, out: Path, order: Path | None) -> None:
-    """How a plan that was written is run."""
+    """Say how a plan that was written is run."""
     beside = f", its order in {order}" if order else ""
     note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
     if not best.play.schedule.synchronous:
@@ -192,7 +192,9 @@ def _save(task: Task, folder: Path) -> None:
 
 
 def _write(task: Task, best: Plan, path: Path) -> Path | None:
-    """The plan's config, and a computed order beside it: its file, None where a scheme makes the order."""
+    """Write the plan's config and, next to it, a computed order. Returns the order's file, or None if a
+    scheme makes the order.
+    """
     from counterflow.training.planned import planned_config
 
     beside = None

@@ -24,7 +24,7 @@ def profile(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG.toml", help="Config with the model to measure. Default: the built-in example."
+            metavar="CONFIG.toml", help="Config of the model to measure. Default: the built-in example."
         ),
     ] = None,
     *,
@@ -88,12 +88,12 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--sizes {text}: must be whole numbers with commas between, as in 1,2,4") from None
+        raise ConfigError(f"--sizes {text}: must be whole numbers separated by commas, as in 1,2,4") from None
 
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, on a terminal only."""
+    """A progress bar on stderr, on a terminal only."""
     from rich.console import Console
     from rich.progress import Progress
 

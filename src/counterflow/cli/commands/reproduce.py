@@ -36,7 +36,8 @@ def reproduce(
     """Reproduce a paper's table or figure: published, ours, difference.
 
     A figure's ratios are predicted by the planner: each scheme's best configuration in the paper's space, and
-    the one that the paper states. What a constant was fitted on is marked, the rest is the test.
+    the one that the paper states. Values on which a constant was fitted are marked; all others test the
+    prediction.
     """
     from counterflow.papers.figures import FIGURES
     from counterflow.papers.tables import TABLES
@@ -51,7 +52,7 @@ def reproduce(
         show_figure(FIGURES[name], out or (), as_json=as_json)
         return
     if out:
-        raise ConfigError(f"{name} is a table: there is nothing to draw; leave out --out")
+        raise ConfigError(f"{name} is a table, which cannot be drawn; leave out --out")
     table = TABLES[name]()
     if as_json:
         from counterflow.papers.report import TableShown
@@ -76,7 +77,7 @@ def _list(known: Iterable[str], as_json: bool) -> None:
 
 
 SHOWN = ("scheme", "setting", "formula", "value", "measured", "difference", "note")
-"""Columns of a section; the quantity and its source are the section's heading."""
+"""Columns of a section, whose heading is the quantity and its source."""
 
 
 def _print(table: Table) -> None:

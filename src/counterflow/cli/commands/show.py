@@ -1,4 +1,4 @@
-"""``counterflow show``: the timeline of a schedule, or of a run, as a picture in the terminal or in files."""
+"""``counterflow show``: draw the timeline of a schedule or a run in the terminal or into files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Drawing(Record):
     )
     compare: str | None = asked(
         None,
-        "A second schedule on the same time axis: a scheme, which accepts the same options as far as it has "
+        "A second schedule on the same time axis: a scheme, which takes the same options as far as it has "
         "them; a file; or a scheme with options of its own in quotes. Beside a run: predicted (the "
         "default), or another run.",
         metavar="OTHER",
@@ -74,7 +74,7 @@ def show(
     costs: CostOptions,
     output: Drawing,
 ) -> None:
-    """Draw the timeline of a schedule, or of a run: in the terminal, or into files."""
+    """Draw the timeline of a schedule or a run: in the terminal, or into files."""
     from counterflow.drawing import draw, draw_terminal
 
     out, form, memory, messages = output.out or (), output.form, output.memory, output.messages
@@ -108,7 +108,7 @@ def show(
 
 
 def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
-    """A run as it was measured, above its prediction or another run."""
+    """Draw a run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.training.folder import read_timeline
 
@@ -123,7 +123,7 @@ def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
     if compare not in (None, "predicted"):
         if not is_run(compare):
             raise ConfigError(
-                f"--compare {compare}: beside a run there can be predicted, or the folder of another run"
+                f"--compare {compare}: a run is compared with 'predicted' or with the folder of another run"
             )
         charts[1] = read_timeline(Path(compare)).charts(memory=memory)[0]
     if not output.out:
@@ -137,7 +137,7 @@ def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
 def _other(
     ctx: typer.Context, text: str, first: Schedule, options: SchemeOptions, costs: CostOptions
 ) -> Simulation:
-    """The schedule to compare with, played with the same costs unless its text gives others."""
+    """The schedule to compare with, simulated with the same costs unless its text contains others."""
     try:
         words = [text] if is_file(text) else shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``counterflow simulate``: time, bubbles and memory of a schedule."""
+"""``counterflow simulate``: predict the time, bubbles and memory of a schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..output.console import (
 )
 
 GROUP_FROM = 17
-"""From so many workers on, neighbours with the same figures share a row."""
+"""Number of workers from which neighbours with the same figures share a row."""
 
 
 def simulate(
@@ -46,7 +46,7 @@ def simulate(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Time, bubbles and memory of a schedule."""
+    """Predict the time, bubbles and memory of a schedule."""
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
     result = play(schedule, costs.of_stages(schedule.placement))
@@ -173,7 +173,7 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
     if result.steady_bubble_ratio is not None:
         return f"[bold]{result.steady_bubble_ratio:.2%}[/]  [dim]after the warm-up, before the drain[/]"
     needed = None if played_from_file else periods_for_steady(result.schedule)
-    more = f"; play {needed} or more (--periods {needed})" if needed else ""
+    more = f"; simulate {needed} or more (--periods {needed})" if needed else ""
     played = result.schedule.periods
     return f"none: no steady part in {played} period{'s' if played > 1 else ''}{more}"
 
@@ -209,7 +209,7 @@ def _messages(result: Simulation) -> Any:
 
 
 def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
-    """The costs that are always told, and those that were given."""
+    """The costs that are always shown, and those that were given."""
     shown = {}
     for name in dict.fromkeys(("forward", "backward", "p2p", *costs.given())):
         one = COSTS[name]

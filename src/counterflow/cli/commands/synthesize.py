@@ -52,7 +52,7 @@ class Work(Record):
         """All ops and what each needs.
 
         Raises:
-            ConfigError: there is no such placement, or there are too many ops.
+            ConfigError: the placement does not exist, or there are too many ops.
         """
         placed = placement_of(
             self.placement, self.workers, chunks=self.chunks, waves=self.waves, pairs=self.pairs
@@ -70,7 +70,7 @@ class Work(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Record):
-    """What a worker may hold, as texts."""
+    """Limits on what a worker holds, as texts."""
 
     panel: ClassVar[str] = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
 
@@ -84,10 +84,10 @@ class Limits(Record):
     )
 
     def read(self) -> tuple[Limit | None, Limit | None]:
-        """Most activations and most bytes; None: no limit.
+        """Maximum activations and maximum bytes; None: no limit.
 
         Raises:
-            ConfigError: a text is no number.
+            ConfigError: a text is not a number.
         """
         return (
             None if self.peak is None else numbers_of("peak", self.peak),
@@ -97,7 +97,7 @@ class Limits(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search(Record):
-    """How an order is looked for."""
+    """Options of the search for an order."""
 
     panel: ClassVar[str] = "Search"
 
@@ -117,7 +117,7 @@ class Search(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled(Record):
-    """What measured costs are read from."""
+    """Files that measured costs are read from."""
 
     panel: ClassVar[str] = (
         "Profile: measured costs instead of the costs above, in the files of 'counterflow plan'"
@@ -129,10 +129,10 @@ class Profiled(Record):
     micro_batch_size: int | None = asked(None, "Samples of a micro-batch.", metavar="SAMPLES")
 
     def play(self, workload: Workload, costs: CostOptions) -> Play | None:
-        """The measured costs of a model's stages, cut so that they are balanced; None: nothing is given.
+        """The measured costs of a model's stages, cut into balanced stages; None if no files are given.
 
         Raises:
-            ConfigError: only some of it is given, or costs beside it; a damaged file.
+            ConfigError: only some of the files are given, costs are given as well, or a file is damaged.
         """
         files = asdict(self)
         missing = [flag(name) for name, value in files.items() if value is None]
@@ -173,7 +173,9 @@ def synthesize(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compute the best order for any placement, costs and memory, and how far from the best it can be."""
+    """Compute the best order for any placement, costs and memory, with a bound on how much better an order
+    could be.
+    """
     workload = work.workload()
     peak, memory = limits.read()
     played = profiled.play(workload, costs)
@@ -226,7 +228,7 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
     table.add_row("makespan", f"[bold]{number(found.makespan)}[/] {unit}")
     table.add_row("steady step", f"[bold]{number(found.steady)}[/] {unit}  [dim]without a barrier[/]")
     table.add_row("lower bound", f"{number(found.lower_bound)} {unit}  [dim]{escape(found.bound.reason)}[/]")
-    told = "none: no order is better" if found.proved else f"{found.gap:.2%} could be saved at most"
+    told = "none: no order is better" if found.proved else f"{found.gap:.2%} can be saved at most"
     table.add_row("gap", told)
     table.add_row("found by", escape(found.method))
     if found.named is None:

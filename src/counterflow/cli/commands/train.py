@@ -1,4 +1,4 @@
-"""``counterflow train``: train a model as a config says, and show what came of it."""
+"""``counterflow train``: train a model as a config says, and show the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _SLOWER = 0.1
-"""From this change on, ops that took longer in the run than when they were timed have a row."""
+"""Relative change from which ops that took longer in the run than when they were timed have a row."""
 
 
 def train(
@@ -81,7 +81,7 @@ def train(
     """
     from counterflow.training.supervision.stopping import STOP, Phase, listening
 
-    with listening(), STOP.during(Phase.LEAVE):  # nothing is begun yet, and torch takes seconds to load
+    with listening(), STOP.during(Phase.LEAVE):  # the run has not begun, and importing torch takes seconds
         from counterflow.training import load_config
 
         if keys:
@@ -107,7 +107,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         raise typer.Exit(STOP.exit_code) from None
     except WorkerError as error:
         if error.told and _rank():
-            raise typer.Exit(1) from None  # the worker that it blames tells it
+            raise typer.Exit(1) from None  # the worker that is to blame prints the error
         raise
     if done is None:
         raise typer.Exit(STOP.exit_code if STOP else 0)
@@ -136,7 +136,7 @@ def _list_keys(*, as_json: bool) -> None:
 
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
-    """Print what would be trained. GPUs are not looked for: they may be elsewhere."""
+    """Print what would be trained. GPUs are not checked, as the run's may be on other machines."""
     from counterflow.measure.machine import memory_bytes
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
@@ -210,9 +210,9 @@ def _print(summary: Summary, folder: Path) -> None:
 
 
 def _resuming(folder: Path) -> str:
-    """The command that goes on from a run's checkpoint, with the run's own config."""
+    """The command that resumes a run from its checkpoint, with the run's own config."""
     words = ["counterflow", "train", str(folder / "config.toml"), "--set", f"train.resume={folder}"]
-    return shlex.join([*words, "--set", "train.out="])  # it may not say where: that run's folder is full
+    return shlex.join([*words, "--set", "train.out="])  # that run's folder is not empty
 
 
 def _losses(summary: Summary) -> Any:
@@ -260,7 +260,7 @@ def _figures(summary: Summary) -> Any:
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
     for name, pair in _grouped(summary.stages_held) if together > 1 else ():
         table.add_row(f"weights held, {name}", *(f"{count:g} stages" for count in _pair(pair)))
-    if summary.about.on_cpu:  # a process has Python and torch in it, and the prediction has not
+    if summary.about.on_cpu:  # a process contains Python and torch, which the prediction does not
         for name, amount in _grouped(tuple(pair.predicted for pair in summary.memory_bytes)):
             table.add_row(f"memory of tensors, {name}", "", byte_size(amount))
         for name, amount in _grouped(tuple(pair.measured for pair in summary.memory_bytes)):
@@ -279,7 +279,7 @@ def _pair(pair: Pair) -> tuple[float, float]:
 
 
 def _grouped(pairs: tuple[Row, ...]) -> list[tuple[str, Row]]:
-    """Workers with the same figures share a row."""
+    """Rows in which workers with the same figures are grouped."""
     return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in alike(pairs)]
 
 

@@ -1,4 +1,4 @@
-"""``counterflow verify``: one process against the pipeline, on this machine."""
+"""``counterflow verify``: compare the pipeline with one process, on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(Enum):
-    """Precisions in which numbers have to agree."""
+    """Precisions in which numbers can be compared."""
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
@@ -44,7 +44,7 @@ Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running(Record):
-    """How it is run."""
+    """How the pipeline is run."""
 
     panel: ClassVar[str] = "Run"
 
@@ -76,14 +76,14 @@ class Running(Record):
         """The precision of weights.
 
         Raises:
-            ConfigError: it does not go with bfloat16.
+            ConfigError: the precision cannot be combined with bfloat16.
         """
         if self.bfloat16 is not None and self.dtype is Dtype.FLOAT64:
-            raise ConfigError("--bfloat16 is for weights in float32; leave out --dtype float64")
+            raise ConfigError("--bfloat16 needs weights in float32; leave out --dtype float64")
         return self.dtype or (Dtype.FLOAT64 if self.bfloat16 is None else Dtype.FLOAT32)
 
     def compared(self, schedule: Schedule, steps: int) -> Agreement:
-        """How far the numbers are apart after so many updates."""
+        """Train with both for a number of updates, and measure how far their numbers differ."""
         from counterflow.training.trial import small_trial
 
         options: dict[str, Any] = {} if self.barrier else {"barrier": False, "clip_norm": None}
@@ -91,7 +91,7 @@ class Running(Record):
         if self.bfloat16 is not None:
             options[self.bfloat16.value.replace("-", "_")] = "bfloat16"
             if schedule.stages == 1:
-                tied = False  # one cast of a weight would have the gradients of both its uses, rounded
+                tied = False  # one cast of a weight would round the sum of both its uses' gradients
         trial = small_trial(
             schedule,
             replicas=self.replicas,

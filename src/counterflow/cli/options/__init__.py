@@ -1,1 +1,3 @@
-"""From what a user writes to what the library takes: flags, schedules by name or file, messages in flags."""
+"""From a user's text to arguments of the library: flags, schedules by name or file, and messages in terms of
+flags.
+"""

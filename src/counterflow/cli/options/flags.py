@@ -1,9 +1,9 @@
 """Groups of options, and the flags that several commands share.
 
 A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags. A command's own
-options are the fields of a ``Record``. Of the shared ones those of schemes are made from the schemes' own
-records, those of costs from the fields of ``Costs`` and ``ByteCosts``; there None means that a flag was not
-given, so the library's own defaults are the only ones.
+options are the fields of a ``Record``. Shared options of schemes are made from the schemes' own records,
+options of costs from the fields of ``Costs`` and ``ByteCosts``. For both, None means that a flag was not
+given, so defaults stand in the library alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ JsonFlag = Annotated[
 
 
 def schemes_from(begun: str) -> list[str]:
-    """The schemes whose name begins so, for a shell that completes it."""
+    """Names of schemes with this beginning, for completion in a shell."""
     return [name for name in registry.SCHEMES if name.startswith(begun)]
 
 
@@ -61,27 +61,27 @@ _SIZES = {
     "workers": "P: workers of the pipeline group, in place of --stages.",
     "micro_batches": "N: micro-batches of a mini-batch; of pipedream-2bw and wpipe, between updates.",
 }
-"""What is said of the options that all schemes have."""
+"""Descriptions of the options that all schemes have."""
 
 _COSTS = "Costs: one number for all stages (1.5), or one a stage (1,1,1.5,2)"
 _MEMORY = "Memory: bytes of one stage (300MB, 1.5GiB), or one a stage (1GiB,2GiB)"
-_MODEL_COSTS = "Costs of a worker's share of the model, or with --costs-of model of all of it"
-_MODEL_MEMORY = "Memory of the same (300MB, 1.5GiB)"
+_MODEL_COSTS = "Costs of a worker's share of the model, or, with --costs-of model, of the whole model"
+_MODEL_MEMORY = "Memory of the same share (300MB, 1.5GiB)"
 
 
 class Group:
-    """Options that a command takes as one parameter."""
+    """Options that a command accepts as one parameter."""
 
     __slots__ = ()
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        """Every option as a parameter of its own, with what typer has to know of it."""
+        """Every option as a parameter of its own, annotated for typer."""
         raise NotImplementedError
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
-        """What was given of them, taken out of ``values``."""
+        """The options that were given, removed from ``values``."""
         raise NotImplementedError
 
 
@@ -90,22 +90,22 @@ class Record(Group):
 
     __slots__ = ()
     panel: ClassVar[str]
-    """The heading over them in the help."""
+    """The heading above the options in the help."""
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        """Every flag."""
+        """All flags as parameters."""
         kinds = get_type_hints(cls)
         return [_own_flag(one, kinds[one.field], cls.panel) for one in asked_fields(cls).values()]
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
-        """The record of what was given."""
+        """The record of the given options, which are removed from ``values``."""
         return cls(**{one.field: values.pop(name) for name, one in asked_fields(cls).items()})
 
 
 def _own_flag(one: AskedField, kind: Any, panel: str) -> inspect.Parameter:
-    """The flag of a field that has a default of its own, or must be given."""
+    """The flag of a field that has a default of its own, or is required."""
     about, given = one.asked, one.default is not MISSING
     option = typer.Option(
         *_names(one),
@@ -124,18 +124,18 @@ def _own_flag(one: AskedField, kind: Any, panel: str) -> inspect.Parameter:
 
 @dataclass(frozen=True)
 class Flags(Group):
-    """A group of flags as they were given, by name; None where not given."""
+    """A group of flags as they were given, by name; None if not given."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
-        """Every flag, with what typer has to know of it."""
+        """Every flag, annotated for typer."""
         raise NotImplementedError
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
-        """Every flag."""
+        """All flags as parameters."""
         return [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in cls.flags().items()
@@ -143,7 +143,7 @@ class Flags(Group):
 
     @classmethod
     def taken(cls, values: dict[str, Any]) -> Self:
-        """What was given of them, taken out of ``values``."""
+        """The group of the given options, which are removed from ``values``."""
         return cls({name: values.pop(name) for name in cls.flags()})
 
 
@@ -152,7 +152,7 @@ class SchemeOptions(Flags):
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
-        """Every option of every scheme, with what typer has to know of its flag."""
+        """Every option of every scheme, annotated for typer."""
         return {name: _scheme_flag(name, known) for name, known in registry.options().items()}
 
     def given(self) -> dict[str, OptionValue]:
@@ -161,7 +161,7 @@ class SchemeOptions(Flags):
 
 
 def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
-    """The flag of an option that these schemes have."""
+    """The flag of an option that these schemes share."""
     option = next(iter(known.values()))
     about, names, metavar = _SIZES.get(name) or _sentence(registry.about(known)), (flag(name),), None
     kind: Any = int
@@ -180,19 +180,19 @@ def _sentence(text: str) -> str:
 
 
 def asked_flag(one: AskedField, panel: str) -> Any:
-    """The flag of a field that people may give; None where it is not given."""
+    """The flag of a field that people may give; its value is None if it was not given."""
     about = one.asked
     return Annotated[about.kind | None, _option(panel, about.about, *_names(one), metavar=about.metavar)]
 
 
 def _names(one: AskedField) -> tuple[str, ...]:
-    """How a field's flag is spelled; what is so unless one says otherwise has a second one."""
+    """Spellings of a field's flag; an option that is on by default has a second one, to turn it off."""
     name = flag(one.name)
     return (f"{name}/--no-{name[2:]}" if one.default is True else name,)
 
 
 def plain_value(value: Any) -> OptionValue:
-    """An option's value as schemes take it; a whole number where words are legal too comes as a text."""
+    """An option's value as schemes accept it; a number is passed as text if the option also accepts words."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
@@ -204,18 +204,18 @@ def plain_value(value: Any) -> OptionValue:
 _UNITS = "one stage, a worker's share of the model, or the whole model (stage, worker, model)."
 
 OF_SPLIT_BACKWARDS = ("input_gradient", "weight_gradient", "kept_for_weights")
-"""Costs that only a split backward has."""
+"""Costs that apply to split backwards only."""
 
 
 class CostOptions(Flags):
-    """What things cost."""
+    """Costs of ops, messages and memory, as given in flags."""
 
     unit: ClassVar[CostsOf] = CostsOf.STAGE
     panels: ClassVar[Mapping[type, str]] = {Costs: _COSTS, ByteCosts: _MEMORY}
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
-        """Every cost, with what typer has to know of its flag."""
+        """Every cost, annotated for typer."""
         about = f"What costs are given for: {_UNITS} Default {cls.unit}."
         costs_of = Annotated[CostsOf | None, _option(cls.panels[Costs], about, "--costs-of", metavar="UNIT")]
         costs = {name: asked_flag(one, cls.panels[one.record]) for name, one in cost_texts.COSTS.items()}
@@ -223,17 +223,17 @@ class CostOptions(Flags):
 
     @property
     def costs_of(self) -> CostsOf:
-        """What costs are given for."""
+        """The unit that costs are given for."""
         found: CostsOf | None = self.values["costs_of"]
         return self.unit if found is None else found
 
     def given(self) -> dict[str, Any]:
-        """The costs that were given, read, by the names of their flags."""
+        """The costs that were given, parsed, by the names of their flags."""
         values = {n: v for n, v in self.values.items() if v is not None and n != "costs_of"}
         return cost_texts.read(values, _in_flag)
 
     def but(self, other: CostOptions) -> CostOptions:
-        """The same costs, except those that ``other`` gives."""
+        """The same costs, overridden by those that ``other`` contains."""
         given = {name: value for name, value in other.values.items() if value is not None}
         return CostOptions({**self.values, **given})
 
@@ -241,20 +241,21 @@ class CostOptions(Flags):
         """The costs as they were given.
 
         Raises:
-            ConfigError: a cost is no number, or negative.
+            ConfigError: a cost is not a number, or negative.
         """
         return cost_texts.costs_from(self.given())
 
     def of_stages(self, placement: Placement) -> Costs:
-        """What the simulator is fed with: costs of the stages of this placement.
+        """Costs of the stages of this placement, as the simulator needs them.
 
         Raises:
-            ConfigError: as ``costs``, or costs by stage where they are given for something else.
+            ConfigError: as in ``costs``, or there is one cost per stage although costs are given for another
+                unit.
         """
         return of_stages(self.costs(), placement, self.costs_of)
 
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
-        """What was given and changes nothing in any of these schedules, and why, for people."""
+        """Flags that were given but change nothing in any of these schedules, each with the reason."""
         given = {name for name, value in self.values.items() if value is not None}
         if "sync" not in given and given & {"sync_mode", "replicas"}:
             yield "--sync-mode and --replicas change nothing unless --sync gives a sync's seconds."
@@ -276,7 +277,7 @@ class CostOptions(Flags):
 
 
 class ModelCostOptions(CostOptions):
-    """What things cost of a model that schemes cut into different stages: those are one number each."""
+    """Costs of a model that schemes cut into different stages: one number each."""
 
     unit: ClassVar[CostsOf] = CostsOf.WORKER
     panels: ClassVar[Mapping[type, str]] = {Costs: _MODEL_COSTS, ByteCosts: _MODEL_MEMORY}
@@ -292,19 +293,19 @@ def _in_flag(name: str) -> str:
 
 
 def numbers_of(name: str, text: str) -> float | tuple[float, ...]:
-    """What a flag gives: a number, or several with commas.
+    """The value of a flag: a number, or several separated by commas.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: the text is not a number.
     """
     return cost_texts.numbers_of(name, text, _in_flag)
 
 
 def bytes_of(name: str, text: str) -> float | tuple[float, ...]:
-    """Likewise bytes, as in 300MB or 1.5GiB.
+    """A size or several sizes in bytes, as in 300MB or 1.5GiB.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     return cost_texts.bytes_of(name, text, _in_flag)
 

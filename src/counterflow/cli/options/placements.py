@@ -1,7 +1,8 @@
-"""Which worker holds which stage, as ``--placement`` says it: a name, a table or a file with one.
+"""Which worker holds which stage, as ``--placement`` says it: a name, a table, or a file that contains a
+table.
 
-Invariant: what is returned is a placement whose workers all hold something, of no more stages than can be
-ordered. It says nothing about order.
+Invariant: in the placement that is returned every worker holds a stage, and there are no more stages than can
+be ordered. The order of ops is not decided here.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _FORM = "the worker of each stage, as in 0,1,1,0, and / between pipes, as in 0,1
 def placement_of(
     text: str, workers: int | None, *, chunks: int | None, waves: int | None, pairs: int | None
 ) -> Placement:
-    """The placement that flags say.
+    """The placement that flags describe.
 
     Raises:
-        ConfigError: they say none, or do not go together.
+        ConfigError: the flags describe no placement, or contradict each other.
     """
     own = {
         Placed.LOOP: ("--chunks", chunks),
@@ -52,7 +53,7 @@ def placement_of(
     if text not in list(Placed):
         return _of_user(text, workers)
     if workers is None:
-        raise ConfigError(f"--placement {text}: for how many workers? give --workers")
+        raise ConfigError(f"--placement {text}: the number of workers is missing; give --workers")
     if workers * 2 * max(chunks or 1, waves or 2) > MOST_OPS:
         raise ConfigError(f"--workers {workers}: at most {MOST_OPS:,} stages are ordered; choose fewer")
     return {
@@ -71,11 +72,12 @@ def _of_user(text: str, workers: int | None) -> Placement:
         table = _read(Path(text))
     else:
         raise ConfigError(
-            f"--placement {text}: no placement, table or file; give {', '.join(Placed)}, a file, or {_FORM}"
+            f"--placement {text}: not a placement, table or file; "
+            f"give {', '.join(Placed)}, a file, or {_FORM}"
         )
     if len({len(pipe) for pipe in table}) != 1:
         lengths = " and ".join(str(len(pipe)) for pipe in table)
-        raise ConfigError(f"--placement {text}: pipes of {lengths} stages; give all pipes as many")
+        raise ConfigError(f"--placement {text}: pipes have {lengths} stages; give all pipes the same number")
     if len(table) * len(table[0]) > MOST_OPS:
         raise ConfigError(f"--placement {text}: at most {MOST_OPS:,} stages are ordered; choose fewer")
     held = {worker for pipe in table for worker in pipe}
@@ -88,7 +90,7 @@ def _of_user(text: str, workers: int | None) -> Placement:
 
 
 def _read(path: Path) -> list[list[int]]:
-    """The table of a file: a list of pipes as JSON, or a schedule, whose placement it is."""
+    """Read the table in a file: a JSON list of pipes, or the placement of a schedule."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -100,5 +102,5 @@ def _read(path: Path) -> list[list[int]]:
     pipes = data if isinstance(data, list) and data and isinstance(data[0], list) else [data]
     for pipe in pipes:
         if not isinstance(pipe, list) or not pipe or any(type(n) is not int or n < 0 for n in pipe):
-            raise ConfigError(f"--placement {path}: no table of workers; give JSON as in [[0, 1, 1, 0]]")
+            raise ConfigError(f"--placement {path}: not a table of workers; give JSON as in [[0, 1, 1, 0]]")
     return pipes

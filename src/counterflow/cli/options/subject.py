@@ -1,4 +1,4 @@
-"""From what the user names, a scheme with options or a file, to a schedule."""
+"""From a scheme with options, or a file, to a schedule."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .wording import flag
 
 
 class Form(StrEnum):
-    """How a schedule is written."""
+    """File formats of a schedule."""
 
     JSON = "json"
     CSV = "csv"
 
 
 def as_text(schedule: Schedule, form: Form) -> str:
-    """The schedule as a file has it.
+    """The schedule in this file format.
 
     Raises:
-        ConfigError: it has what the form cannot say.
+        ConfigError: the schedule contains something that the format cannot express.
     """
     from counterflow.schedule import formats, torch_csv
 
@@ -61,7 +61,8 @@ def schedule_of(subject: str, options: SchemeOptions) -> Schedule:
     """The schedule the user means.
 
     Raises:
-        ConfigError: neither a scheme nor a file; options that do not fit; a damaged file.
+        ConfigError: the subject is neither a scheme nor a file, the options do not fit, or the file is
+            damaged.
     """
     if not is_file(subject):
         return build(subject, options.given())
@@ -76,7 +77,7 @@ def load(path: str) -> Schedule:
     """The schedule in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is damaged.
+        ConfigError: the file cannot be read, or is damaged.
     """
     from counterflow.schedule.formats import loads
 
@@ -85,10 +86,10 @@ def load(path: str) -> Schedule:
 
 
 def build(name: str, given: dict[str, OptionValue]) -> Schedule:
-    """The schedule of a scheme; what is missing or too much is told in flags.
+    """The schedule of a scheme; errors name missing and superfluous options as flags.
 
     Raises:
-        ConfigError: an unknown scheme, an option it does not have, one that is missing or illegal.
+        ConfigError: the scheme is unknown, or an option is unknown, missing or illegal.
     """
     scheme = registry.scheme(name)
     names = [option.name for option in scheme.options]
@@ -98,7 +99,9 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
             f"{scheme.name} has no {' and no '.join(map(flag, extra))}; "
             f"its options: {', '.join(map(flag, names))}"
         )
-    told = {scheme.depth if name in DEPTH else name for name in given}  # workers say stages, and the reverse
+    told = {
+        scheme.depth if name in DEPTH else name for name in given
+    }  # workers stand for stages, and the reverse
     if missing := scheme.missing(told):
         wanted = " and ".join(flag(option.name) for option in missing)
         width = max(len(flag(option.name)) for option in missing)
@@ -108,19 +111,19 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
 
 
 def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -> Schedule:
-    """The scheme ``name`` with as many of another schedule's options as it has.
+    """The scheme ``name`` with all options of another schedule that it accepts.
 
     Args:
-        schedule: what it is compared with; its workers stand in for stages, and the other way round.
+        schedule: the schedule to compare with; its workers stand in for stages, and the other way round.
         name: the other scheme.
         given: the options the user gave for ``schedule``.
 
     Raises:
-        ConfigError: it needs an option that the other does not have, or cannot be built with these.
+        ConfigError: the scheme needs an option that the other does not have, or cannot be built with these.
     """
     scheme = registry.scheme(name)
     known = dict(given)
-    if not known:  # a file: what its scheme was built with
+    if not known:  # for a file: the options its scheme was built with
         known = dict(schedule.options)
     known[scheme.depth] = schedule.workers
     names = [*(o.name for o in scheme.options), SLICES]
@@ -135,7 +138,7 @@ def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -
 
 
 def warn_if_wrong(subject: str, schedule: Schedule) -> None:
-    """Say on stderr if a schedule file does not pass the checker; what schemes make always does."""
+    """Warn on stderr if a schedule file does not pass the checker; schedules of schemes always pass."""
     if not is_file(subject):
         return
     from counterflow.program.check import inspect

@@ -1,4 +1,4 @@
-"""What a plan has to be, as ``counterflow plan`` is told; whether it can be met the planner says."""
+"""Constraints on a plan, as flags of ``counterflow plan``; the planner says whether they can be met."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PANEL = "Limits on plans: each may be repeated; without one, everything is trie
 
 
 class PlanLimits(Flags):
-    """What a plan has to be."""
+    """Constraints on a plan."""
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
@@ -31,10 +31,10 @@ class PlanLimits(Flags):
         return {name: asked_flag(one, _PANEL) for name, one in _ASKED.items()}
 
     def constraints(self) -> Constraints:
-        """What the planner is told.
+        """The constraints as the planner accepts them.
 
         Raises:
-            ConfigError: a text reads otherwise.
+            ConfigError: a text has another form.
         """
         given = {name: value for name, value in self.values.items() if value}
         return Constraints(**{_ASKED[name].field: _read(name, value) for name, value in given.items()})
@@ -47,10 +47,11 @@ def _read(name: str, value: Any) -> Any:
 
 
 def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, ...]], ...]:
-    """Each option's wanted values, from ``NAME=VALUE`` or ``SCHEME.NAME=VALUE``; several of a name add up.
+    """The accepted values of each option, from ``NAME=VALUE`` or ``SCHEME.NAME=VALUE``; values of the same
+    name are collected.
 
     Raises:
-        ConfigError: a text reads otherwise.
+        ConfigError: a text has another form.
 
     >>> wanted_options(["chimera.pairs=1", "chimera.pairs=2", "split=false", "micro-batches=8"])
     (('chimera.pairs', (1, 2)), ('split', (False,)), ('micro_batches', (8,)))
@@ -61,7 +62,7 @@ def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, 
         scheme, dot, option = name.rpartition(".")
         if not (equals and option and value) or (dot and not scheme):
             raise ConfigError(
-                f"--option {text}: must read NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1"
+                f"--option {text}: must be NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1"
             )
         option = option.replace("-", "_")
         found.setdefault(f"{scheme}{dot}{option}", []).append(_value(option, value))
@@ -76,10 +77,10 @@ def _value(option: str, text: str) -> OptionValue:
 
 
 def wanted_cuts(text: str) -> Cuts:
-    """Where layers are cut: ``balanced``, ``even``, or the layers at which stages begin, with commas.
+    """Where layers are cut: ``balanced``, ``even``, or the first layers of stages, separated by commas.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is something else.
     """
     if text in tuple(Cutting):
         return Cutting(text)
@@ -97,4 +98,4 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "cuts": wanted_cuts,
     "arrangement": lambda names: tuple(parse_mode(Arrangement, "arrangement", name) for name in names),
 }
-"""Flags whose texts have a form of their own."""
+"""Parsers of flags whose texts have a form of their own."""

@@ -12,14 +12,14 @@ _SPELLED = {one.field: name for name, one in COSTS.items()} | {
     "micro_batch": "micro_batch_size",
     "memory_bytes": "memory",
 }
-"""Flags by the library's words."""
+"""Flags by the names that the library uses."""
 _PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
 _ORDER = ("peak", "objective")
 _OWN = (*_SPELLED, *_PLAN, *_ORDER)
 
 
 def flag(name: str) -> str:
-    """How an option is spelled as a flag.
+    """The flag of an option.
 
     >>> flag("micro_batches")
     '--micro-batches'
@@ -28,7 +28,7 @@ def flag(name: str) -> str:
 
 
 def in_flags(message: str) -> str:
-    """A library message with the options it names as flags.
+    """A library message in which options are spelled as flags.
 
     >>> in_flags("micro_batches=0: must be 1 or more")
     '--micro-batches 0: must be 1 or more'

@@ -1,1 +1,3 @@
-"""What commands print with: a console, the models of ``--json``, progress, and tables of several files."""
+"""What commands print with: a console, the models of ``--json``, progress bars, and tables that several
+commands share.
+"""

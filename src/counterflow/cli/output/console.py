@@ -1,4 +1,4 @@
-"""What commands print with: a console, JSON, numbers, and files written or refused."""
+"""What commands print with: a console, JSON and numbers; also the writing of files, with errors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 Row = TypeVar("Row")
 
 WIDE = 4096
-"""Columns assumed where output is no terminal and says nothing of its width: nothing is cut or wrapped."""
+"""Columns assumed if the output is not a terminal and its width is unknown: nothing is cut or wrapped."""
 
 
 def console(width: int | None = None) -> Console:
-    """A console on stdout; ``width`` is what to assume where there is no terminal."""
+    """A console on stdout; ``width`` is assumed if there is no terminal."""
     from rich.console import Console
 
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
@@ -38,7 +38,7 @@ def console(width: int | None = None) -> Console:
 
 
 def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
-    """A table of figures; only the columns named in ``left`` are of words, which stand to the left."""
+    """A table of figures; only the columns named in ``left`` contain words, which are aligned to the left."""
     from rich import box
     from rich.table import Table
 
@@ -49,7 +49,7 @@ def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) 
 
 
 def alike(rows: Sequence[Row]) -> list[tuple[str, Row]]:
-    """Rows of workers, each with its worker; neighbours with the same figures share one.
+    """Rows of workers with each row's workers; neighbours with the same figures share a row.
 
     >>> alike([5, 7, 7, 7])
     [('0', 5), ('1–3', 7)]
@@ -62,18 +62,18 @@ def alike(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 
 
 def print_json(value: Result) -> None:
-    """The one JSON object of ``--json``, on one line."""
+    """Print the JSON object of ``--json`` on one line."""
     shown = {"format": value.format} | value.model_dump(mode="json", exclude_unset=True)
     typer.echo(json.dumps(shown, ensure_ascii=False, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """A remark beside the result, on stderr."""
+    """Print a remark on stderr."""
     typer.echo(text, err=True)
 
 
 def number(value: float) -> str:
-    """A number as short as six digits allow.
+    """A number in at most six digits.
 
     >>> number(36.0), number(1 / 3)
     ('36', '0.333333')
@@ -82,14 +82,14 @@ def number(value: float) -> str:
 
 
 def numbers(value: Any) -> str:
-    """One number, or several with commas."""
+    """One number, or several separated by commas."""
     if isinstance(value, (int, float)):
         return number(value)
     return ", ".join(number(v) for v in value)
 
 
 def bubble_causes(result: Simulation) -> str:
-    """The shares of all workers' makespan that are idle, by cause; nothing where there is none.
+    """The shares of all workers' makespan that are idle, by cause; empty if there are none.
 
     >>> from counterflow import schemes, simulate
     >>> bubble_causes(simulate(schemes.dapple(stages=2, micro_batches=2)))
@@ -119,7 +119,7 @@ def byte_size(value: float) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file the user named: tells where and why it cannot be written.
+    """A context for writing a file that the user named: errors say where and why it cannot be written.
 
     Raises:
         ConfigError: the path is wrong: no such directory, not permitted.
@@ -128,7 +128,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"cannot write {path}: there is no directory {path.parent}") from None
+        raise ConfigError(f"cannot write {path}: the directory {path.parent} does not exist") from None
     except IsADirectoryError:
         raise ConfigError(f"cannot write {path}: it is a directory") from None
     except PermissionError:

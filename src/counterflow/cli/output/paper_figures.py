@@ -1,4 +1,4 @@
-"""How ``counterflow reproduce`` shows a paper's figure: a table, the constants, a picture."""
+"""How ``counterflow reproduce`` shows a paper's figure: as a table, with its constants, and as a picture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _RIGHT = ("predicted", "published", "difference")
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[dict[str, str], bool]]) -> Any:
-    """A table of (cells by column, whether to leave the difference unmarked)."""
+    """A table of rows; each row is its cells by column and whether to leave the difference unmarked."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

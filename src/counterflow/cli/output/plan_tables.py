@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def print_plans(
     task: Task, found: Found, explained: Why, top: int | None, orders: Orders | None = None
 ) -> None:
-    """All of it.
+    """Print the ranking, the best plan, why it is the best, and the rest.
 
     Args:
         task: what was planned.
         found: what the search found.
         explained: why the best plan is the best.
-        top: so many of the best plans are shown; None: the best of every scheme.
-        orders: what was computed for the best plans.
+        top: number of best plans to show; None: the best of every scheme.
+        orders: orders computed for the best plans.
     """
     out = console(WIDE)
     cluster = task.cluster
@@ -81,7 +81,9 @@ def _memory_of(cluster: Cluster) -> str:
 
 
 def _room(plans: Sequence[Plan], *, with_arrangement: bool) -> int:
-    """Columns that all of the ranking takes; in fewer, what the best plan's line tells is left out."""
+    """Columns that the whole ranking takes; narrower terminals omit columns that the best plan's line
+    repeats.
+    """
     return (132 if with_arrangement else 114) + (4 if _divided(plans) else 0)
 
 
@@ -124,11 +126,11 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
 
 
 _TELLING = 0.001
-"""A share of a step that is worth a line."""
+"""Share of a step from which a loss has a line."""
 
 
 def _of_best(found: Plan) -> Iterator[str]:
-    """What the table has no room for: memory by worker, cuts, notes."""
+    """Details of the best plan: memory by worker, cuts, notes."""
     best = found.play.prediction()
     plan = best.configuration
     divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
@@ -147,7 +149,7 @@ def _of_best(found: Plan) -> Iterator[str]:
     shown = (f"{a}–{b}: {size}" if a != b else f"{a}: {size}" for a, b, size in runs)
     yield "  peak memory by worker   " + ", ".join(shown)
     fullest = max(best.memory, key=lambda worker: worker.total)
-    if fullest.workspace:  # the profile has what ops need
+    if fullest.workspace:  # the profile contains the ops' overhead
         parts = fullest.parts().items()
         told = ", ".join(f"{name} {byte_size(size)}" for name, size in parts if size >= 0.5)
         yield f"  of the fullest worker   {told}"
@@ -165,11 +167,11 @@ def _of_best(found: Plan) -> Iterator[str]:
 
 
 _MESH_TOLD = 32
-"""A mesh of so many devices is told in a line."""
+"""Maximum number of devices of a mesh that is printed on a line."""
 
 
 def _print_orders(out: Console, orders: Orders) -> None:
-    """What was computed for the best plans, what that gained, and what no order beats."""
+    """Print the computed orders, what they gain, and the bound."""
     named = _short(orders.named.play.prediction())
     if orders.best is None:
         told = f"Computed orders: none is quicker than {named}, {_seconds(orders.named.seconds)}"
@@ -201,7 +203,7 @@ def _print_orders(out: Console, orders: Orders) -> None:
         out.print(Text(f"  Why the first takes no less than its bound: {reason}"))
     if orders.omissions:
         out.print(
-            Text(f"  {len(orders.omissions)} more were not computed; --json tells of each why", style="dim")
+            Text(f"  {len(orders.omissions)} more were not computed; --json lists the reasons", style="dim")
         )
 
 
@@ -242,7 +244,7 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
     ratio = second.step_seconds / best.step_seconds - 1
     alike = ratio < 5e-4
     told = "takes the same time" if alike else f"is {ratio:.1%} slower"
-    yield f"The second, {_short(second)}, {told}"
+    yield f"The second-best plan, {_short(second)}, {told}"
     yield f"  {_parts(explained.second_parts)}"
     for change in explained.break_evens:
         word = "slower" if change.times > 1 else "faster"

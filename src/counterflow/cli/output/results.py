@@ -1,8 +1,9 @@
-"""What ``--json`` prints: one model a command, each beside what it reads; as a page ``docs/json.md``.
+"""What ``--json`` prints: one model per command, each next to the records it reads; ``docs/json.md`` is made
+from them.
 
-Invariant: a command prints what its model says and nothing else; ``format`` changes when a key goes or
-changes its meaning. Times are in seconds and end in ``_seconds``, sizes in bytes and end in ``_bytes``; what
-the simulator plays is in its ``time_unit``.
+Invariant: a command prints the keys of its model and nothing else; ``format`` changes when a key is removed
+or changes its meaning. Keys of seconds end in ``_seconds``, keys of bytes in ``_bytes``; simulated times are
+in ``time_unit``.
 """
 
 from __future__ import annotations
@@ -29,5 +30,5 @@ COMMANDS: tuple[type[Result], ...] = (
 
 
 def page_sections() -> list[str]:
-    """The tables of ``docs/json.md``, one a model or record: each key with what it means."""
+    """The tables of ``docs/json.md``, one per model or record: each key and its meaning."""
     return list(sections(*COMMANDS).values())

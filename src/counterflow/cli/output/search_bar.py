@@ -1,4 +1,4 @@
-"""Around a search of plans or orders: a bar on stderr."""
+"""A progress bar on stderr for searches of plans or orders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, on a terminal only; it is told what is done, of how much, and what is going on."""
+    """A progress bar on stderr, on a terminal only; it is called with the number done, the total, and the
+    current activity.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -37,10 +39,11 @@ def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def order_bar(seconds: float | None) -> Iterator[Callable[[float, float, str], None] | None]:
-    """A bar on stderr, on a terminal only; it is told the best value, the bound, and what is being done.
+    """A progress bar on stderr, on a terminal only; it is called with the best value, the bound, and the
+    current activity.
 
     Args:
-        seconds: how long it will take; None: not known.
+        seconds: expected duration of the search; None: unknown.
     """
     from rich.console import Console
     from rich.markup import escape

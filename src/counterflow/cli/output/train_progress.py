@@ -1,6 +1,6 @@
-"""What is seen of a run while it runs: a bar on a terminal, a line now and then elsewhere, both on stderr.
+"""Progress of a run on stderr: a bar on a terminal, elsewhere a line now and then.
 
-Invariant: nothing is drawn that is not in the run's metrics, and the terminal is left as it was.
+Invariant: only what the run's metrics contain is drawn, and the terminal is left as it was.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from counterflow.training.report import About, Numbers
 from .console import WIDE, console
 
 _LINE_SECONDS = 10.0
-"""How often a line is printed where there is no terminal."""
+"""Seconds between printed lines if there is no terminal."""
 
 _QUIET_SECONDS = 2.0
-"""How long a start may take without a word."""
+"""Seconds after which a start that takes longer prints a line."""
 
 _RECENT = 20
-"""Steps over which the speed is told."""
+"""Number of recent steps over which the speed is averaged."""
 
 _NARROW = 72
-"""Columns below which there is no room for a bar."""
+"""Width in columns below which no bar is drawn."""
 
 
 class Progress(Callback):
@@ -53,7 +53,7 @@ class Progress(Callback):
         self.recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
 
     def begun(self, about: About, folder: Path) -> None:
-        """Print what is trained, and put up the bar."""
+        """Print what is trained, and start the bar."""
         self.about = about
         if self.introduces:
             out = console(WIDE)
@@ -67,7 +67,7 @@ class Progress(Callback):
             self._put_up()
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
-        """Move the bar; print evaluations, and without a bar a step now and then."""
+        """Move the bar; print evaluations and, if there is no bar, a step now and then."""
         if not lines and not self.seen:
             self._waits()
         if lines and not self.seen:
@@ -94,13 +94,13 @@ class Progress(Callback):
         self._print(event)
 
     def ended(self) -> None:
-        """Take the bar down."""
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
     def _waits(self) -> None:
-        """Say what workers do before the first step, and for how long they have done it."""
+        """Print what workers do before the first step, and for how long they have done it."""
         waited = time.monotonic() - self.started
         if waited < self.next_line:
             return
@@ -133,7 +133,7 @@ class Progress(Callback):
             return ""
         (first, began), (last, ended) = self.recent[0], self.recent[-1]
         speed = seen["samples_per_second"]
-        if last > first and ended > began:  # a single step's would jump about
+        if last > first and ended > began:  # the speed of a single step would vary too much
             speed = (last - first) * self.about.samples / (ended - began)
         return f"loss {seen['loss']:.3f}  {speed:.3g} samples/s"
 
@@ -147,11 +147,11 @@ class Progress(Callback):
 
 
 def introduction(about: About) -> list[str]:
-    """What is trained, in lines."""
+    """What is trained, as lines."""
     layers = ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in about.stage_layers)
     options = " ".join(f"{name}={value}" for name, value in about.options.items())
     copies = f" · {about.replicas} replicas" if about.replicas > 1 else ""
-    going_on = f", going on from step {about.first_step:,}" if about.first_step else ""
+    going_on = f", resumes from step {about.first_step:,}" if about.first_step else ""
     return [
         f"{about.model}: {about.parameters:,} parameters",
         f"{about.text}: {about.text_bytes:,} bytes, unigram entropy {about.unigram_entropy:.3f} nats "
@@ -161,13 +161,13 @@ def introduction(about: About) -> list[str]:
         f"{about.steps:,} steps{going_on}, each {about.samples:,} samples of {about.positions:,} "
         f"{about.unit}s in {about.micro_batches * about.replicas:,} micro-batches",
         f"workers compute {about.where}",
-        *([f"goes on from {about.resumed}"] if about.resumed else []),
+        *([f"resumes from {about.resumed}"] if about.resumed else []),
         *(f"changed: {change}" for change in about.changed),
     ]
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """A duration as people say it.
 
     >>> duration(3.21), duration(75), duration(7300)
     ('3.2 s', '1 min 15 s', '2 h 1 min')

@@ -1,13 +1,13 @@
-"""The Trainer of transformers, and those made of it (TRL's), in pipeline stages.
+"""The Trainer of transformers, and trainers derived from it (TRL's), in pipeline stages.
 
-``PipelineTrainer`` and ``PipelineArguments`` take the place of ``Trainer`` and ``TrainingArguments``; the
-mixins ``Pipelined`` and ``PipelineFields`` make the same of a trainer and arguments of one's own.
+``PipelineTrainer`` and ``PipelineArguments`` replace ``Trainer`` and ``TrainingArguments``; the mixins
+``Pipelined`` and ``PipelineFields`` do the same for a user's own trainer and arguments.
 
-What the trainer computes its loss by (``compute_loss``: the model's own loss, label smoothing, a function of
-the user's, TRL's losses) is captured as one model, whose layers are found by itself, and run in the stages.
+The computation of the trainer's loss (``compute_loss``: the model's own loss, label smoothing, a user's
+function, TRL's losses) is captured as one model, whose layers are found automatically and run in the stages.
 So a step's loss, gradients and norm are the trainer's own, for any number of workers.
 
-It comes with ``pip install "counterflow[hf]"``.
+Install it with ``pip install "counterflow[hf]"``.
 """
 
 from __future__ import annotations

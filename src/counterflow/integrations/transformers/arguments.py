@@ -1,7 +1,7 @@
 """The training arguments of transformers, with those of a pipeline.
 
-Invariant: to transformers and accelerate each worker is the only process, so that they wrap nothing and deal
-out no samples; only the first one writes and logs.
+Invariant: transformers and accelerate see each worker as the only process, so they wrap nothing and
+distribute no samples; only the first worker writes and logs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What tells accelerate that there are other processes."""
+"""Environment variables that tell accelerate about other processes."""
 
 
 @contextmanager
@@ -34,24 +34,27 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class PipelineFields:
-    """What a pipeline is told, beside any training arguments: ``class Mine(PipelineFields, SFTConfig)``.
+    """Arguments of a pipeline, to be combined with any training arguments: ``class Mine(PipelineFields,
+    SFTConfig)``.
 
     Attributes:
-        pp: how many workers the model is cut over.
+        pp: number of workers over which the model is cut.
         schedule: the scheme, by its name; ``counterflow schemes`` lists them.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; None: balanced.
-        recompute: what is computed again in a backward: ``none``, ``stage`` or ``layer``.
+        recompute: what a backward computes again: ``none``, ``stage`` or ``layer``.
     """
 
-    pp: int = field(default=1, metadata={"help": "How many workers the model is cut over."})
+    pp: int = field(default=1, metadata={"help": "Number of workers over which the model is cut."})
     schedule: str = field(default="1f1b", metadata={"help": "The pipeline scheme, by its name."})
     cuts: list[int] | None = field(
-        default=None, metadata={"help": "The layers with which stages 1, 2, ... begin; balanced by default."}
+        default=None, metadata={"help": "The layers with which stages 1, 2, ... begin; default: balanced."}
     )
-    recompute: str = field(default="none", metadata={"help": "What is computed again: none, stage or layer."})
+    recompute: str = field(
+        default="none", metadata={"help": "What a backward computes again: none, stage or layer."}
+    )
 
     def __post_init__(self) -> None:
-        """Set up devices, as if this process were the only one."""
+        """Set up devices as if this process were the only one."""
         self.pipeline_rank = int(os.environ.get("RANK", "0"))
         self.pipeline_workers = int(os.environ.get("WORLD_SIZE", "1"))
         with alone():
@@ -60,19 +63,19 @@ class PipelineFields:
 
     @property
     def process_index(self) -> int:
-        """The number of this worker: the first one writes and logs."""
+        """Number of this worker; the first one writes and logs."""
         return self.pipeline_rank
 
     @property
     def local_process_index(self) -> int:
-        """Likewise."""
+        """Number of this worker; the first one writes and logs."""
         return self.pipeline_rank
 
     def made_schedule(self) -> Schedule:
-        """The schedule of a step, whose micro-batches are the batches that are accumulated.
+        """The schedule of a step; its micro-batches are the batches that are accumulated.
 
         Raises:
-            ConfigError: there is no such scheme, it has no such number of workers or micro-batches, or it is
+            ConfigError: the scheme is unknown, does not support the number of workers or micro-batches, or is
                 asynchronous.
         """
         options: dict[str, Any] = {
@@ -82,8 +85,8 @@ class PipelineFields:
         scheme = registry.scheme(self.schedule)
         if not scheme.synchronous:
             raise ConfigError(
-                f"schedule={self.schedule!r} is asynchronous, and transformers' Trainer updates at "
-                "the end of each step; take a synchronous scheme, such as zb-v or 1f1b"
+                f"schedule={self.schedule!r} is asynchronous, but transformers' Trainer updates at "
+                "the end of each step; choose a synchronous scheme, such as zb-v or 1f1b"
             )
         return registry.build(self.schedule, scheme.with_own_depth(options))
 

@@ -1,7 +1,7 @@
-"""What a trainer computes of a batch, as one model: its loss, and what it evaluates by.
+"""The computation of a trainer on a batch as one model: its loss, and the outputs that it evaluates.
 
-Invariant: the trainer is as it was before the objective was captured; what it noted of tensors without
-numbers is gone.
+Invariant: capturing the objective leaves the trainer unchanged; metrics that it noted from tensors without
+values are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from counterflow.loss_sum import LossSum
 
 
 class _Shared:
-    """A trainer, which copies of an objective share."""
+    """A trainer, shared by copies of an objective."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -31,8 +31,8 @@ class Objective(nn.Module):
     """A trainer's ``compute_loss`` around its model.
 
     Args:
-        trainer: of transformers.
-        model: that it trains.
+        trainer: a trainer of transformers.
+        model: the model that it trains.
     """
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
@@ -44,8 +44,8 @@ class Objective(nn.Module):
         """The loss of a batch, and the model's outputs without it.
 
         Args:
-            inputs: as the model takes them, with labels.
-            items: for each sample, what the loss of the whole step is divided by.
+            inputs: inputs of the model, with labels.
+            items: for each sample, the divisor of the loss of the whole step.
         """
         loss, outputs = self._shared.trainer.compute_loss(
             self.model,
@@ -66,7 +66,7 @@ class Objective(nn.Module):
 
 @contextmanager
 def as_it_was(trainer: Any) -> Iterator[None]:
-    """After this context a trainer has the attributes that it had, and the metrics."""
+    """Restore a trainer's attributes and metrics after this context."""
     before = dict(vars(trainer))
     metrics = copy.deepcopy(before.get("_metrics"))
     try:
@@ -78,12 +78,12 @@ def as_it_was(trainer: Any) -> Iterator[None]:
 
 
 def weighed(output: Mapping[str, Any], target: Tensor) -> LossSum:
-    """The loss of a micro-batch, as it enters the step's.
+    """The loss of a micro-batch, weighted as it enters the step's.
 
     Args:
-        output: of an objective.
-        target: for each sample (factor, factor for each sample, weight): the loss is multiplied by the first
-            and the number of samples times the second; what the samples weigh adds up to 1 in a step.
+        output: output of an objective.
+        target: for each sample (factor, factor for each sample, weight): the loss is multiplied by the first,
+            and by the number of samples times the second; the weights of the samples add up to 1 in a step.
     """
     loss: Tensor = output["loss"]
     factor = target[0, 0] + target[0, 1] * len(target)

@@ -1,4 +1,4 @@
-"""The optimisers of a worker's stages, as one that a learning-rate scheduler and callbacks look at."""
+"""The optimisers of a worker's stages, shown as a single one to a learning-rate scheduler and callbacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from counterflow.runtime.pipeline import Pipeline
 
 
 class Shown(Optimizer):
-    """Shows the groups of a pipeline's optimisers, whose options are theirs; its step updates them.
+    """Shows the groups of a pipeline's optimisers with their own options; the pipeline's step updates them.
 
     Args:
-        pipeline: whose.
-        learning_rate: of a worker that trains nothing.
+        pipeline: pipeline of the optimisers.
+        learning_rate: learning rate that a worker without trained weights shows.
     """
 
     def __init__(self, pipeline: Pipeline, learning_rate: float) -> None:
@@ -25,9 +25,9 @@ class Shown(Optimizer):
         self.param_groups = groups or self.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the step of the pipeline has updated the weights."""
+        """Do nothing: the step of the pipeline has updated the weights."""
         del closure
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the pipeline sees to its gradients."""
+        """Do nothing: the pipeline resets its gradients."""
         del set_to_none

@@ -1,8 +1,8 @@
 """The Trainer of transformers, whose steps a pipeline runs.
 
-The trainer's own loop goes on as it is: callbacks, logs, evaluation, schedulers, saving. The batches that it
-accumulates are the micro-batches of one step of the pipeline, which also clips and updates; so what the loop
-does after its last batch (clip, update, zero the gradients) is told and not done again.
+The trainer's own loop is unchanged: callbacks, logs, evaluation, schedulers, saving. The batches that it
+accumulates are the micro-batches of one step of the pipeline, which also clips and updates; so the loop's
+actions after its last batch (clip, update, zero the gradients) only report and do nothing again.
 
 Invariant: a step's loss, gradient norm and update are those of the trainer's ``compute_loss`` in one process,
 for any number of workers.
@@ -41,20 +41,20 @@ else:
     Base = object
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"
-"""Files of a checkpoint, by the names that transformers gives them."""
+"""Files of a checkpoint, by transformers' names."""
 
 
 class Pipelined(Base):  # type: ignore[misc]
-    """Makes a trainer of transformers run in pipeline stages: ``class Mine(Pipelined, SFTTrainer)``.
+    """Runs a trainer of transformers in pipeline stages: ``class Mine(Pipelined, SFTTrainer)``.
 
-    Every worker makes it alike, under torchrun or in a function that ``counterflow.launch`` runs with
-    processes; its arguments are of a class with ``PipelineFields``.
+    Every worker makes the same trainer, under torchrun or in a function that ``counterflow.launch`` runs with
+    processes; the class of its arguments contains ``PipelineFields``.
 
     Attributes:
-        pipeline: once it was needed; None before.
+        pipeline: the pipeline; None until it is needed.
 
     Raises:
-        ConfigError: it is asked for what a pipeline cannot do, by name.
+        ConfigError: an argument, which the error names, is not supported.
     """
 
     pipeline: Pipeline | None = None
@@ -72,20 +72,20 @@ class Pipelined(Base):  # type: ignore[misc]
         self._leave_model()
 
     def _leave_model(self) -> None:
-        """Let accelerate take the model for one that it has wrapped."""
+        """Make accelerate treat the model as one that it has wrapped."""
         if not self.accelerator._models:  # noqa: SLF001
             self.accelerator._models.append(self.model)  # noqa: SLF001
 
     # -- making the pipeline
 
     def made_pipeline(self, batch: Mapping[str, Any]) -> Pipeline:
-        """The pipeline; it is made when a first batch shows what the model takes.
+        """The pipeline, made when a first batch shows the model's inputs.
 
         Args:
-            batch: as the model takes it, with labels.
+            batch: inputs of the model, with labels.
 
         Raises:
-            ConfigError: ``compute_loss`` cannot be followed, or the layers are too few.
+            ConfigError: ``compute_loss`` cannot be captured, or the layers are too few.
         """
         if self.pipeline is None:
             model = self.model
@@ -104,7 +104,7 @@ class Pipelined(Base):  # type: ignore[misc]
                 cuts=self.args.cuts,
                 costs=[layer.cost for layer in self._layers],
                 seed=self.args.seed,
-                per_micro_batch_loss=True,  # the weights of micro-batches are the trainer's
+                per_micro_batch_loss=True,  # the trainer weights the micro-batches
                 recompute=self.args.recompute,
                 clip_norm=self.args.max_grad_norm or None,
                 autocast="bfloat16" if self.args.bf16 else None,
@@ -112,7 +112,7 @@ class Pipelined(Base):  # type: ignore[misc]
         return self.pipeline
 
     def _optimizer_of(self, parameters: Parameters) -> Optimizer:
-        """The optimiser of a stage, as the trainer makes the model's."""
+        """The optimiser of a stage, made in the trainer's way."""
         if self.optimizer_cls_and_kwargs is not None:
             make, options = self.optimizer_cls_and_kwargs
         else:
@@ -127,7 +127,7 @@ class Pipelined(Base):  # type: ignore[misc]
         return made
 
     def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
-        """What an objective takes of a batch."""
+        """Inputs of an objective from a batch."""
         inputs = dict(batch)
         if items is None:
             return {"inputs": inputs}
@@ -138,7 +138,7 @@ class Pipelined(Base):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """The loss of a step, where this is its last batch; 0 where more are accumulated."""
+        """The loss of a step, if this is its last batch; 0 if more batches are accumulated."""
         model.train()
         self._collected.append(self._inputs(self._prepare_inputs(inputs), num_items_in_batch))
         nothing = torch.tensor(0.0, device=self.args.device)
@@ -166,24 +166,24 @@ class Pipelined(Base):  # type: ignore[misc]
         return nothing + float(self._step.loss)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """The norm before the pipeline has clipped."""
+        """The norm before the pipeline clipped."""
         del model
         return torch.tensor(self._step.grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Likewise."""
+        """The norm before the pipeline clipped."""
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Make the pipeline, and what looks at it."""
+        """Make the pipeline, and the optimiser that schedulers and callbacks see."""
         self._leave_model()
         if self.pipeline is None:
             with _random_numbers_back():
                 batch = next(iter(train_dataloader), None)
             if batch is None:
-                raise ConfigError("the training data has no batch; give some to train on")
+                raise ConfigError("the training data has no batch; give data to train on")
             self.made_pipeline(self._prepare_inputs(batch))
         assert self.pipeline is not None
         if self._created_lr_scheduler:
@@ -200,7 +200,7 @@ class Pipelined(Base):  # type: ignore[misc]
     # -- evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own."""
+        """The trainer's own evaluation, with the random state restored."""
         self._leave_model()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -214,13 +214,13 @@ class Pipelined(Base):  # type: ignore[misc]
         """Loss, outputs and labels of a batch, on every worker; ``model`` is in the pipeline.
 
         Raises:
-            ConfigError: it has no labels.
+            ConfigError: the batch has no labels.
         """
         del model, ignore_keys
         if not self.label_names or any(inputs.get(name) is None for name in self.label_names):
             raise ConfigError(
-                f"a batch has no {' and no '.join(self.label_names) or 'labels'}, and what the pipeline was "
-                "made for gives a loss; evaluate data with labels, or predict with the saved model"
+                f"a batch has no {' and no '.join(self.label_names) or 'labels'}, but the pipeline was "
+                "made for a loss; evaluate data with labels, or predict with the saved model"
             )
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs[name].detach() for name in self.label_names)
@@ -241,7 +241,7 @@ class Pipelined(Base):  # type: ignore[misc]
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels[0] if len(labels) == 1 else labels
 
     def _divides(self) -> bool:
-        """Whether the loss is divided by what counts in the whole step, so that those of batches add up."""
+        """Whether the loss is divided by counts over the whole step, so the losses of batches add up."""
         return any(layer.uses("items") for layer in self._layers)
 
     # -- saving
@@ -279,7 +279,7 @@ class Pipelined(Base):  # type: ignore[misc]
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _weights_of(self, folder: str) -> dict[str, Tensor]:
-        """The model's weights as a checkpoint has them."""
+        """The model's weights in the form of a checkpoint."""
         from safetensors.torch import load_file  # noqa: PLC0415
 
         found: dict[str, Tensor] = {}
@@ -287,7 +287,7 @@ class Pipelined(Base):  # type: ignore[misc]
             found |= load_file(file)
         if not found:
             raise ConfigError(
-                f"{folder}: there is no model*.safetensors; train adapters on from a new trainer"
+                f"{folder}: model*.safetensors does not exist; continue adapters from a new trainer"
             )
         return found
 
@@ -301,14 +301,14 @@ class Pipelined(Base):  # type: ignore[misc]
         self.lr_scheduler.optimizer = self.optimizer
         kept = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
         mine = self.lr_scheduler.state_dict()
-        # What is there for each group of weights is of another length for other workers.
+        # Optimiser state of each group of weights has another length for other numbers of workers.
         kept |= {n: v for n, v in mine.items() if isinstance(v, list) and len(v) != len(kept.get(n, ()))}
         self.lr_scheduler.load_state_dict(kept)
 
 
 @contextmanager
 def _random_numbers_back() -> Iterator[None]:
-    """After this context random numbers go on as if nothing had been drawn."""
+    """Restore the state of random number generators after this context."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - collators draw from it
     try:
         with torch.random.fork_rng():
@@ -319,7 +319,7 @@ def _random_numbers_back() -> Iterator[None]:
 
 
 def _samples(inputs: Mapping[str, Any]) -> int:
-    """How many samples a batch has."""
+    """Number of samples of a batch."""
     return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
 
 

@@ -1,13 +1,13 @@
 """Models of transformers as lists of layers, without a change to them: their own code runs, piece by piece.
 
-Which of a model's modules repeat, and which come after them, transformers itself tells
-(``base_model_pp_plan``, ``_pp_plan``); a small table tells it of models without such a plan. The first layer
-is the model itself, whose repeated layers are stand-ins that note what they are called with and end it there;
-the last one is the model itself too, whose embeddings and repeated layers are stand-ins that give what came
-in. So positions, masks, scales of embeddings and of logits are made by the model, whatever it does.
+transformers defines which of a model's modules repeat, and which come after them (``base_model_pp_plan``,
+``_pp_plan``); a small table does so for models without such a plan. The first layer is the model itself,
+whose repeated layers are stand-ins that record their arguments and end the forward; the last one is the model
+itself too, whose embeddings and repeated layers are stand-ins that return the layer's input. So the model
+itself makes positions, masks, and scales of embeddings and logits, whatever it does.
 
-Invariant: the layers have the model's own modules, all and no others. A model that calls its repeated layers
-in a way that this cannot follow is refused, by the first layer at the latest.
+Invariant: the layers contain all of the model's own modules and no others. A model that calls its repeated
+layers in an unsupported way is refused, by the first layer at the latest.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Plan:
 
     Attributes:
         repeated: the path in the base model of the list of its repeated layers.
-        after: the paths in the base model of what comes after them.
-        unnamed: those of what has weights and a plan of transformers does not name: it has to come before.
+        after: the paths in the base model of modules after them.
+        unnamed: paths of modules with weights that a plan of transformers does not name, which have to come
+            before.
     """
 
     repeated: str
@@ -67,21 +68,22 @@ _PLANS = {
     "roberta": _BERT,
     "xlm-roberta": _BERT,
 }
-"""By model type: those of models without a plan of their own, or whose own leaves something out."""
+"""Plans by model type, for models without a plan of their own or with an incomplete one."""
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model of transformers, also with peft's adapters: for ``Pipeline(list_layers=...)``.
 
-    The first takes token ids, or a dict of what the model's ``forward`` takes (``input_ids``,
-    ``attention_mask``, ``position_ids``, ``token_type_ids``), or this as keyword arguments; the last gives
-    what the model gives without labels, an object with ``logits``.
+    The first accepts token ids, or a dict of arguments of the model's ``forward`` (``input_ids``,
+    ``attention_mask``, ``position_ids``, ``token_type_ids``), or these as keyword arguments; the last returns
+    the model's output without labels, an object with ``logits``.
 
     Args:
-        model: in training mode (``model.train()``); ``from_pretrained`` gives it in evaluation mode.
+        model: a model in training mode (``model.train()``); ``from_pretrained`` returns it in evaluation
+            mode.
 
     Raises:
-        ConfigError: it is not known how to cut it, or it does what a pipeline cannot do.
+        ConfigError: the model has no plan, or a pipeline does not support it.
     """
     whole = _unwrapped(model)
     base: PreTrainedModel = whole.base_model
@@ -104,10 +106,10 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers, without what peft puts around it.
+    """The model of transformers, without peft's wrappers.
 
     Raises:
-        ConfigError: there is none in it.
+        ConfigError: the module contains none.
     """
     inner: Any = model
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
@@ -115,12 +117,13 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
             if getattr(config, "is_prompt_learning", False):
                 raise ConfigError(
                     f"adapter {adapter!r} of the {type(model).__name__} is of type {config.peft_type}, which "
-                    "changes what goes into every layer; take one that stands in the layers, such as LoRA"
+                    "changes the input of every layer; use an adapter inside the layers, such as LoRA"
                 )
         inner = inner.get_base_model()
     if not callable(getattr(inner, "_init_weights", None)) or not hasattr(inner, "base_model"):
         raise ConfigError(
-            f"a {type(model).__name__} is no model of transformers; give list_layers a function of your own "
+            f"a {type(model).__name__} is not a model of transformers; give list_layers a function of your "
+            "own "
             "that lists its layers"
         )
     found: PreTrainedModel = inner
@@ -144,24 +147,25 @@ def _plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
     known = _PLANS.get(config.model_type)
     if known is None or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"it is not known how to cut a {type(model).__name__}: transformers has no pipeline plan for it, "
-            f"and it is none of {', '.join(_PLANS)}; give list_layers a function of your own that lists its "
+            f"a {type(model).__name__} cannot be cut: transformers has no pipeline plan for it, "
+            f"and it is not one of {', '.join(_PLANS)}; give list_layers a function of your own that lists "
+            "its "
             "layers"
         )
     return known
 
 
 def _refuse(model: PreTrainedModel) -> None:
-    """Refuse what a pipeline would do in another way than the model alone."""
+    """Refuse models that a pipeline would run differently from the model alone."""
     config, name = model.config, type(model).__name__
     if not model.training:
         raise ConfigError(
-            f"the {name} is in evaluation mode, as from_pretrained gives it, and would train without "
+            f"the {name} is in evaluation mode, as from_pretrained returns it, and would train without "
             "dropout; call model.train() before"
         )
     if getattr(config, "_attn_implementation", None) == "flex_attention":
         raise ConfigError(
-            f"the masks of the {name}'s flex_attention cannot go from stage to stage; load it with "
+            f"the masks of the {name}'s flex_attention cannot be passed between stages; load it with "
             'attn_implementation="sdpa"'
         )
     if getattr(config, "output_router_logits", False):
@@ -171,13 +175,13 @@ def _refuse(model: PreTrainedModel) -> None:
         )
     if "_loss_function" in vars(model):
         raise ConfigError(
-            f"the {name} has a loss_function of its own, which the pipeline does not call; give that to the "
-            "Pipeline, as a function of the model's output and the labels, and delete it from the model"
+            f"the {name} has its own loss_function, which the pipeline does not call; give it to the "
+            "Pipeline as a function of the model's output and the labels, and delete it from the model"
         )
 
 
 def _kinds(model: PreTrainedModel, count: int) -> list[str]:
-    """By repeated layer its kind; those of one kind take the same arguments."""
+    """Kind of each repeated layer; layers of one kind accept the same arguments."""
     told = getattr(model.config, "layer_types", None)
     return list(told) if told is not None and len(told) == count else [EVERY] * count
 
@@ -195,7 +199,7 @@ def _has(module: nn.Module, path: str) -> bool:
 
 
 def _shell(model: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
-    """A copy of a model that shares all its modules, but for those at some paths.
+    """A copy of a model that shares all its modules except those at some paths.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     >>> shell = _shell(model, {"1": nn.Tanh()})
@@ -220,7 +224,7 @@ def _shell(model: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
 
 
 def _configured(shell: nn.Module, change: Callable[[Any], None]) -> None:
-    """Give the shells within a shell configs of their own."""
+    """Give the shells within a shell their own configs."""
     for module in shell.modules():
         config = vars(module).get("config")
         if config is not None:
@@ -232,19 +236,19 @@ def _configured(shell: nn.Module, change: Callable[[Any], None]) -> None:
 
 
 class Layer(nn.Module):
-    """One of the list: its weights can be made, or read, where it is."""
+    """A layer of the list: its weights can be made, or read, on its worker."""
 
     def fill_with(self, filling: Filling) -> None:
-        """Note how the weights are made, if the layer is on the meta device."""
+        """Note how the weights are made if the layer is on the meta device."""
         self.filling, self.names = filling, filling.of(self)
 
     def make_weights(self) -> None:
-        """Fill what was made on the meta device: as the model's folder has it, or by its own rules."""
+        """Fill weights on the meta device from the model's folder, or by its own rules."""
         self.filling.fill(self, self.names)
 
 
 class _First(Layer):
-    """All before the repeated layers: what they are called with."""
+    """Everything before the repeated layers: computes their arguments."""
 
     def __init__(
         self, model: PreTrainedModel, path: str, after: list[str], kinds: list[str], unnamed: list[str]
@@ -252,15 +256,15 @@ class _First(Layer):
         super().__init__()
         self.kinds = kinds
         self.unnamed = unnamed
-        """What has to be called; empty once it was."""
-        self.wants_ids = "SequenceClassification" in type(model).__name__  # to look for the padding
+        """Modules that have to be called; empty once they were."""
+        self.wants_ids = "SequenceClassification" in type(model).__name__  # to find the padding
         self.windows = [getattr(model.base_model.config, "sliding_window", None)]
         self.before = Carry()
         """Positions of earlier slices."""
         self.causal: set[tuple[str, int]] = set()
         """Kinds of layers, and lengths, whose masks were seen to be causal."""
         self.forms: dict[Any, tuple[str, bool] | None] = {}
-        """By kind of layer, shape and what is given: what the mask is made of; None: of something else."""
+        """By kind of layer, shape and arguments: the form of the mask; None: another form."""
         self.notes: list[Any] = []
         repeated = list(model.get_submodule(path).children())
         stand_ins = nn.ModuleList(Note(block, self.notes, last=block is repeated[-1]) for block in repeated)
@@ -268,12 +272,13 @@ class _First(Layer):
         _configured(self.model, _plain)
 
     def forward(self, inputs: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Token ids, or what the model takes, to what all layers take."""
+        """Token ids, or inputs of the model, to the arguments of all layers."""
         given = {**_as_kwargs(inputs), **kwargs}
         if "num_items_in_batch" in given:
             raise ConfigError(
-                "num_items_in_batch is among the inputs; leave it out: hf.loss divides by what counts in the "
-                "whole mini-batch, over replicas too"
+                "num_items_in_batch is among the inputs; leave it out, because hf.loss divides by the count "
+                "of "
+                "the whole mini-batch, over replicas too"
             )
         if "labels" in given:
             raise ConfigError(
@@ -284,7 +289,7 @@ class _First(Layer):
             self._place(given, beside)
         plain = self.before.expects_slices and not beside
         """Whether masks go nowhere, as all attention is causal and sees to it itself."""
-        # A mask that is not needed for these samples is made for others: stages hand on the same for all.
+        # A mask that these samples do not need is made for others: stages pass on the same structure for all.
         made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
         with masks_made(self.model, made=made), self._all_called():
@@ -358,7 +363,7 @@ class _First(Layer):
 
     @contextmanager
     def _all_called(self) -> Iterator[None]:
-        """Around the first forward: sees that what no plan names comes before the repeated layers."""
+        """Check in the first forward that modules that no plan names come before the repeated layers."""
         waiting = dict.fromkeys(self.unnamed)
 
         def called(name: str, *_: object) -> None:
@@ -380,7 +385,7 @@ class _First(Layer):
     def _narrow(
         self, leaf: Any, hidden: Tensor, kind: str, names: frozenset[str], positions: Tensor | None
     ) -> Any:
-        """A mask in the form in which it goes from stage to stage, and anything else as it is."""
+        """A mask in the form in which it is passed between stages; anything else unchanged."""
         samples, length = hidden.shape[:2]
         if not is_mask(leaf, samples, length):
             return leaf
@@ -397,7 +402,7 @@ class _First(Layer):
         form, apart = known
         found = narrowed(leaf, form, positions if apart else None, trusted=True)
         if found is None:
-            raise unfollowed("makes its masks now in one way, now in another")
+            raise unfollowed("makes its masks in different ways")
         return found
 
 
@@ -422,7 +427,7 @@ class _Block(Layer):
 
 
 class _Last(Layer):
-    """All after the repeated layers."""
+    """Everything after the repeated layers."""
 
     def __init__(self, model: PreTrainedModel, path: str, after: list[str], prefix: str) -> None:
         super().__init__()
@@ -443,7 +448,7 @@ class _Last(Layer):
         ids = value.get("input_ids")
         if ids is None:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        # A mask that is ready is made nowhere.
+        # A finished mask is not made again.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden.device)
         self.held[:] = [hidden]
         try:
@@ -457,12 +462,14 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_looked_into(module: nn.Module) -> bool:
-    """Whether it is a list of modules without weights: rotary embeddings, which a model goes through."""
+    """Whether it is a list of modules without weights, such as rotary embeddings, over which a model
+    iterates.
+    """
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_weights(module)
 
 
 def _leads(path: str, other: str) -> bool:
-    """Whether a path is another one or leads to it.
+    """Whether a path equals another one or leads to it.
 
     >>> _leads("encoder", "encoder.layer"), _leads("enc", "encoder.layer")
     (True, False)
@@ -471,7 +478,7 @@ def _leads(path: str, other: str) -> bool:
 
 
 def _leading_to(path: str, prefix: str) -> Iterator[str]:
-    """The modules from the base model on in which something is, with a dot.
+    """The modules on the way from the base model to one, each with a dot.
 
     >>> list(_leading_to("bert.encoder.layer", "bert."))
     ['bert.', 'bert.encoder.']
@@ -489,14 +496,14 @@ def _as_kwargs(inputs: Any) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> None:
-    """Nothing beside what the next layer needs: no caches and no copies of what is on the way."""
+    """Disable outputs that the next layer does not need: caches and copies of intermediate values."""
     for name, value in (("use_cache", False), ("output_hidden_states", False), ("return_dict", True)):
         if getattr(config, name, value) != value:
             setattr(config, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two trees are of the same tensors and of equal values."""
+    """Whether two trees contain the same tensors and equal values."""
     leaves, spec = pytree.tree_flatten(one)
     others, other_spec = pytree.tree_flatten(other)
     return spec == other_spec and all(

@@ -1,7 +1,7 @@
 """A model of transformers as a folder that ``from_pretrained`` reads, written by the workers of a pipeline.
 
-Invariant: each worker writes what it holds and nobody has the whole model. What is written is what the
-pipeline has: nothing is rounded, and a tensor that the model ties is there once.
+Invariant: each worker writes what it holds, and no worker has the whole model. The pipeline's tensors are
+written without rounding, and a tied tensor is written once.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTERS = "lora_", "modules_to_save"
-"""What is in the names of the tensors that belong to adapters."""
+"""Parts of names of tensors that belong to adapters."""
 
 
 def save(
     model: nn.Module, pipeline: Any, folder: Path | str, *, tokenizer: Any = None, ema: bool = False
 ) -> None:
-    """Write what a pipeline has trained as a folder of transformers, or of peft; all workers call it.
+    """Write a trained pipeline as a folder of transformers, or of peft; all workers call it.
 
-    Of a model with adapters only these are written, for ``PeftModel.from_pretrained``.
+    For a model with adapters only these are written, for ``PeftModel.from_pretrained``.
 
     Args:
-        model: that the pipeline was made of, with ``list_layers=layers``.
-        pipeline: with nothing in flight (``flush``).
-        folder: on storage that all workers share.
-        tokenizer: to be saved with it.
-        ema: whether trained weights are their averages (``Pipeline.ema``).
+        model: model of the pipeline, with ``list_layers=layers``.
+        pipeline: pipeline with nothing in flight (``flush``).
+        folder: folder on storage that all workers share.
+        tokenizer: tokenizer to save with it.
+        ema: whether to write averages of the trained weights (``Pipeline.ema``).
 
     Raises:
         ConfigError: the folder cannot be written, or mini-batches are in flight.
@@ -56,7 +56,7 @@ def save(
             tokenizer.save_pretrained(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    transport.gather([])  # all is written
+    transport.gather([])  # everything is written
 
 
 def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
@@ -71,7 +71,7 @@ def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder:
         rank: SINGLE if len(writers) == 1 else f"model-{number:05}-of-{len(writers):05}.safetensors"
         for number, rank in enumerate(writers, 1)
     }
-    if transport.rank == 0:  # what an earlier model left there would be read in place of this one
+    if transport.rank == 0:  # files of an earlier model would be read instead of this one
         for old in (*folder.glob("model*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
     transport.gather([])
@@ -92,7 +92,7 @@ def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder:
 
 
 def _shared_out(held: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Who writes each tensor, of those who hold it: who has the least to write yet.
+    """The writer of each tensor among its holders: the one with the least to write so far.
 
     >>> _shared_out([{"a": 3, "b": 2}, {"a": 3, "b": 2, "c": 1}])
     {'a': 0, 'b': 1, 'c': 1}
@@ -119,7 +119,7 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: Any) -> None:
 
 
 def _written(model: PreTrainedModel) -> set[str]:
-    """The names of the model's state that are written: of tied ones the one that transformers reads."""
+    """Names of the model's state that are written: for tied ones the name that transformers reads."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     same: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -132,7 +132,7 @@ def _kept_for_adapters(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save_adapters(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
-    """They are small: one worker has them all."""
+    """Save the adapters, which are small: one worker gathers them all."""
     peft = imported("peft")
     from safetensors.torch import save_file  # noqa: PLC0415
 
@@ -152,7 +152,7 @@ def _save_adapters(model: Any, mine: Mapping[str, Tensor], transport: Any, folde
             metadata={"format": "pt"},
         )
         kept = copy.copy(config)
-        kept.inference_mode = True  # as peft itself writes it
+        kept.inference_mode = True  # in the form that peft writes
         if kept.base_model_name_or_path is None:
             kept.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
         kept.save_pretrained(str(place))

@@ -1,9 +1,9 @@
-"""Attention masks on their way from stage to stage: a value a position, not one for each pair of positions.
+"""Attention masks between stages: one value per position instead of one per pair of positions.
 
-What a model's mask is made of is found by trying: keys that count, texts that see no other, causal or not, a
-window. A mask that is made of something else goes as it is.
+The form of a model's mask is found by trying: keys that count, texts that do not see each other, causal or
+not, a window. A mask of another form is passed unchanged.
 
-Invariant: what is made of a narrow mask is, value by value, the mask that the model made.
+Invariant: a narrow mask expands, value by value, to the mask that the model made.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class NarrowMask(NamedTuple):
 
     Attributes:
         keys: (samples, positions): which positions are seen.
-        texts: (samples, positions): numbers of texts that see no other; None: one in each sample.
-        form: ``"all"``; ``"near 64"``: positions no further apart; ``"causal"``, also with the width of a
-            window: ``"causal 4096"``.
-        added: the dtype of a mask that is added to scores; ``""``: it is one of flags.
+        texts: (samples, positions): numbers of texts that do not see each other; None: one text per sample.
+        form: ``"all"``; ``"near 64"``: positions at most this far apart; ``"causal"``, also with the width of
+            a window: ``"causal 4096"``.
+        added: the dtype of a mask that is added to scores; ``""``: a mask of flags.
     """
 
     keys: Tensor
@@ -36,7 +36,7 @@ class NarrowMask(NamedTuple):
 
 
 def texts_of(positions: Tensor) -> Tensor:
-    """Numbers of the texts in which positions follow each other.
+    """Numbers of the texts to which positions belong.
 
     >>> texts_of(torch.tensor([[0, 1, 2, 0, 1]])).tolist()
     [[0, 0, 0, 1, 1]]
@@ -48,18 +48,20 @@ def texts_of(positions: Tensor) -> Tensor:
 def narrowed(
     mask: Tensor, form: str, positions: Tensor | None, *, trusted: bool = False
 ) -> NarrowMask | None:
-    """A mask as one of a form; None: it is none, which is not looked for on a GPU where ``trusted``."""
+    """A mask in a form; None if it does not have the form, which is not checked on a GPU if ``trusted``."""
     flags = mask if mask.dtype is torch.bool else mask == 0
     added = "" if mask.dtype is torch.bool else str(mask.dtype).removeprefix("torch.")
     texts = None if positions is None else texts_of(positions.expand(len(mask), -1))
     found = NarrowMask(flags.any(2)[:, 0], texts, form, added)
-    if trusted and mask.is_cuda:  # an answer would be waited for
+    if trusted and mask.is_cuda:  # the host would wait for the answer
         return found
     return found if torch.equal(_made(found), mask) else None
 
 
 def forms_of(windows: Iterable[int | None], *, packed: bool) -> Iterator[tuple[str, bool]]:
-    """The forms to try, and whether texts see no other: what other samples may need is tried first."""
+    """The forms to try, and whether texts do not see each other; forms that other samples may need come
+    first.
+    """
     wide = [window for window in windows if window]
     for kind in ("all", *(f"near {w}" for w in wide), "causal", *(f"causal {w}" for w in wide)):
         likely = packed and kind.startswith("causal")
@@ -67,7 +69,7 @@ def forms_of(windows: Iterable[int | None], *, packed: bool) -> Iterator[tuple[s
 
 
 def is_mask(leaf: Any, samples: int, length: int) -> bool:
-    """Whether it has a value for each pair of positions."""
+    """Whether a value exists for each pair of positions."""
     return (
         isinstance(leaf, Tensor)
         and leaf.shape == (samples, 1, length, length)
@@ -78,7 +80,7 @@ def is_mask(leaf: Any, samples: int, length: int) -> bool:
 
 
 def widened(tree: Any) -> Any:
-    """A tree with whole masks in place of narrow ones; made once for all layers that get the same."""
+    """A tree with expanded masks in place of narrow ones; each is made once for all layers that use it."""
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, NarrowMask):
@@ -118,15 +120,15 @@ def _made(narrow: NarrowMask) -> Tensor:
 
 
 _MASKS = "counterflow_"
-"""Before the name of an attention: the same with masks that are always made."""
+"""Prefix of an attention's name: the same attention with masks that are always made."""
 
 
 @contextmanager
 def masks_made(shell: nn.Module, *, made: bool) -> Iterator[None]:
-    """Within this context a model makes its masks, also where these samples would need none.
+    """Within this context a model makes its masks even if these samples need none.
 
-    Stages hand on values of one structure for all samples of a shape, and transformers leaves a mask out when
-    none of them has padding.
+    Stages pass on values of one structure for all samples of a shape, but transformers omits a mask if no
+    sample has padding.
     """
     if not made:
         yield
@@ -143,7 +145,7 @@ def masks_made(shell: nn.Module, *, made: bool) -> Iterator[None]:
 
 
 def _registered(name: str | None) -> str | None:
-    """The name under which transformers makes all masks of an attention."""
+    """The name by which transformers always makes the masks of an attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
     if name is None or name not in ALL_MASK_ATTENTION_FUNCTIONS or name.startswith(_MASKS):

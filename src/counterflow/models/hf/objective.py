@@ -1,6 +1,6 @@
-"""The losses of models of transformers, as sums over what counts.
+"""The losses of transformers models, as sums over the labels that count.
 
-Invariant: over a whole mini-batch, whatever its micro-batches, a loss is the one that the model itself gives
+Invariant: over a whole mini-batch, for any micro-batches, a loss equals the one that the model itself returns
 with labels: the mean over all labels that are not -100.
 """
 
@@ -16,21 +16,21 @@ from counterflow.errors import ConfigError
 from counterflow.loss_sum import SLICE, LossSum, next_target
 
 IGNORED = -100
-"""The label of what does not count."""
+"""Label that does not count."""
 
 
 def loss(output: Any, labels: Tensor) -> LossSum:
-    """The loss of a model of transformers, from what it gives and the labels.
+    """The loss of a transformers model, from its output and the labels.
 
-    Of a causal model (labels are the token ids, shifted here, as by the model itself), a masked one, and a
-    classifier of sequences or tokens.
+    It supports causal models (labels are the token ids, which are shifted here, as by the model itself),
+    masked ones, and classifiers of sequences or tokens.
 
     Args:
-        output: what the last of ``layers(model)`` gives.
-        labels: as the model takes them; -100 does not count.
+        output: output of the last of ``layers(model)``.
+        labels: labels as the model accepts them; -100 does not count.
 
     Raises:
-        ConfigError: the loss of such an output is not known.
+        ConfigError: the loss of such an output is unknown.
     """
     kind, logits = type(output).__name__, getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
@@ -45,13 +45,13 @@ def loss(output: Any, labels: Tensor) -> LossSum:
     if "SequenceClassifierOutput" in kind:
         return _classified(logits, labels)
     raise ConfigError(
-        f"the loss of a {kind} is not known; give the Pipeline a loss function of your own, of the output "
+        f"the loss of a {kind} is unknown; give the Pipeline a loss function of your own, of the output "
         "and the labels"
     )
 
 
 def _counted(logits: Tensor, labels: Tensor) -> LossSum:
-    """Cross-entropy where there are labels."""
+    """Cross-entropy of tokens with labels."""
     total = functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -59,7 +59,9 @@ def _counted(logits: Tensor, labels: Tensor) -> LossSum:
 
 
 def _classified(logits: Tensor, labels: Tensor) -> LossSum:
-    """As transformers takes them: whole numbers are classes, others values or chances of several."""
+    """The loss of labels as transformers interprets them: whole numbers are classes, others values or
+    probabilities.
+    """
     if logits.shape[1] == 1:
         found = functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype), reduction="sum")
         return LossSum(found, float(len(labels)))

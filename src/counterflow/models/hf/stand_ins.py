@@ -1,7 +1,6 @@
-"""What stands in a model of transformers in place of its layers: it notes what they are called with, or gives
-what came in.
+"""Stand-ins for layers of a transformers model: they record their arguments, or return what they hold.
 
-Invariant: a stand-in computes nothing; what it cannot follow it refuses.
+Invariant: a stand-in computes nothing; it refuses unsupported calls.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 HIDDEN = "hidden_states"
-"""The keyword by which models give a layer what goes from one to the next."""
+"""Keyword by which models pass a layer the value that flows from layer to layer."""
 
 
 class Called(Exception):  # noqa: N818 - nothing is wrong
-    """Ends a model's forward when its last repeated layer was called."""
+    """Ends a model's forward after the call of its last repeated layer."""
 
 
 class Absent(nn.Module):
-    """In place of what comes after the repeated layers; a rule may fill its weight, which is empty."""
+    """Replaces modules after the repeated layers; a rule may fill its weight, which is empty."""
 
     weight = torch.empty(0)
     bias = None
@@ -33,12 +32,12 @@ class Absent(nn.Module):
 
 
 class Note(nn.Module):
-    """In place of a repeated layer: notes what it is called with, and hands on what it would change.
+    """Replaces a repeated layer: records its arguments, and passes on the hidden states unchanged.
 
     Args:
         block: the repeated layer.
-        notes: of all layers; who reads them empties them.
-        last: whether the last one.
+        notes: arguments of all layers; the reader empties the list.
+        last: whether the layer is the last.
     """
 
     def __init__(
@@ -50,10 +49,10 @@ class Note(nn.Module):
         self.last = last
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Note the arguments, and return the hidden states as they came in."""
+        """Record the arguments, and return the hidden states unchanged."""
         hidden, *rest = args if args else (kwargs.pop(HIDDEN, None),)
         if not isinstance(hidden, Tensor) or (self.notes and hidden is not self.notes[0][0]):
-            raise unfollowed("changes what goes from one repeated layer to the next")
+            raise unfollowed("changes the value that flows from one repeated layer to the next")
         self.notes.append((hidden, tuple(rest), kwargs))
         if self.last:
             raise Called
@@ -61,12 +60,12 @@ class Note(nn.Module):
 
 
 class Held(nn.Module):
-    """In place of what comes before the end: gives what is held, whatever it is called with.
+    """Replaces modules before the end: returns a held value for any arguments.
 
     Args:
-        held: what came in.
-        module: what it stands for.
-        embeds: whether that comes before the repeated layers, of which a model may make several streams.
+        held: the value to return.
+        module: the module that it replaces.
+        embeds: whether the module precedes the repeated layers, so a model may make several streams of it.
     """
 
     def __init__(self, held: list[Tensor], module: nn.Module, *, embeds: bool = False) -> None:
@@ -76,21 +75,21 @@ class Held(nn.Module):
         self.embeds = embeds
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        """Return what is held."""
+        """Return the held value."""
         hidden = self.held[0]
         return hidden.flatten(2, -2)[:, :, 0] if self.embeds and hidden.dim() > 3 else hidden
 
 
 def _told_of(stand_in: nn.Module, module: nn.Module) -> None:
-    """Give a stand-in what a model may ask its layers: of which kind they are, say."""
+    """Give a stand-in attributes that a model may read from its layers, such as their kind."""
     for name, value in vars(module).items():
         if name not in vars(stand_in) and isinstance(value, (str, int, float, type(None))):
             setattr(stand_in, name, value)
 
 
 def unfollowed(what: str) -> ConfigError:
-    """The error of a model that does what a pipeline of its layers cannot follow."""
+    """The error about a model whose calls a pipeline of its layers does not support."""
     return ConfigError(
-        f"the model {what}, which a pipeline of its layers cannot follow; give list_layers a function of "
+        f"the model {what}, which a pipeline of its layers does not support; give list_layers a function of "
         "your own that lists its layers"
     )

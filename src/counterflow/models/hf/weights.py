@@ -1,9 +1,10 @@
-"""The weights of a model of transformers that was built on the meta device: each layer's own, and no others.
+"""The weights of a transformers model that was built on the meta device: each layer gets its own, and no
+others.
 
 They are read from the safetensors files of a folder, tensor by tensor, or made by the model's own rules
 (``_init_weights``; those of peft for its adapters).
 
-Invariant: nothing is left as memory happened to be; what neither the folder nor a rule fills is an error.
+Invariant: no memory stays uninitialised; a tensor that neither the folder nor a rule fills is an error.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SOURCE = "_counterflow_folder"
-"""The attribute of a model that was loaded on the meta device."""
+"""Attribute of a model that was loaded on the meta device."""
 
 MAKING = threading.Lock()
-"""Held while transformers or peft make a model: they change what belongs to all threads meanwhile."""
+"""Held while transformers or peft make a model, because they change state that all threads share."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ class Folder:
     """The tensors of a folder's safetensors files.
 
     Attributes:
-        path: of the folder.
-        files: by a tensor's name there, the file it is in.
-        stored: by a tensor's name in the model, that in the files.
-        prefix: of the base model's names in the model; a folder has it or not.
+        path: the folder.
+        files: by a tensor's name in the files, its file.
+        stored: by a tensor's name in the model, its name in the files.
+        prefix: prefix of the base model's names in the model, which a folder may lack.
     """
 
     path: Path
@@ -57,14 +58,14 @@ class Folder:
 
     @classmethod
     def read(cls, path: Path, model: PreTrainedModel) -> Folder:
-        """What is in a folder.
+        """Read which tensors a folder contains.
 
         Args:
-            path: of the folder.
-            model: whose class says by which names its tensors are stored.
+            path: the folder.
+            model: the model, whose class defines the names of its stored tensors.
 
         Raises:
-            ConfigError: it has no such files.
+            ConfigError: the folder has no such files.
         """
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
@@ -73,13 +74,15 @@ class Folder:
                 files = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
                 missing = [name for name in sorted(set(files.values())) if not (path / name).exists()]
                 if missing:
-                    raise ConfigError(f"{path}: {INDEX} names {missing[0]}, which is not there")
+                    raise ConfigError(
+                        f"{path}: {INDEX} names {missing[0]}, which does not exist; save the model again"
+                    )
             elif (path / SINGLE).exists():
                 with safe_open(path / SINGLE, "pt") as file:
                     files = dict.fromkeys(file.keys(), SINGLE)
             else:
                 raise ConfigError(
-                    f"{path}: there is no {SINGLE} and no {INDEX}; save the model with save_pretrained, or "
+                    f"{path}: contains no {SINGLE} and no {INDEX}; save the model with save_pretrained, or "
                     "build it from its config for fresh weights"
                 )
         except (OSError, ValueError, LookupError, SafetensorError) as error:
@@ -88,7 +91,7 @@ class Folder:
         return cls(path, files, _stored(model, files), f"{prefix}." if prefix else "")
 
     def find(self, names: Iterable[str]) -> str | None:
-        """The name in the files of a tensor that has these in the model."""
+        """Name in the files of a tensor with these names in the model."""
         for name in names:
             for known in (name, name.removeprefix(self.prefix), self.prefix + name):
                 if known in self.stored:
@@ -99,7 +102,7 @@ class Folder:
         """Read tensors, by their names in the files.
 
         Raises:
-            ConfigError: one has another shape.
+            ConfigError: a tensor has another shape.
         """
         from safetensors import safe_open  # noqa: PLC0415
 
@@ -110,17 +113,17 @@ class Folder:
                         found = file.get_tensor(name)
                         if found.shape != tensor.shape:
                             raise ConfigError(
-                                f"{self.path}: {name} has shape {tuple(found.shape)}, and "
+                                f"{self.path}: {name} has shape {tuple(found.shape)}, but "
                                 f"{tuple(tensor.shape)} in the model; give the config that belongs to the "
                                 "weights"
                             )
                         tensor.copy_(found)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a folder that has not all of the base model; a head may be new, if it is of another class.
+        """Refuse a folder without all tensors of the base model; a head may be new if it has another class.
 
         Raises:
-            ConfigError: something is missing.
+            ConfigError: a tensor is missing.
         """
         its_own = type(model).__name__ in (model.config.architectures or ())
         base, prefix = model.base_model, self.prefix if model.base_model is not model else ""
@@ -134,7 +137,9 @@ class Folder:
                 )
         if missing:
             _log.warning(
-                "%s: the files have no %s; made anew", self.path, ", ".join(names[0] for names in missing)
+                "%s: the files have no %s; it is initialised",
+                self.path,
+                ", ".join(names[0] for names in missing),
             )
 
 
@@ -152,12 +157,13 @@ def load(
         path: a folder with ``config.json`` and safetensors files, or a name that transformers knows.
         auto: a class of transformers, such as ``AutoModelForCausalLM``; by default the one that the config
             names.
-        dtype: of the weights, whatever they are stored in; ``"auto"``: as the config says.
-        weights: whether they are read; else the model's own rules make them.
-        options: further ones of the config, such as ``attn_implementation="eager"``.
+        dtype: dtype of the weights, however they are stored; ``"auto"``: as the config says.
+        weights: whether they are read; otherwise the model's own rules make them.
+        options: further options of the config, such as ``attn_implementation="eager"``.
 
     Raises:
-        ConfigError: transformers is not there; the folder or the model cannot be read, or they do not fit.
+        ConfigError: transformers is not installed; the folder or the model cannot be read, or they do not
+            fit.
     """
     transformers = imported("transformers")
     config = read_config(path, **options)
@@ -183,22 +189,22 @@ def read_config(path: Path | str, **options: Any) -> Any:
     """The config of a model.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the config cannot be read.
     """
     transformers = imported("transformers")
     try:
         return transformers.AutoConfig.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError) as error:
         told = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: is no model that transformers can read: {told}") from None
+        raise ConfigError(f"{path}: is not a model that transformers can read: {told}") from None
 
 
 _PADDED_POSITIONS = "camembert", "roberta", "xlm-roberta"
-"""Models that number positions from after the padding token's id on, and have none for those before."""
+"""Models that number positions after the padding token's id, and have none before it."""
 
 
 def most_positions(config: Any) -> int | None:
-    """The most tokens of a sample that a model's config allows; None: it does not say."""
+    """Maximum tokens of a sample by a model's config; None if it does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if type(most) is not int:
         return None
@@ -206,10 +212,10 @@ def most_positions(config: Any) -> int | None:
 
 
 def local_folder(path: Path | str, *, weights: bool = True) -> Path:
-    """Where a model's files are: the folder itself, or transformers' cache of a name.
+    """The folder of a model's files: the folder itself, or transformers' cache of a name.
 
     Raises:
-        ConfigError: they are not to be had.
+        ConfigError: the files are not available.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -219,11 +225,11 @@ def local_folder(path: Path | str, *, weights: bool = True) -> Path:
         return Path(hub.snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:
         told = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: is no folder, and cannot be had from the hub: {told}") from None
+        raise ConfigError(f"{path}: is not a folder, and cannot be downloaded from the hub: {told}") from None
 
 
 class Filling:
-    """How the layers of a model that is on the meta device get their weights.
+    """Fills the weights of the layers of a model that is on the meta device.
 
     Args:
         whole: the model of transformers.
@@ -241,16 +247,16 @@ class Filling:
             if config.peft_type != "LORA" or how not in (True, False, "gaussian"):
                 raise ConfigError(
                     f"adapter {adapter!r} cannot be made on the meta device ({config.peft_type}, "
-                    f"init_lora_weights={how!r}); take LoRA with init_lora_weights True, False or "
+                    f"init_lora_weights={how!r}); use LoRA with init_lora_weights True, False or "
                     "'gaussian', or build the model on a real device"
                 )
 
     def __deepcopy__(self, memo: object) -> Filling:
-        """It does not change, and threads share it."""
+        """Itself: it is immutable, and threads share it."""
         return self
 
     def of(self, layer: nn.Module) -> dict[str, tuple[str, ...]]:
-        """By the name of a tensor in the layer, those that it has in the model."""
+        """For each tensor of the layer its names in the model."""
         every = layer.state_dict(keep_vars=True)
         return {name: self.names[id(tensor)] for name, tensor in every.items() if id(tensor) in self.names}
 
@@ -258,11 +264,13 @@ class Filling:
         """Give all tensors of a layer their values.
 
         Raises:
-            ConfigError: nothing says what one of them shall be.
+            ConfigError: no rule defines a tensor.
         """
         tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
         with torch.no_grad(), _unset(tensors) as left:
-            read: dict[str, list[Tensor]] = {}  # peft has a copy of what is trained beside adapters
+            read: dict[
+                str, list[Tensor]
+            ] = {}  # peft has a copy of modules that are trained in addition to adapters
             for name, tensor in tensors.items():
                 known = self.folder.find(names.get(name, ())) if self.folder is not None else None
                 if known is not None:
@@ -275,7 +283,7 @@ class Filling:
                 self.folder.copy_to(read)
         if left:
             raise ConfigError(
-                f"{left[0]} of a {type(self.rules).__name__} is on the meta device, and its "
+                f"{left[0]} of a {type(self.rules).__name__} is on the meta device, but its "
                 "_init_weights does not make it; build the model on a real device"
             )
 
@@ -289,7 +297,7 @@ class Filling:
 
 @contextmanager
 def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Gives a list that has, afterwards, the names of the tensors that were not set within it."""
+    """Yield a list that afterwards contains the names of the tensors that were not set within the context."""
     marks = {name: _mark(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.fill_(marks[name])
@@ -303,18 +311,18 @@ def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _mark(tensor: Tensor) -> Any:
-    """What a tensor does not hold otherwise."""
+    """A value that a tensor does not contain otherwise."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
 def _stored(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """By a tensor's name in a model that in its files; without those that are stored in another form.
+    """Names in the files by names in a model, without tensors that are stored in another form.
 
     Args:
-        model: of transformers, which says what it calls them.
-        names: in the files.
+        model: a transformers model, which defines the names.
+        names: names in the files.
     """
     conversion = importlib.import_module("transformers.conversion_mapping")
     loading = importlib.import_module("transformers.core_model_loading")
@@ -330,7 +338,7 @@ def _stored(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """By a tensor's identity all its names, without what peft puts into them.
+    """All names of each tensor by its identity, without peft's additions.
 
     >>> _names(nn.Sequential(nn.Linear(1, 1, bias=False))).values()
     dict_values([('0.weight',)])
@@ -342,7 +350,7 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def original_name(name: str) -> str:
-    """A tensor's name in the model that peft has put adapters into.
+    """Name of a tensor in the model before peft added adapters.
 
     >>> original_name("model.layers.0.q_proj.base_layer.weight")
     'model.layers.0.q_proj.weight'
@@ -360,7 +368,7 @@ def original_name(name: str) -> str:
 
 
 def _without_modules(model: PreTrainedModel) -> Any:
-    """The model's rules: itself without its parts."""
+    """The model's rules: the model without its parts."""
     rules = object.__new__(type(model))
     nn.Module.__init__(rules)
     rules.__dict__.update({name: value for name, value in vars(model).items() if name == "config"})

@@ -1,8 +1,8 @@
-"""The papers' figures that ``counterflow reproduce`` knows, by name, read from a file of data a paper.
+"""The papers' figures that ``counterflow reproduce`` accepts, by name; each paper has a data file.
 
-A file has what its figures share (``assumptions``, ``competitors`` by label, ``cluster`` in place of the
-example's) and then ``figures``, by name, with what each adds: ``competitors``, ``runs`` (an example of the
-planner, with another size) and ``published`` values, which are of the runs ``of_runs`` if they name none.
+A file contains the common data of its figures (``assumptions``, ``competitors`` by label, ``cluster`` in
+place of the example's), then ``figures`` by name, with their own ``competitors``, ``runs`` (an example of the
+planner, with another size) and ``published`` values, which belong to the runs ``of_runs`` if they name none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A published figure described as data: who competes where, under which restrictions, and what was measured.
+"""A published figure as data: the schemes that compete, their restrictions, and the published values.
 
-Invariant: a description holds what the paper says and what is assumed where it says nothing, never a
-prediction; ``reproduction.py`` makes those with the planner. Every known miss has its reason here, and a
-published value that a constant was fitted on is marked so.
+Invariant: a description contains statements of the paper, and assumptions if it says nothing, never a
+prediction; ``reproduction.py`` makes predictions with the planner. Every known miss has its reason here, and
+a published value on which a constant was fitted is marked.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
 
 TOLERANCE = 0.10
-"""What a predicted ratio may differ by from the published one."""
+"""Maximum relative difference between a predicted ratio and the published one."""
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Micro-batches that the papers try, in samples."""
 
 
 class Use(StrEnum):
-    """What a published value is for."""
+    """The use of a published value."""
 
     FIT = "fit"
     TEST = "test"
 
 
 class Quantity(StrEnum):
-    """What a published value is."""
+    """The quantity of a published value."""
 
     SPEEDUP = "speed-up"
-    """Throughput of the figure's subject over that of another scheme, the mean over the runs."""
+    """Throughput of the figure's subject over that of another scheme, averaged over the runs."""
     EFFICIENCY = "parallel efficiency"
-    """Throughput a device of the subject in the last run over that in the first one."""
+    """Throughput per device of the subject in the last run over that in the first."""
     BEST = "best configuration"
 
 
@@ -48,7 +48,7 @@ class Stated:
 
     Attributes:
         depth: D.
-        replicas: W; it follows from D and the devices, and is stated where the figure's point is to find it.
+        replicas: W; it follows from D and the devices, and is stated if the figure is about finding it.
         samples: B, samples of a micro-batch.
         recompute: whether activations are recomputed.
     """
@@ -68,18 +68,18 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """A scheme with what the paper lets it choose.
+    """A scheme with the choices that the paper allows.
 
     Attributes:
-        label: what the paper calls it.
+        label: name in the paper.
         scheme: the scheme's name.
-        options: (name, values) pairs: the only values that an option takes.
-        depths: D may be one of these.
-        samples: B may be one of these.
-        recompute: what may be computed again.
-        arrangements: which devices its workers may be on.
+        options: (name, values) pairs: the only values of an option.
+        depths: values of D.
+        samples: values of B.
+        recompute: kinds of recomputation.
+        arrangements: arrangements of its workers on devices.
         largest: whether it takes the largest micro-batch that fits at each depth, and then the best depth.
-        stated: the configuration that the paper says is its best; None where it says nothing.
+        stated: its best configuration according to the paper; None if the paper does not say.
     """
 
     label: str
@@ -93,7 +93,9 @@ class Competitor:
     stated: Stated | None = None
 
     def constraints(self, *, at_stated: bool = False) -> Constraints:
-        """What a plan of it has to be; with ``at_stated`` also what the paper says of its configuration."""
+        """Constraints on its plan; with ``at_stated`` also those of the configuration that the paper
+        states.
+        """
         depths, samples, recompute = self.depths, self.samples, self.recompute
         if at_stated and self.stated is not None:
             depths = depths if self.stated.depth is None else (self.stated.depth,)
@@ -131,12 +133,12 @@ class Published:
     """A value that a paper publishes.
 
     Attributes:
-        label: the competitor it is about.
-        quantity: what it is.
+        label: label of the competitor.
+        quantity: the quantity.
         value: the ratio; None for a configuration, which is the competitor's ``stated``.
-        runs: labels of the runs that it is of; the mean, if there are several.
+        runs: labels of its runs; the mean, if there are several.
         use: whether a constant was fitted on it.
-        miss: why the prediction misses it by more than ``TOLERANCE``; empty where it does not.
+        miss: why the prediction misses it by more than ``TOLERANCE``; empty if it does not.
     """
 
     label: str
@@ -152,17 +154,17 @@ class Figure:
     """A figure of a paper.
 
     Attributes:
-        name: what ``counterflow reproduce`` knows it by.
+        name: name for ``counterflow reproduce``.
         title: the paper, the figure.
         setting: one line: model, devices, mini-batch.
         subject: label of the competitor that is compared with the others.
         competitors: in the figure's order.
         runs: the figure's axis.
-        published: what the paper says of it.
-        assumptions: what is assumed where the paper says nothing, and how its words are read.
+        published: published values.
+        assumptions: assumptions if the paper says nothing, and interpretations of its words.
 
     Raises:
-        ValueError: a published value names a competitor or run that is not there, or lacks its value.
+        ValueError: a published value names an unknown competitor or run, or lacks its value.
     """
 
     name: str

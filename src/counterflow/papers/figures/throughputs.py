@@ -1,7 +1,7 @@
-"""What a reproduced figure's picture shows, as plain values: bars by run and scheme, and the published marks.
+"""The picture of a reproduced figure as plain values: bars by run and scheme, and the published marks.
 
-Invariant: drawn from a ``Reproduction`` alone. The papers' own throughputs are in pictures that are not at
-hand, so a published ratio is marked as the subject's predicted throughput divided by it.
+Invariant: it is drawn from a ``Reproduction`` alone. The papers' own throughputs are not available, so a
+published ratio is marked as the subject's predicted throughput divided by it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .reproduction import Entry, Reproduction
 
 @dataclass(frozen=True, slots=True)
 class SchemeBars:
-    """A scheme's bars, one a run.
+    """A scheme's bars, one per run.
 
     Attributes:
-        label: the scheme as the paper calls it.
-        throughputs: samples a second; None where nothing fits.
-        published: what the published ratio makes of the subject's throughput; None without one.
-        texts: the configuration of each, in lines.
+        label: name of the scheme in the paper.
+        throughputs: samples per second; None if nothing fits.
+        published: the subject's throughput divided by the published ratio; None without one.
+        texts: the configuration of each bar, in lines.
     """
 
     label: str
@@ -56,7 +56,7 @@ def _published(found: Reproduction, label: str, run: str) -> float | None:
 
 
 _SHORT = 8
-"""Characters of an option that a bar has room for: ``waves=2``, not ``concat=forward-doubling``."""
+"""Maximum characters of an option in a bar: ``waves=2``, not ``concat=forward-doubling``."""
 
 
 def _text(entry: Entry) -> str:

@@ -1,6 +1,6 @@
-"""The tables that ``counterflow reproduce`` knows: each value beside a measured one.
+"""The tables that ``counterflow reproduce`` accepts: each published value next to a measured one.
 
-A module a paper has the rows; titles, settings and notes are in ``texts.toml``.
+Each paper has a module with the rows; titles, settings and notes are in ``texts.toml``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ _ROWS = {
 }
 
 TABLES: dict[str, Callable[[], Table]] = {name: partial(_table, name, rows) for name, rows in _ROWS.items()}
-"""What ``counterflow reproduce`` knows, by name."""
+"""Tables that ``counterflow reproduce`` accepts, by name."""
 
 __all__ = ["TABLES"]

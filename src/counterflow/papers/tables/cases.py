@@ -1,4 +1,4 @@
-"""A schedule whose published figures are set beside measured ones: the rows that several tables share."""
+"""A schedule whose published figures are compared with measured ones: the rows that several tables share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .layout import Relation, Row
 _BUBBLE_RATIO = "bubble ratio"
 _WEIGHTS = "weights, in stages"
 _ACTIVATIONS = "peak activations, in stages × micro-batches"
-"""A stage is 1/D of the model in both, also for schemes that cut it into smaller ones."""
+"""A stage is 1/D of the model in both, also for schemes that cut the model into smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ TWICE = Times("B=2F", Costs(forward=1.0, backward=2.0))
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schedule whose published figures are set beside measured ones.
+    """A schedule whose published figures are compared with measured ones.
 
-    ``share`` is the size of one of its stages: 1 where each worker holds one stage of a pipe, and less
-    where a worker's part of the model is cut into several.
+    ``share`` is the size of one of its stages: 1 if each worker holds one stage of a pipe, and less if a
+    worker's part of the model is cut into several.
     """
 
     scheme: str
@@ -53,7 +53,7 @@ class Case:
         *notes: str,
         relation: Relation = Relation.EXACTLY,
     ) -> Row:
-        """A published figure beside the measured one."""
+        """A published figure and the measured one."""
         named = self.scheme, quantity, self.setting, self.source
         return Row(*named, formula, value, measured, relation, notes)
 
@@ -71,24 +71,24 @@ class Case:
         return timed.row(_BUBBLE_RATIO, formula, Range.of(value), measured, *notes, relation=relation)
 
     def weights(self, formula: str, value: Range, *notes: str) -> Row:
-        """What a worker holds of the weights, every copy and version counted."""
+        """Weights that a worker holds, every copy and version counted."""
         copies = simulate(self.schedule).weight_copies
         return self.row(_WEIGHTS, formula, value, self._sized(copies), *notes)
 
     def activations(
         self, formula: str, value: Range, *notes: str, relation: Relation = Relation.EXACTLY
     ) -> Row:
-        """The most forwards a worker stashes at once."""
+        """Maximum forwards that a worker stashes at once."""
         peaks = simulate(self.schedule).peak_activations
         return self.row(_ACTIVATIONS, formula, value, self._sized(peaks), *notes, relation=relation)
 
     def _sized(self, counts: Sequence[float]) -> Range:
-        """The least and the most of the workers' stages, by their size."""
+        """The minimum and maximum of the workers' stages, by their size."""
         return Range.of(self.share * Fraction(min(counts)), self.share * Fraction(max(counts)))
 
 
 def _bubble_ratio(result: Simulation) -> Fraction:
-    """Idle over makespan, exact; of the steady period where the schedule has one."""
+    """Idle time over makespan, exact; in the steady period if the schedule has one."""
     if result.schedule.steady is None:
         whole = Fraction(result.makespan) * result.schedule.workers
         return 1 - sum(map(Fraction, result.busy)) / whole

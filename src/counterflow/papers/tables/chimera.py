@@ -1,7 +1,6 @@
-"""Chimera's Table 2 with further schemes, each published value beside the one the simulator measures.
+"""Chimera's Table 2 with further schemes; each published value next to the measured one.
 
-Values are exact fractions: the times put in are small whole numbers, so what comes out of the simulator is
-exact too.
+Values are exact fractions: the simulator's input times are small whole numbers, so its results are exact too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .layout import Relation, Row
 
 
 def rows() -> Iterator[Row]:
-    """Chimera's Table 2 at D = 8, with rows for the schemes it does not have."""
+    """Chimera's Table 2 at D = 8, with rows for further schemes."""
     for n in (8, 16):
         yield from _table_2_rows(8, n)
 
@@ -102,7 +101,7 @@ def _concatenated_rows(depth: int, n: int) -> Iterator[Row]:
 
 
 def _asynchronous_rows(depth: int, n: int) -> Iterator[Row]:
-    if n == depth:  # PipeDream updates after every micro-batch, whatever N is
+    if n == depth:  # PipeDream updates after every micro-batch, for any N
         versions = forms.pipedream_weights(depth)
         yield from _pipedream_rows(pipedream(depth, 3 * depth), "N=1", "1..D versions", versions)
     yield from _pipedream_rows(pipedream_2bw(depth, n, 4), f"N={n}", "2 versions", Range.of(2))

@@ -1,7 +1,7 @@
 """A published table with a measured column beside it.
 
-Invariant: a row whose measured value is not what its formula says names a note that says why
-(``Table`` refuses one that does not). What it does not do: print itself.
+Invariant: a row whose measured value differs from its formula names a note with the reason (``Table`` refuses
+one that does not). Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ COLUMNS = (
     "difference",
     "note",
 )
-"""What ``Row.cells`` has, in order."""
+"""Columns of ``Row.cells``, in order."""
 
 
 class Relation(Enum):
-    """How a published value is meant."""
+    """Relation between a published value and the measured one."""
 
     EXACTLY = "="
     AT_MOST = "≤"
@@ -43,11 +43,11 @@ class Row:
         scheme: the scheme with the options that matter, as text.
         quantity: what is counted, with its unit.
         setting: micro-batches, and the times where they matter.
-        source: whose formula this is: a table or section of a paper, or Counterflow.
-        formula: the formula as it is published.
-        value: the formula at the setting; None where it gives none.
-        measured: what the simulator finds.
-        relation: how the formula is meant.
+        source: source of the formula: a table or section of a paper, or Counterflow.
+        formula: the formula as published.
+        value: value of the formula at the setting; None if it gives none.
+        measured: value by the simulator.
+        relation: relation between formula and measured value.
         notes: keys of the table's notes that explain this row.
     """
 
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def difference(self) -> Range | None:
-        """Measured minus formula, at the least and at the most loaded worker."""
+        """Measured minus formula, at the minimum and at the maximum over workers."""
         if self.value is None:
             return None
         least = self.measured.least - self.value.least
@@ -71,7 +71,7 @@ class Row:
 
     @property
     def deviates(self) -> bool:
-        """Whether the measured value is another than the formula's; where that is a bound, above it."""
+        """Whether the measured value differs from the formula's or, for a bound, exceeds it."""
         if self.difference is None:
             return False
         if self.relation is Relation.AT_MOST:
@@ -79,7 +79,7 @@ class Row:
         return self.difference != Range.of(0)
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, a cell for each of ``COLUMNS``."""
+        """The row as texts, one per column of ``COLUMNS``."""
         value = "" if self.value is None else f"{self.relation.value} {_shown(self.value)}"
         difference = "" if self.difference is None else _shown(self.difference, sign="+")
         return (
@@ -100,7 +100,7 @@ class Table:
     """A table of a paper, reproduced.
 
     Raises:
-        ValueError: a row deviates and has no note, or names a note that is not there.
+        ValueError: a row deviates and has no note, or names an unknown note.
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""MixPipe's Table I, each published value beside the one the simulator measures.
+"""MixPipe's Table I; each published value next to the measured one.
 
-Values are exact fractions: the times put in are small whole numbers, so what comes out of the simulator is
-exact too.
+Values are exact fractions: the simulator's input times are small whole numbers, so its results are exact too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""WPipe's Table 1, each published value beside the one the simulator measures.
+"""WPipe's Table 1; each published value next to the measured one.
 
-Values are exact fractions: the times put in are small whole numbers, so what comes out of the simulator is
-exact too.
+Values are exact fractions: the simulator's input times are small whole numbers, so its results are exact too.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _wpipe_table_rows(n: int, m: int) -> Iterator[Row]:
 
 
 def _model_rows(case: Case, line: _WPipeLine) -> Iterator[Row]:
-    """Sizes in models: the sum over the workers, a stage being 1/stages of the model."""
+    """Sizes in models: the sum over the workers, with a stage as 1/stages of the model."""
     result, stages = simulate(case.schedule), case.schedule.stages
 
     def models(counts: Iterable[float]) -> Range:

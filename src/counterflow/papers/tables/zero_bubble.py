@@ -1,7 +1,7 @@
 """Zero Bubble's Table 5: bubble rates of 1F1B, ZB-H1 and ZB-H2, and of the best orders within a memory.
 
 Times are those that the paper measured (its Table 9); a stage is a worker's part of the model, so each of two
-stages a worker takes half. Messages occupy nobody.
+stages per worker takes half. Messages occupy no worker.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Setting:
     """A model on p workers with m micro-batches, as published.
 
     Attributes:
-        model: its name there.
+        model: name of the model.
         width: its hidden size h.
-        heads: a.
-        workers: p.
-        micro_batches: m.
+        heads: number of heads a.
+        workers: number of workers p.
+        micro_batches: number of micro-batches m.
         times: F, I, W and a message, in milliseconds.
         published: rates of 1F1B, ZB-H1, ZB-H2, and of the best order found within p·M_B and 2p·M_B.
     """
@@ -44,7 +44,9 @@ class _Setting:
     published: Sequence[str]
 
     def costs(self, stages: int) -> Costs:
-        """With so many stages a worker; memory in the paper's units, M_B and M_W of its section 2.3."""
+        """Costs with this many stages per worker; memory in the paper's units, M_B and M_W of its section
+        2.3.
+        """
         forward, inputs, weights, message = self.times
         saved = 34 * self.width + 5 * self.heads * _SEQUENCE
         return Costs(
@@ -77,7 +79,7 @@ _TABLE = """
 14.6B  5120  40  16  64  11.307 11.254  8.101  0.379  0.2082 0.1088 0.0516 0.1088 0.0054
 28.3B  6144  48  32  96  10.419 10.207  7.715  0.408  0.2646 0.1421 0.0641 0.1421 0.0038
 """
-"""Tables 5 and 9, a setting a line, in the order of ``_Setting``."""
+"""Tables 5 and 9, one setting per line, in the order of ``_Setting``."""
 
 
 def _settings() -> Iterator[_Setting]:
@@ -96,7 +98,7 @@ _NAMED: tuple[tuple[Callable[[int, int], Schedule], int], ...] = (
     (interleaved_zb, 2),
     (dualpipe_v, 2),
 )
-"""Schemes with one copy of the model, and how many stages a worker has in them."""
+"""Schemes with one copy of the model, and their number of stages per worker."""
 
 
 def rows() -> Iterator[Row]:

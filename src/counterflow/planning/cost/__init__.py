@@ -1,1 +1,1 @@
-"""From a layer's costs to those of stages and devices: seconds, bytes, sums."""
+"""From the costs of layers to those of stages and devices: seconds, bytes, sums."""

@@ -1,12 +1,12 @@
-"""Which device drives which worker of which replica, and what messages and all-reduces then find.
+"""Which device drives which worker of which replica, and the costs of messages and all-reduces that follow.
 
 Three arrangements of W replicas of D workers on nodes, devices counted node by node, in the cluster's order
 of nodes or another (``node_orders.py``):
 
-* pipeline-inside: a replica's workers side by side; messages stay inside a node as far as they can, gradients
-  are summed between nodes (WPipe, section 4.2.2, case A).
-* replicas-inside: the replicas of one worker side by side: the reverse (WPipe's case B).
-* copies-inside: all copies of a stage side by side, both directions and all replicas (MixPipe, Figure 5 b):
+* pipeline-inside: a replica's workers are adjacent; messages stay inside a node as far as possible, gradients
+are summed between nodes (WPipe, section 4.2.2, case A). * replicas-inside: the replicas of one worker are
+adjacent: the reverse (WPipe's case B). * copies-inside: all copies of a stage are adjacent, both directions
+and all replicas (MixPipe, Figure 5 b):
 
       D=4, W=2, two servers of 4     server 0: P0 P0 P3 P3     server 1: P1 P1 P2 P2
 
@@ -31,7 +31,7 @@ from ..search.node_orders import Ints, Runs, devices_in_row, node_of_devices
 
 
 class Arrangement(StrEnum):
-    """What stands side by side on a node."""
+    """The workers that are adjacent on a node."""
 
     PIPELINE_INSIDE = "pipeline-inside"
     REPLICAS_INSIDE = "replicas-inside"
@@ -50,9 +50,9 @@ def devices(
     Args:
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
-        arrangement: what stands side by side.
-        cluster: where ``nodes`` are given, theirs.
-        nodes: the order in which they stand.
+        arrangement: the workers that are adjacent.
+        cluster: the cluster; required with ``nodes``.
+        nodes: the order of the nodes.
 
     >>> from counterflow.schedule.placement import bidirectional
     >>> devices(bidirectional(4), 2, Arrangement.COPIES_INSIDE)
@@ -78,15 +78,15 @@ def mesh(
     cluster: Cluster | None = None,
     nodes: Runs = (),
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """``mesh[replica][worker][position]``: the device; positions of tensor parallelism are side by side.
+    """``mesh[replica][worker][position]``: the device; positions of tensor parallelism are adjacent.
 
     Args:
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
-        arrangement: what stands side by side.
-        positions: T; ``cluster`` has a place for each so many devices.
-        cluster: where ``nodes`` are given, theirs.
-        nodes: the order in which they stand.
+        arrangement: the workers that are adjacent.
+        positions: T; ``cluster`` has one place for each T devices.
+        cluster: the cluster; required with ``nodes``.
+        nodes: the order of the nodes.
 
     >>> from counterflow.schedule.placement import bidirectional
     >>> mesh(bidirectional(2), 1, Arrangement.PIPELINE_INSIDE, 2)
@@ -121,7 +121,7 @@ def _places(placement: Placement, replicas: int, arrangement: Arrangement) -> In
 
 
 def _sharing(placement: Placement) -> list[list[int]]:
-    """The workers in groups that hold copies of the same stages, by their first worker."""
+    """The workers in groups that hold copies of the same stages, sorted by their first worker."""
     group: dict[int, list[int]] = {w: [w] for w in range(placement.workers)}
     for stage in range(placement.stages):
         holders = [worker for _, worker in placement.copies(stage)]
@@ -136,20 +136,24 @@ def _sharing(placement: Placement) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a schedule's messages and gradient syncs find, in the worst of the replicas.
+    """Costs of a schedule's messages and gradient syncs, in the worst of the replicas.
 
     Attributes:
-        latency_seconds: α of a message, ``[sender][receiver]``; 0 where no message is sent.
+        latency_seconds: α of a message, ``[sender][receiver]``; 0 if no message is sent.
         seconds_per_byte: β in the same form.
-        ways: by which way out of its worker each message goes, likewise; None: each link is a way of its own.
-        allreduce: of each stage.
-        crossed: of each stage, the nodes whose one way out its all-reduce shares with others; empty if none.
-        copies: how many copies of each stage are summed.
-        broadcasts: of each stage's weights, from one who holds them to all others.
-        slowness: seconds of each worker's ops for each that the profile says, on the slowest of the devices
-            on which it is in a replica; empty where all devices are alike.
-        usable_bytes: what it has on the smallest of these, without the reserve; likewise.
-        cores: of each node whose workers are on cores, these workers and how many cores; likewise.
+        ways: the way by which each message leaves its worker, in the same form; None: each link is a way of
+            its own.
+        allreduce: all-reduce of each stage.
+        crossed: for each stage, the nodes whose single way out its all-reduce shares with others; empty if
+            none.
+        copies: number of copies of each stage that are summed.
+        broadcasts: broadcasts of each stage's weights from one holder to all others.
+        slowness: factor by which each worker's ops are slower than in the profile, on the slowest of its
+            devices over all replicas; empty if all devices are alike.
+        usable_bytes: memory of each worker on the smallest of these devices, without the reserve; empty if
+            all are alike.
+        cores: for each node whose workers run on cores, these workers and the number of cores; empty if all
+            are alike.
     """
 
     latency_seconds: tuple[tuple[float, ...], ...]
@@ -173,20 +177,20 @@ def network(
     *,
     nodes: Runs = (),
 ) -> Network:
-    """The links of one arrangement, and where devices differ, what each worker is on.
+    """The links of one arrangement and, if devices differ, the device of each worker.
 
     Replicas and pipes run in step: with ``shared_adapter``, messages between the same stages that several of
-    them send out of a node at one time share its way out. What a worker sends to several others on other
-    nodes leaves it one after another. All-reduces share a node's way out with those in flight at that time.
+    them send out of a node at one time share its way out. Messages of a worker to several others on other
+    nodes leave it one after another. All-reduces share a node's way out with those in flight at that time.
     Messages and all-reduces do not share; nor do messages of different stages on different workers.
 
     Args:
-        cluster: with ``placement.workers * replicas`` devices or more.
+        cluster: a cluster with ``placement.workers * replicas`` devices or more.
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
         arrangement: which devices they are on.
-        skips: what goes from stages to others than the next.
-        nodes: the order in which nodes stand.
+        skips: the skip connections.
+        nodes: the order of the nodes.
     """
     node = _nodes(cluster, placement, replicas, arrangement, nodes)
     like = _Like(cluster)
@@ -213,7 +217,7 @@ def network(
         sums.append(all_reduce(cluster, *its))
         sends.append(broadcasts(cluster, *its))
         crossed_nodes.append(tuple(having.tolist()) if sums[-1].crossing_seconds_per_byte else ())
-    # Only a way that several all-reduces take is shared.
+    # Only a way that several all-reduces use is shared.
     taken = Counter(way for crossed in crossed_nodes for way in crossed)
     return Network(
         tuple(map(tuple, latency.tolist())),
@@ -236,7 +240,7 @@ def sum_over(
     *,
     nodes: Runs = (),
 ) -> Collective:
-    """The all-reduce among all who hold one of some stages."""
+    """The all-reduce among all holders of one of some stages."""
     node = _nodes(cluster, placement, replicas, arrangement, nodes)
     members = sorted({w for stage in stages for _, w in placement.copies(stage)})
     having, counts = np.unique(node[:, members].ravel(), return_counts=True)
@@ -245,12 +249,12 @@ def sum_over(
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Ranks that hold the same, on all replicas.
+    """Ranks that hold the same stages, on all replicas.
 
     Attributes:
-        ranks: ascending.
-        nodes: that have any of them.
-        sends: what broadcasts among them take.
+        ranks: the ranks, ascending.
+        nodes: nodes that contain any of them.
+        sends: cost of broadcasts among them.
     """
 
     ranks: tuple[int, ...]
@@ -267,7 +271,7 @@ def holding(
     *,
     nodes: Runs = (),
 ) -> Holding:
-    """What some workers of each replica are on, and what broadcasts among all of them take."""
+    """The nodes of some workers of each replica, and the cost of broadcasts among all of them."""
     place = placement, replicas, arrangement
     ranks = np.sort(_devices(*place, cluster, nodes)[:, list(workers)].ravel())
     node = _nodes(cluster, *place, nodes)[:, list(workers)].ravel()
@@ -277,7 +281,7 @@ def holding(
 
 
 class _Like:
-    """What the nodes of a cluster are like, by their numbers."""
+    """Properties of the nodes of a cluster, by their numbers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._kinds = [node for node, _ in cluster.kinds_of_nodes()]
@@ -285,20 +289,24 @@ class _Like:
         self._kind = np.repeat(np.arange(len(self._kinds)), [many for _, many in cluster.kinds_of_nodes()])
 
     def nodes(self, numbers: Ints) -> list[Node]:
-        """The different ones among them."""
+        """The distinct nodes among these numbers."""
         if self._equal:
             return self._kinds
         return [self._kinds[kind] for kind in np.unique(self._kind[numbers])]
 
     def link(self, sender: Ints, receiver: Ints) -> Link:
-        """The slowest on which a message goes, by replica; where one leaves its node, of those that do."""
+        """The slowest link of a message, by replica; if a message of some replica leaves its node, only among
+        those.
+        """
         away = sender != receiver
         if not away.any():
             return slowest(node.inside for node in self.nodes(sender))
         return slowest(node.between for node in self.nodes(np.concatenate((sender[away], receiver[away]))))
 
     def workers(self, node: Ints) -> tuple[Any, ...]:
-        """Slowness, usable bytes and shared cores; ``node``: of each worker by replica."""
+        """Slowness, usable bytes and shared cores of each worker; ``node`` is the node of each worker by
+        replica.
+        """
         if self._equal:
             return (), (), ()
         kind = self._kind[node]
@@ -313,8 +321,8 @@ class _Like:
 
 
 def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[tuple[int, int]]]:
-    """The (sender, receiver) pairs of messages, forwards and backwards; those of all pipes that are between
-    the same stages, and so are sent at one time, together.
+    """The (sender, receiver) pairs of messages, forwards and backwards; those of all pipes between the same
+    stages, which are sent at the same time, together.
     """
     pairs = [(stage, stage + 1) for stage in range(placement.stages - 1)]
     pairs += [(skip.source, skip.target) for skip in skips]

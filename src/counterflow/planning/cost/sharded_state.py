@@ -1,11 +1,11 @@
-"""Optimiser state sharded over the holders of a stage (ZeRO stage 1): who owns what, and what is sent for it.
+"""Optimiser state sharded over the holders of a stage (ZeRO stage 1): owners, and the messages that follow.
 
-It goes as the runtime has it (``runtime/parameters/sharded_updates.py``): whole parameters are owned, by
-``owners``; when a step ends each worker goes through the groups of ranks that hold the same, in the order of
-their ranks, and in each the owners send what they updated, one after another, in pieces.
+It follows the runtime (``runtime/parameters/sharded_updates.py``): whole parameters have owners, by
+``owners``; when a step ends each worker visits the groups of ranks that hold the same stages, in the order of
+their ranks, and in each group the owners send the weights that they updated, one after another, in pieces.
 
-Invariant: what is owned, updated and sent does not depend on orders, sync modes or recomputation. Where a
-profile does not tell the sizes of parameters, the bytes of a stage are shared out evenly.
+Invariant: owners, updates and messages do not depend on orders, sync modes or recomputation. If a profile
+does not contain the sizes of parameters, the bytes of a stage are divided evenly.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .stages import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class ShardedState:
-    """What each worker owns, of its replicas the one with most.
+    """The state that each worker owns, in the replica with the most.
 
     Attributes:
-        owned: by replica, by worker: bytes of the trained weights whose optimiser state it keeps. One row for
-            all where each has as much.
-        most: by worker: the most of all replicas.
-        spared: by worker: bytes of optimiser state that it has less than were none sharded.
-        updating: by worker: bytes that it needs beside its state while it updates, or sends and receives.
-        seconds: to send updated weights when a step ends.
+        owned: by replica, by worker: bytes of the trained weights whose optimiser state it holds. One row for
+            all replicas if they are equal.
+        most: by worker: the maximum over all replicas.
+        spared: by worker: bytes of optimiser state saved by sharding.
+        updating: by worker: bytes needed in addition to its state while it updates, or sends and receives.
+        seconds: time to send updated weights when a step ends.
     """
 
     owned: tuple[tuple[float, ...], ...]
@@ -52,7 +52,7 @@ class ShardedState:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A trained parameter: its bytes, the layers that have it, and what its update needs beside its state."""
+    """A trained parameter: its bytes, the layers that contain it, and the additional memory of its update."""
 
     size: float
     layers: tuple[int, ...]
@@ -60,9 +60,9 @@ class Parameter:
 
 
 def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
-    """All trained parameters in the model's order, a shared one where it comes first; None: not told.
+    """All trained parameters in the model's order, a shared one at its first layer; None: unknown.
 
-    Of several of one layer that have the bytes of a shared one, the first is taken for it.
+    If several parameters of a layer have the bytes of a shared one, the first is taken to be it.
     """
     rows: list[list[Parameter]] = []
     for number, kind in enumerate(model.layers):
@@ -91,31 +91,31 @@ def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Those who hold the same: workers of each replica, and where they are."""
+    """Holders of the same stages: workers of each replica, and their nodes."""
 
     workers: tuple[int, ...]
     on: Holding
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of all replicas."""
+        """Ranks of all replicas."""
         return self.on.ranks
 
     @cached_property
     def nodes(self) -> Ints:
-        """Those that have any of them."""
+        """Nodes that contain any of the ranks."""
         return np.array(self.on.nodes, dtype=np.int64)
 
 
 class Sharding:
-    """Which ranks hold the same on a cluster; one for all cuts and sizes.
+    """Which ranks hold the same stages on a cluster; the same for all cuts and sizes.
 
     Args:
-        cluster: its links.
+        cluster: the cluster with its links.
         placement: which worker holds which stage.
         replicas: copies of the whole pipeline group.
         arrangement: which devices they are on.
-        nodes: the order in which nodes stand.
+        nodes: the order of the nodes.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Sharding:
     def state(
         self, stages: StageCosts, parameters: Sequence[Parameter] | None, states: float, *, together: bool
     ) -> ShardedState:
-        """What is owned and sent.
+        """The state that is owned, and the cost of sending updates.
 
         Args:
-            stages: what the placement's stages cost.
-            parameters: as ``parameters_of`` gives them.
+            stages: costs of the placement's stages.
+            parameters: result of ``parameters_of``.
             states: bytes of optimiser state for each byte of trained weights.
             together: whether the optimiser updates all weights of a stage at once.
         """
@@ -167,7 +167,7 @@ class Sharding:
         owned, held = np.zeros(self._ranks.max() + 1), np.zeros(self.placement.workers)
         sent: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         needs: dict[tuple[int, int], list[float]] = defaultdict(list)
-        """By owner and stage: what the updates of its parameters need."""
+        """By owner and stage: memory that the updates of its parameters need."""
         for one, its, group, rank in zip(parameters, on, groups, owner, strict=True):
             owned[rank] += one.size
             held[list(group.workers)] += one.size
@@ -224,7 +224,9 @@ class Sharding:
         return ShardedState((tuple(owned),), tuple(owned), spared, tuple(updating), self._seconds(rows))
 
     def _seconds(self, rows: Sequence[tuple[_Group, float, int]]) -> float:
-        """Until all are done: a worker is in one group at a time; a node's one way out carries them all."""
+        """Seconds until all broadcasts are done: a worker is in one group at a time, and a node's single way
+        out carries them all.
+        """
         free = [0.0] * self.placement.workers
         crossing = np.zeros(1 + max((max(group.on.nodes) for group, _, _ in rows), default=0))
         for group, size, count in sorted(rows, key=lambda row: row[0].ranks):

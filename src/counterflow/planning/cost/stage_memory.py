@@ -1,9 +1,9 @@
-"""What a stage's activations take, and its ops hold at most, from what each of its layers does.
+"""Memory of a stage's activations and maximum memory of its ops, from that of each layer.
 
-Invariant: a tensor that two layers keep, one as its output and the next as its input, counts once. Layers run
-one after another: in a forward what was saved stays, in a backward it goes layer by layer, from the last one.
-A split backward drops layer by layer what only the input gradient needed, and adds what the weights wait for.
-A layer whose weights wait holds its input, too: its graph does.
+Invariant: a tensor that two layers save, one as its output and the next as its input, counts once. Layers run
+one after another: in a forward saved tensors stay, in a backward they are freed layer by layer, from the last
+one. A split backward frees layer by layer what only the input gradient needed, and adds tensors for the
+weight gradients. A layer whose weight gradients are pending also holds its input, because its graph does.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from ..inputs.profile import LayerProfile
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of a stage's activations, for one micro-batch, and of what its ops hold at most while they run.
+    """Bytes of a stage's activations for one micro-batch, and maximum bytes of its ops while they run.
 
     Attributes:
-        inputs: the stage's input, all that is kept if the stage is computed again.
-        layer_inputs: those of all its layers, and what stays though they are computed again.
-        saved: what a forward saves, its input if that is saved.
+        inputs: the stage's input, which is all that is saved if the stage is computed again.
+        layer_inputs: inputs of all its layers, and tensors that stay although the layers are computed again.
+        saved: bytes that a forward saves, including its input if that is saved.
         beyond_input: the same without its input.
-        kept: between the halves of a split backward, the stage's input as far as it was saved.
-        kept_output: of what a forward saves, the stage's output.
-        forward: a forward, beside its input, with what it saves.
-        forward_alone: one that saves nothing, as the stage is computed again later.
-        backward: a backward, beside what there was when it began.
-        layer_backward: one that computes each layer again.
-        input_gradient: the first half of a split backward.
-        weight_gradients: the other half.
+        kept: bytes between the halves of a split backward, including the stage's input as far as it was
+            saved.
+        kept_output: the part of ``saved`` that is the stage's output.
+        forward: maximum of a forward, including saved tensors, without its input.
+        forward_alone: maximum of a forward that saves nothing, because the stage is computed again later.
+        backward: maximum of a backward, in addition to the memory when it began.
+        layer_backward: maximum of a backward that computes each layer again.
+        input_gradient: maximum of the first half of a split backward.
+        weight_gradients: maximum of the other half.
     """
 
     inputs: float = 0.0
@@ -51,14 +52,14 @@ class StageMemory:
     weight_gradients: float = 0.0
 
     def stash(self, recompute: Recompute) -> float:
-        """What is kept from a forward to its backward."""
+        """Bytes saved from a forward to its backward."""
         if recompute is Recompute.NONE:
             return self.saved
         return self.inputs if recompute is Recompute.STAGE else self.layer_inputs
 
     def space(self, recompute: Recompute) -> tuple[float, float, float, float]:
-        """What each kind of op holds besides while it runs, in the order of ``OpKind``."""
-        left = max(self.stash(recompute) - self.inputs, 0.0)  # by a forward: an input is there before
+        """Additional bytes of each kind of op while it runs, in the order of ``OpKind``."""
+        left = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
         if recompute is Recompute.NONE:
             first = max(self.forward - left, 0.0)
             return first, self.backward, self.input_gradient, self.weight_gradients
@@ -74,13 +75,13 @@ class StageMemory:
 def stage_bytes(
     stages: Sequence[StageMemory], recompute: Recompute, weights: list[float], fixed: list[float]
 ) -> StageBytes:
-    """Bytes by stage for the simulator, with what is recomputed.
+    """Bytes by stage for the simulator, after recomputation.
 
     Args:
-        stages: their activations.
-        recompute: what that is.
-        weights: of one version, and what it is cast to, by stage.
-        fixed: gradients and optimiser state, by stage.
+        stages: activations of the stages.
+        recompute: what a backward computes again.
+        weights: bytes of one version of the weights and its casts, by stage.
+        fixed: bytes of gradients and optimiser state, by stage.
     """
     spaces = zip(*(one.space(recompute) for one in stages), strict=True)
     return StageBytes(
@@ -93,7 +94,7 @@ def stage_bytes(
 
 
 def without_peaks(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
-    """A stage's bytes by a profile that has no peaks: ops hold nothing besides but a layer computed again."""
+    """A stage's bytes by a profile without peaks: ops hold nothing in addition except a recomputed layer."""
     each = [layer.saved(samples) for layer in layers]
     saved = float(sum(each))
     return StageMemory(
@@ -114,9 +115,9 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
     """A stage's bytes.
 
     Args:
-        layers: of the stage.
+        layers: layers of the stage.
         inputs: bytes of each layer's input, for the micro-batch.
-        samples: of it.
+        samples: samples of the micro-batch.
 
     >>> one = LayerProfile((1,), (0,), (0,), (30,), weights_bytes=0, output_bytes=10,
     ...     kept_input_bytes=(10,), forward_peak_bytes=(35,), backward_peak_bytes=(25,))
@@ -124,14 +125,14 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
     >>> found.saved, found.beyond_input, found.forward, found.backward
     (60.0, 50.0, 65.0, 25.0)
     """
-    gone = forward = alone = 0.0  # gone: what layers before this one left, beside the stage's input
+    gone = forward = alone = 0.0  # freed: tensors of layers before this one, in addition to the stage's input
     own: list[float] = []
     between: list[float] = []
     first_kept = layers[0].kept_input(samples, inputs[0])
     for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
         entering = kept = 0.0
         if number:
-            made = min(layers[number - 1].kept_output(samples), size)  # counted with the layer before
+            made = min(layers[number - 1].kept_output(samples), size)  # counted with the previous layer
             entering = size - made
             kept = max(0.0, layer.kept_input(samples, size) - made)
         rise = layer.forward_peak(samples, size)
@@ -164,7 +165,7 @@ def _backward(
     own: Sequence[float],
     between: Sequence[float],
 ) -> float:
-    """The most that a backward holds beside what there was; ``own`` and ``between`` go layer by layer."""
+    """Maximum of a backward in addition to the memory before it; ``own`` and ``between`` are by layer."""
     most = freed = 0.0
     for number in reversed(range(len(layers))):
         layer = layers[number]
@@ -175,15 +176,17 @@ def _backward(
 
 
 def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
-    """The same of a backward that computes each layer again, from its input, which goes after it.
+    """Maximum of a backward that computes each layer again from its input, which is freed afterwards.
 
-    The second run of a layer ends with the last tensor that is saved: its output is not made again
+    The second run of a layer ends with the last saved tensor: its output is not computed again
     (``torch.utils.checkpoint``'s early stop).
     """
     most = freed = 0.0
     for number in reversed(range(len(layers))):
         layer, size = layers[number], inputs[number]
-        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the last one's is somebody else's
+        given = (
+            inputs[number + 1] if number + 1 < len(layers) else 0.0
+        )  # the input of the last one is counted elsewhere
         anyway = layer.peak(layer.kept_anyway_bytes, samples)
         saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
         again = max(0.0, saved - layer.kept_output(samples)) + layer.peak(layer.backward_peak_bytes, samples)
@@ -195,19 +198,19 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
 
 
 def _cast_gradients(layer: LayerProfile) -> float:
-    """Gradients of cast weights: an earlier micro-batch made the casts, and autograd turns to them last."""
+    """Gradients of cast weights: an earlier micro-batch made the casts, and autograd processes them last."""
     return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
 
 
 def _kept(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
-    """What stays between the halves of a split backward, beside the stage's input."""
+    """Bytes between the halves of a split backward, without the stage's input."""
     found = sum(layer.kept(samples) for layer in layers)
     found += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
     return found - _needed_input(layers[0], inputs[0], samples)
 
 
 def _needed_input(layer: LayerProfile, size: float, samples: float) -> float:
-    """Of what a layer keeps for its weights' gradients, its input."""
+    """The part of a layer's tensors for its weight gradients that is its input."""
     saved = layer.kept(samples) - layer.peak(layer.kept_gradient_bytes, samples)
     held = layer.peak(layer.held_input_bytes, samples)
     return max(0.0, min(saved, layer.kept_input(samples, size), size - held))
@@ -220,15 +223,17 @@ def _input_gradient(
     own: Sequence[float],
     between: Sequence[float],
 ) -> float:
-    """The same of the first half of a split backward."""
-    most = held = stays = 0.0  # stays: of the output
+    """Maximum of the first half of a split backward."""
+    most = held = stays = 0.0  # stays: the gradient of the output
     for number in reversed(range(len(layers))):
         layer, last = layers[number], number + 1 == len(layers)
-        given = 0.0 if last else inputs[number + 1]  # the last one's is somebody else's
+        given = 0.0 if last else inputs[number + 1]  # the input of the last one is counted elsewhere
         most = max(most, held + given + layer.peak(layer.input_gradient_peak_bytes, samples))
         gradients = layer.peak(layer.kept_gradient_bytes, samples)
         needed = _needed_input(layer, inputs[number], samples)
-        kept = max(0.0, layer.kept(samples) - gradients - needed)  # of what the forward saved
+        kept = max(
+            0.0, layer.kept(samples) - gradients - needed
+        )  # part of the tensors that the forward saved
         held -= max(0.0, own[number] - kept - stays)
         stays = needed + layer.peak(layer.held_input_bytes, samples)
         held -= max(0.0, between[number] - stays)

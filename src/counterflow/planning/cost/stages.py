@@ -1,4 +1,4 @@
-"""A model's layers, cut into stages, with what a profile says that each stage costs.
+"""A model's layers cut into stages, with each stage's cost according to a profile.
 
 Invariant: stages are whole runs of layers; every layer is counted once. Costs are for one micro-batch of a
 given number of samples.
@@ -27,7 +27,7 @@ from .stage_memory import StageMemory, stage_bytes, stage_memory, without_peaks
 
 
 class Cutting(StrEnum):
-    """How layers are cut into stages: by their cost, or with as many of the commonest kind in each."""
+    """Rule by which layers are cut into stages: by cost, or equally many of the most common kind in each."""
 
     BALANCED = "balanced"
     EVEN = "even"
@@ -39,37 +39,37 @@ Cuts = Cutting | tuple[int, ...]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What each stage costs for one micro-batch of ``samples`` samples.
+    """Costs of each stage for one micro-batch of ``samples`` samples.
 
     Attributes:
         samples: samples of a micro-batch.
         cuts: the layers at which each stage after the first begins.
         forward: seconds of a forward.
-        again: seconds of its layers alone, as they run again in a backward that recomputes them.
+        again: seconds of its layers alone when a backward recomputes them.
         backward: seconds of a backward, without recomputation.
         doubled_forward: seconds of a forward of two micro-batches at once.
-        doubled_in_turn: seconds of one that runs them one after the other, so that each has its own graph.
-        halved_forward: seconds of a forward of a micro-batch half by half, so that each half has its own.
+        doubled_in_turn: seconds of one that runs them one after the other, so each has its own graph.
+        halved_forward: seconds of a forward of a micro-batch half by half, so each half has its own graph.
         half_backward: seconds of a backward of half a micro-batch.
         input_gradient: seconds of the first half of a split backward, without recomputation.
         weight_gradients: seconds of the other half.
-        half_input_gradient: seconds of the first half, of half a micro-batch.
-        half_weight_gradients: seconds of the other.
+        half_input_gradient: seconds of the first half for half a micro-batch.
+        half_weight_gradients: seconds of the other half for half a micro-batch.
         output_bytes: bytes of the stage's output.
         weights: bytes of one version of the stage's weights.
-        casts: of what that is cast to in another precision.
-        gradients: of their gradients.
-        optimizer: of their optimiser state.
-        memory: what the stage's activations take, and its ops.
-        measured: whether the profile has the peaks of ops, so that what a worker holds of messages is walked;
-            else there is an allowance for them.
-        skips: bytes of what goes past the next stage, or once a step, ascending.
+        casts: bytes of their casts to another precision.
+        gradients: bytes of their gradients.
+        optimizer: bytes of their optimiser state.
+        memory: memory of the stage's activations and ops.
+        measured: whether the profile contains the peaks of ops, so memory of messages is computed; otherwise
+            there is an allowance for them.
+        skips: skip connections and values sent once per step, with their bytes, ascending.
         trained: bytes of the stage's weights that are trained.
-        summed: of these, those that only copies of the stage have, so that their gradients are summed alone.
+        summed: the part of these that only copies of the stage contain, so their gradients are summed alone.
         synced: bytes of those gradients.
-        ties: weights that several stages have.
-        message_share: bytes of a message for each byte of what it carries: less than 1 if compressed.
-        update_peaks: what the optimiser needs while it updates a stage.
+        ties: weights that several stages share.
+        message_share: bytes of a message per byte of its content: less than 1 if compressed.
+        update_peaks: memory that the optimiser needs while it updates a stage.
     """
 
     samples: int
@@ -102,16 +102,16 @@ class StageCosts:
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
-        """Bytes in which each stage's output travels."""
+        """Bytes of the message that carries each stage's output."""
         return tuple(self.message_share * size for size in self.output_bytes)
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.memory)
 
     def held(self, recompute: Recompute) -> StageBytes:
-        """What the stages' weights and activations take, in the simulator's terms."""
+        """Memory of the stages' weights and activations, for the simulator."""
         if recompute not in self._held:
             weights = list(map(add, self.weights, self.casts))
             fixed = list(map(add, self.gradients, self.optimizer))
@@ -125,13 +125,13 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class StageTie:
-    """Weights that several stages have, of which a worker keeps one copy.
+    """Weights that several stages share; a worker holds one copy of them.
 
     Attributes:
-        stages: ascending.
-        trained_bytes: of those that are trained.
-        gradient_bytes: of their gradients.
-        held_bytes: of all, with gradients and optimiser state.
+        stages: the stages, ascending.
+        trained_bytes: bytes of the trained ones.
+        gradient_bytes: bytes of their gradients.
+        held_bytes: bytes of all, with gradients and optimiser state.
     """
 
     stages: tuple[int, ...]
@@ -142,12 +142,12 @@ class StageTie:
 
 @dataclass(frozen=True)
 class PlannedOps:
-    """What ops cost by a profile, for the simulator.
+    """Costs of ops by a profile, for the simulator.
 
     Attributes:
         stages: the stages' costs.
-        recompute: what a backward computes again; its layers alone, in the same op.
-        slowness: what seconds are multiplied by, by worker; empty: all workers are alike.
+        recompute: what a backward computes again: only its layers, in the same op.
+        slowness: factor of seconds by worker; empty: all workers are alike.
     """
 
     stages: StageCosts
@@ -155,7 +155,7 @@ class PlannedOps:
     slowness: tuple[float, ...] = ()
 
     def seconds(self, piece: Piece) -> float:
-        """How long an op takes."""
+        """Duration of an op."""
         seconds = self._profiled(piece)
         return seconds * self.slowness[piece.worker] if self.slowness else seconds
 
@@ -170,11 +170,11 @@ class PlannedOps:
         whole, half = self._backwards(piece.kind)
         seconds = half[s] if piece.work == 0.5 else whole[s] * piece.work
         if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
-            seconds += stages.again[s] * piece.work  # split, too
+            seconds += stages.again[s] * piece.work  # also if split
         return seconds
 
     def _backwards(self, kind: OpKind) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of a kind of backward, of a whole micro-batch and of half of one, by stage."""
+        """Seconds of a kind of backward, for a whole micro-batch and for half of one, by stage."""
         stages = self.stages
         if kind is OpKind.INPUT_GRADIENT:
             return stages.input_gradient, stages.half_input_gradient
@@ -183,7 +183,7 @@ class PlannedOps:
         return stages.backward, stages.half_backward
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
-        """What it adds to its worker's memory when it starts, and when it has ended."""
+        """Bytes that an op adds to its worker's memory when it starts, and when it has ended."""
         at_start, at_end = self.stages.held(self.recompute).changes(piece.kind, piece.stage)
         return at_start * piece.work, at_end * piece.work
 
@@ -191,28 +191,31 @@ class PlannedOps:
 def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
     """Seconds of each stage's forward of two micro-batches.
 
-    The engine runs them at once where their graph is made later; else each needs a graph of its own.
+    The runtime runs them at once if their graph is made later; otherwise each needs its own graph.
     """
     return stages.doubled_forward if recompute is Recompute.STAGE else stages.doubled_in_turn
 
 
 def halved_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
-    """Seconds of each stage's forward of a micro-batch whose backwards are halves, likewise."""
+    """Seconds of each stage's forward of a micro-batch whose backwards are halves; see
+    ``doubled_forward``.
+    """
     return stages.forward if recompute is Recompute.STAGE else stages.halved_forward
 
 
 def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
-    """Where the layers are cut.
+    """The cuts of a model's layers.
 
     Args:
         model: the layers.
-        profile: what they cost.
+        profile: costs of the layers.
         cuts: a rule, or the cuts themselves.
-        stages: how many.
-        samples: of a micro-batch; cuts minimise the most expensive stage at that size, backward included.
+        stages: number of stages.
+        samples: samples of a micro-batch; cuts minimise the most expensive stage at that size, backward
+            included.
 
     Raises:
-        ConfigError: fewer layers than stages; cuts that do not make the stages.
+        ConfigError: there are fewer layers than stages, or the cuts make another number of stages.
     """
     if not isinstance(cuts, Cutting):
         return explicit(cuts, len(model.layers), stages)
@@ -220,7 +223,7 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
         commonest, count = _commonest(model)
         if not may_cut(model, cuts, stages):
             raise ConfigError(
-                f"{stages} stages cannot have as many layers each: model {model.name} has {count} of kind "
+                f"{stages} stages cannot have equally many layers: model {model.name} has {count} of kind "
                 f"{commonest!r}; give {count} stages or fewer, or cuts=balanced"
             )
         return balance([float(kind == commonest) for kind in model.layers], stages)
@@ -229,14 +232,14 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
 
 
 def may_cut(model: Model, cuts: Cuts, stages: int) -> bool:
-    """Whether the rule, or the cuts, can make that many stages of the model."""
+    """Whether the rule, or the cuts, can make this number of stages of the model."""
     if not isinstance(cuts, Cutting):
         return len(cuts) == stages - 1
     return stages <= (_commonest(model)[1] if cuts is Cutting.EVEN else len(model.layers))
 
 
 def _commonest(model: Model) -> tuple[str, int]:
-    """The kind of layer that there are most of, and how many."""
+    """The most common kind of layer, and its number."""
     return Counter(model.layers).most_common(1)[0]
 
 
@@ -245,15 +248,15 @@ def _both(layer: LayerProfile, samples: float) -> float:
 
 
 def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: int) -> StageCosts:
-    """The costs of each stage; an op is its layers and the profile's overhead of an op.
+    """The costs of each stage; an op costs its layers and the profile's overhead per op.
 
     Raises:
-        ConfigError: the profile has no layers of a kind; cuts that do not make stages.
+        ConfigError: the profile does not contain a kind of layer, or the cuts make no stages.
     """
     cuts = explicit(tuple(cuts), len(model.layers), len(cuts) + 1)
     of_kind = {kind: profile.layer(kind) for kind in model.layers}
     layers = [of_kind[kind] for kind in model.layers]
-    # What each layer takes is what the one before it gives.
+    # The input of each layer is the output of the one before.
     inputs = [model.input_bytes * samples, *(layer.output_bytes * samples for layer in layers[:-1])]
     runs = stage_layers(cuts, len(layers))
     stages = [layers[run.start : run.stop] for run in runs]
@@ -328,9 +331,10 @@ def _less(amounts: Sequence[float], parts: Sequence[float]) -> tuple[float, ...]
 
 
 def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list[tuple[float, float, float]]]:
-    """What several stages share, and of each stage the bytes that several of its layers have, but for one.
+    """Weights that several stages share, and for each stage the bytes that several of its layers share,
+    without one copy.
 
-    These are all, those that are trained, and the gradients of these.
+    The bytes are those of all weights, of the trained ones, and of their gradients.
     """
     found: dict[tuple[int, ...], tuple[float, float, float]] = {}
     within = [(0.0, 0.0, 0.0)] * (len(cuts) + 1)
@@ -351,7 +355,9 @@ def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list
 def _skips(
     model: Model, cuts: Sequence[int], samples: int
 ) -> tuple[tuple[tuple[SkipLink, float], ...], list[float]]:
-    """What goes past the next stage by where it leads, and what goes beside each stage's output."""
+    """Skip connections past the next stage by their ends, and the bytes sent together with each stage's
+    output.
+    """
     links: dict[SkipLink, float] = {}
     following = [0.0] * (len(cuts) + 1)
     for skip in model.skips:

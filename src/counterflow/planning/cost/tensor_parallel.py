@@ -1,16 +1,16 @@
-"""Tensor parallelism in a plan: one of T positions as a device of its own, on a cluster of such places.
+"""Tensor parallelism in a plan: each of T positions as a device of its own, on a cluster of such places.
 
-T devices of a node stand side by side and share the work of each layer. At every position stands a whole
-pipeline, and all of them do the same at the same time; so a plan with T is a plan on a cluster whose nodes
-have devices/T places, with the layers of one position: its share of what is divided (``Division``) and all of
-the rest. All-reduces over the positions are made within an op, and compute waits for them.
+T adjacent devices of a node share the work of each layer. Every position contains a whole pipeline, and all
+of them do the same at the same time, so a plan with T is a plan on a cluster whose nodes have devices/T
+places, with the layers of one position: its share of what is divided (``Division``) and all of the rest.
+All-reduces over the positions happen within an op, and compute waits for them.
 
 Between stages and replicas every position sends and sums by itself: the whole output, and its own weights'
-gradients. Where the devices of a node share its way out, positions share it too.
+gradients. If the devices of a node share its way out, positions share it too.
 
-Where nodes differ, the slowest links inside one count, and on a slow device all-reduces are as slow as ops.
+If nodes differ, the slowest links inside one count, and on a slow device all-reduces are as slow as ops.
 
-Not known: which all-reduces a second forward leaves out, norms and digests over the positions.
+Not modelled: which all-reduces a second forward omits, norms and digests over the positions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..inputs.profile import Division, LayerProfile, Profile
 
 
 def places(cluster: Cluster, positions: int) -> Cluster:
-    """The cluster as it is to one position: a place for each worker, of ``positions`` devices.
+    """The cluster as one position sees it: a place for each worker, of ``positions`` devices.
 
-    Its ``cores`` are those of the node still, for the workers of all positions.
+    Its ``cores`` are still those of the node, for the workers of all positions.
 
     Raises:
-        ConfigError: so many positions do not stand in a node.
+        ConfigError: the number of positions does not fit a node.
 
     >>> server = Cluster("c", 2, 8, 1e9, Link(0, 1.0), Link(0, 2.0), shared_adapter=True)
     >>> here = places(server, 4)
@@ -65,29 +65,30 @@ def places(cluster: Cluster, positions: int) -> Cluster:
 
 
 def _shared(link: Link, users: int) -> Link:
-    """The link for each of several who use it at one time."""
+    """The link for each of several simultaneous users."""
     return Link(link.latency_seconds, link.seconds_per_byte * users)
 
 
 def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int) -> Profile:
-    """The profile of one position, with its all-reduces over the others in the seconds of its layers.
+    """The profile of one position; the seconds of its layers include all-reduces over the other positions.
 
     Args:
-        model: whose layers are divided.
-        profile: of whole layers.
-        cluster: the devices, not ``places``: positions find the links inside a node.
+        model: the model whose layers are divided.
+        profile: profile of whole layers.
+        cluster: the devices, not ``places``: positions use the links inside a node.
         positions: T, 1 or more.
 
     Raises:
-        ConfigError: what is divided has no T parts, optimiser state is sharded, or layers that share a weight
+        ConfigError: a layer cannot be divided by T, optimiser state is sharded, or layers that share a weight
             would be divided.
     """
     if positions == 1:
         return profile
     if model.shards_state:
         raise ConfigError(
-            f"tensor_parallel={positions}: does not go with pipeline.zero_stage = 1 of the profiled config; "
-            "leave one of them out"
+            f"tensor_parallel={positions}: cannot be combined with pipeline.zero_stage = 1 of the profiled "
+            "config; "
+            "use only one of them"
         )
     tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
     found = dict(profile.layers)
@@ -114,13 +115,13 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int)
 def of_position(
     layer: LayerProfile, division: Division, positions: int, collective: Collective
 ) -> LayerProfile:
-    """A layer as one position has it.
+    """The layer of one position.
 
     Args:
-        layer: whole.
-        division: what of it is divided.
+        layer: the whole layer.
+        division: the parts of it that are divided.
         positions: T.
-        collective: an all-reduce over the positions.
+        collective: cost of an all-reduce over the positions.
 
     >>> whole = LayerProfile((1.0,), (8.0,), (16.0,), (100.0,), weights_bytes=40.0, output_bytes=10.0)
     >>> half = Division(weights=1.0, forward=0.5, backward=0.5, saved=0.4, forward_sums=2, backward_sums=2)
@@ -165,15 +166,15 @@ def of_position(
         low_precision_bytes=weights * layer.low_precision_bytes,
         cast_bytes=weights * layer.cast_bytes,
         update_peak_bytes=weights * layer.update_peak_bytes,
-        parameter_bytes=(),  # which of them are divided is not told
+        parameter_bytes=(),  # unknown which of them are divided
     )
 
 
 def _of_fewer(of: Callable[[float], float], sizes: Sequence[float], samples: float) -> float:
-    """Seconds of so few samples; below the smallest size on the line of the first two.
+    """Seconds for this few samples; below the smallest size on the line through the first two.
 
-    It is no less than in proportion. A micro-batch has whole samples, so that a profile's curves stay there;
-    a layer's parts are less.
+    They are at least proportional. Micro-batches have whole samples, so a profile's curves are constant below
+    the smallest size, but parts of a layer can be smaller.
     """
     first = sizes[0]
     if samples >= first:

@@ -1,1 +1,1 @@
-"""What a plan is made from: a cluster, a model and its profile, and their files."""
+"""Inputs of a plan: a cluster, a model and its profile, and their files."""

@@ -1,7 +1,7 @@
-"""What a model is trained on: devices in nodes, their memory, and the links between them.
+"""The cluster: devices in nodes, their memory, and the links between them.
 
-Invariant: numbers are per device or per link, in seconds and bytes; a message of L bytes takes
-latency + L · seconds a byte. What a device computes in how long is the profile's business.
+Invariant: numbers are per device or per link, in seconds and bytes; a message of L bytes takes latency + L ·
+seconds per byte. Compute times are in the profile.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 from counterflow.errors import ConfigError
 
 FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-"""How pydantic reads these data types from files: nothing unknown, nothing converted, finite numbers."""
+"""How pydantic parses these data types from files: no unknown keys, no conversions, finite numbers."""
 
 
 class AllReduce(StrEnum):
     """How copies on several devices of several nodes are summed.
 
     ``hierarchical``: reduce-scatter inside each node, all-reduce between nodes, of a part by each device,
-    all-gather inside. ``ring``: one ring through all devices, node after node, as Gloo has it.
+    all-gather inside. ``ring``: one ring through all devices, node after node, as in Gloo.
     """
 
     HIERARCHICAL = "hierarchical"
@@ -30,7 +30,7 @@ class AllReduce(StrEnum):
 
 
 MOST_DEVICES = 100_000
-"""The largest cluster that is planned for."""
+"""Maximum number of devices of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Link:
     """A connection of two devices.
 
     Attributes:
-        latency_seconds: α, what a message takes whatever its size.
-        seconds_per_byte: β, what each of its bytes adds.
+        latency_seconds: α, the time of a message of any size.
+        seconds_per_byte: β, the additional time of each byte.
 
     >>> Link(latency_seconds=1e-5, seconds_per_byte=1e-9).seconds(1e6)
     0.00101
@@ -55,23 +55,23 @@ class Link:
             require_number(name, getattr(self, name))
 
     def seconds(self, size: float) -> float:
-        """How long a message of ``size`` bytes travels."""
+        """Travel time of a message of ``size`` bytes."""
         return self.latency_seconds + self.seconds_per_byte * size
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes of a cluster that are alike; what is None is as the cluster says.
+    """Equal nodes of a cluster; the cluster's values replace None.
 
     Attributes:
-        name: what to call them.
-        nodes: how many.
+        name: name of the kind.
+        nodes: number of nodes.
         devices: devices of each.
         memory_bytes: memory of a device; the reserve is the cluster's.
-        slowness: seconds of an op on such a device for each that the profile says.
-        cores: processor cores of each, where devices are workers on them.
+        slowness: factor by which ops are slower on such a device than in the profile.
+        cores: processor cores of each, if devices are workers on cores.
         inside: the link of two of its devices, for their all-reduces too.
-        between: likewise of one of its devices and another node's; the slower one of both ends counts.
+        between: the link of one of its devices and another node's; the slower of both ends counts.
     """
 
     __pydantic_config__ = FORM
@@ -98,17 +98,17 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a node is like.
+    """Properties of a node.
 
     Attributes:
-        devices: how many.
+        devices: number of devices.
         usable_bytes: memory of a device without the reserve.
-        slowness: seconds of an op on a device for each that the profile says.
-        cores: processor cores, where devices are workers on them.
+        slowness: factor by which ops are slower on a device than in the profile.
+        cores: processor cores, if devices are workers on cores.
         inside: the link of two of its devices.
-        between: what a message finds to and from other nodes.
-        allreduce_inside: what an all-reduce among its devices finds.
-        allreduce_between: what one with other nodes finds.
+        between: the link of messages to and from other nodes.
+        allreduce_inside: the link of an all-reduce among its devices.
+        allreduce_between: the link of an all-reduce with other nodes.
     """
 
     devices: int
@@ -122,38 +122,38 @@ class Node:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether its workers have to take turns on its cores."""
+        """Whether its workers share cores."""
         return self.cores is not None and self.cores < self.devices
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes on a network of two levels, with equal devices if no kinds of nodes are told apart.
+    """Nodes on a network of two levels, with equal devices unless there are kinds of nodes.
 
     Attributes:
-        name: what to call it.
-        nodes: how many nodes, of all kinds.
+        name: name of the cluster.
+        nodes: number of nodes of all kinds.
         devices: devices of a node.
         memory_bytes: memory of a device.
-        inside: the link of two devices of one node; with one device a node it is not used.
+        inside: the link of two devices of one node; with one device per node it is unused.
         between: the link of two devices of different nodes.
-        allreduce_inside: what an all-reduce among devices of one node finds; None: ``inside``.
-        allreduce_between: what an all-reduce that spans nodes finds; None: ``between``.
-        allreduce: how all-reduces go: ``hierarchical``, or in one ``ring``.
-        reserve_bytes: memory of a device that training cannot have: the runtime's, its libraries', what
-            fragmentation loses.
+        allreduce_inside: the link of an all-reduce among devices of one node; None: ``inside``.
+        allreduce_between: the link of an all-reduce that spans nodes; None: ``between``.
+        allreduce: algorithm of all-reduces: ``hierarchical``, or one ``ring``.
+        reserve_bytes: memory of a device that training cannot use: the runtime's, its libraries', and losses
+            to fragmentation.
         communicator_bytes: memory of a device that each of its communicators takes; NCCL's take about 100 MB
-            with as many channels as it likes.
-        shared_adapter: whether the devices of a node share one way out, so that what several of them send to
-            other nodes at one time takes so many times as long; else each has a way of its own.
-        overlap: whether a message travels while its sender computes on.
-        sync_slowdown: share by which compute is slower beside an all-reduce, 0 or more.
-        cores: processor cores of a node where the devices are workers on them; None for accelerators.
-        sources: where a number comes from, by its name.
-        kinds: nodes that differ, in the order in which nodes and devices are counted; none: all are alike.
+            with the default number of channels.
+        shared_adapter: whether the devices of a node share one way out, so simultaneous messages to other
+            nodes slow each other down; otherwise each has a way of its own.
+        overlap: whether a message travels while its sender computes.
+        sync_slowdown: share by which compute is slower during an all-reduce, 0 or more.
+        cores: processor cores of a node, if the devices are workers on cores; None for accelerators.
+        sources: origins of numbers, by name.
+        kinds: kinds of nodes, in the order in which nodes and devices are counted; empty: all are alike.
 
     Raises:
-        ConfigError: a number out of its range; kinds that are not as many nodes.
+        ConfigError: a number is out of its range, or the kinds do not have as many nodes in total.
     """
 
     __pydantic_config__ = FORM
@@ -182,7 +182,7 @@ class Cluster:
         if self.size > MOST_DEVICES:
             raise ConfigError(
                 f"nodes={self.nodes} with devices={self.devices} each: at most {MOST_DEVICES:,} devices are "
-                "planned for"
+                "supported; give fewer"
             )
         for name in ("memory_bytes", "reserve_bytes", "communicator_bytes", "sync_slowdown"):
             require_number(name, getattr(self, name))
@@ -195,17 +195,17 @@ class Cluster:
     def _require_kinds(self) -> None:
         names = [kind.name for kind in self.kinds]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"kinds: {twice[0]!r} is there twice; each kind needs a name of its own")
+            raise ConfigError(f"kinds: {twice[0]!r} exists twice; give each kind a name of its own")
         count = sum(kind.nodes for kind in self.kinds)
         if self.kinds and count != self.nodes:
             raise ConfigError(
-                f"nodes={self.nodes}: the kinds have {count} nodes together; must be as many in both"
+                f"nodes={self.nodes}: the kinds have {count} nodes together; the numbers must be equal"
             )
         for kind in self.kinds:
             if kind.cores is not None and self.cores is None:
                 raise ConfigError(
                     f"kinds: {kind.name}: cores={kind.cores}: the cluster has no cores, so its devices are "
-                    "no workers on them; give cores there too, or leave them out here"
+                    "not workers on cores; give cores there too, or leave them out here"
                 )
             if kind.memory_bytes is not None and self.reserve_bytes >= kind.memory_bytes:
                 raise ConfigError(
@@ -222,11 +222,11 @@ class Cluster:
 
     @property
     def most_devices(self) -> int:
-        """Devices of the node that has most."""
+        """Number of devices of the largest node."""
         return max((kind.devices or self.devices for kind in self.kinds), default=self.devices)
 
     def node(self, kind: NodeKind | None = None) -> Node:
-        """What a node of a kind is like; None: of a cluster without kinds."""
+        """Properties of a node of a kind; None: of a cluster without kinds."""
         inside, between = self.allreduce_link(spans_nodes=False), self.allreduce_link(spans_nodes=True)
         usable = self.usable_bytes
         if kind is None:
@@ -245,23 +245,23 @@ class Cluster:
         )
 
     def kinds_of_nodes(self) -> list[tuple[Node, int]]:
-        """What nodes are like, in their order, and how many are."""
+        """Properties of the nodes, in their order, and the number of each."""
         if not self.kinds:
             return [(self.node(), self.nodes)]
         return [(self.node(kind), kind.nodes) for kind in self.kinds]
 
     @property
     def usable_bytes(self) -> float:
-        """Memory of a device without the reserve; of kinds of nodes, where they say nothing else."""
+        """Memory of a device without the reserve; the default of kinds of nodes."""
         return self.memory_bytes - self.reserve_bytes
 
     @property
     def shares_cores(self) -> bool:
-        """Whether workers of a node have to take turns on its cores."""
+        """Whether workers of a node share cores."""
         return any(node.shares_cores for node, _ in self.kinds_of_nodes())
 
     def allreduce_link(self, *, spans_nodes: bool) -> Link:
-        """The link that an all-reduce finds."""
+        """The link that an all-reduce uses."""
         if spans_nodes:
             return self.allreduce_between or self.between
         return self.allreduce_inside or self.inside
@@ -286,13 +286,13 @@ def allreduce_seconds(link: Link, size: float, copies: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What an all-reduce among certain copies takes.
+    """Cost of an all-reduce among some copies.
 
     Attributes:
-        latency_seconds: whatever its size.
-        seconds_per_byte: what each byte of one copy adds.
-        crossing_seconds_per_byte: of these, those on the one way out that the devices of a node share; 0
-            where nothing is shared.
+        latency_seconds: time for any size.
+        seconds_per_byte: additional time of each byte of one copy.
+        crossing_seconds_per_byte: the part of it on the single way out that the devices of a node share; 0 if
+            nothing is shared.
     """
 
     latency_seconds: float = 0.0
@@ -300,20 +300,20 @@ class Collective:
     crossing_seconds_per_byte: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """How long it takes alone, for copies of so many bytes."""
+        """Duration alone, for copies of this many bytes."""
         return self.latency_seconds + self.seconds_per_byte * size
 
 
 def all_reduce(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = ()) -> Collective:
-    """The all-reduce of copies of which so many are on each node.
+    """The all-reduce of copies, with their number on each node.
 
     With r copies on one node, or one on each of r nodes, it is Rabenseifner's (``allreduce_seconds``), or a
     ring of 2(r−1) steps, in which each copy sends 2(r−1)/r of its bytes as well.
 
     Args:
-        cluster: the links.
-        copies: on each node that has any.
-        nodes: what these nodes are like, the slowest links of which count; none: all are alike.
+        cluster: the cluster with its links.
+        copies: number of copies on each node that has any.
+        nodes: properties of these nodes, whose slowest links count; empty: all are alike.
 
     >>> servers = Cluster("c", 2, 8, 1e9, Link(0, 1 / 100), Link(0, 1 / 10), shared_adapter=True)
     >>> round(all_reduce(servers, [8, 8]).seconds(1000), 9)  # 2·7/8·10 s inside, 2·1/2·100 s between
@@ -336,7 +336,7 @@ def all_reduce(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = 
         return replace(ring, crossing_seconds_per_byte=crossing if shared else 0.0)
     here = _one_level(cluster, inside, max(copies))
     there = _one_level(cluster, between, len(copies))
-    # Each device has a part of the bytes, and all parts have to leave the node.
+    # Each device has a part of the bytes, and all parts leave the node.
     out = there.seconds_per_byte if shared else there.seconds_per_byte / min(copies)
     return Collective(
         here.latency_seconds + there.latency_seconds, here.seconds_per_byte + out, out if shared else 0.0
@@ -352,14 +352,14 @@ def _one_level(cluster: Cluster, link: Link, copies: int) -> Collective:
 
 @dataclass(frozen=True, slots=True)
 class Broadcasts:
-    """What it takes to send bytes from one copy after another to all others.
+    """Cost of sending bytes from one copy after another to all others.
 
     Attributes:
-        once_seconds: until the last copy has what was sent last.
-        start_seconds: of each that is sent.
-        seconds_per_byte: what each byte adds.
-        crossing_seconds_per_byte: of these, those on the one way out that the devices of a node share; 0
-            where nothing is shared.
+        once_seconds: time until the last copy has received the last broadcast.
+        start_seconds: start-up time of each broadcast.
+        seconds_per_byte: additional time of each byte.
+        crossing_seconds_per_byte: the part of it on the single way out that the devices of a node share; 0 if
+            nothing is shared.
     """
 
     once_seconds: float = 0.0
@@ -368,22 +368,22 @@ class Broadcasts:
     crossing_seconds_per_byte: float = 0.0
 
     def seconds(self, size: float, count: int) -> float:
-        """How long ``count`` of them take, together of so many bytes."""
+        """Duration of ``count`` broadcasts with this many bytes in total."""
         return self.once_seconds + count * self.start_seconds + self.seconds_per_byte * size
 
 
 def broadcasts(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = ()) -> Broadcasts:
-    """Broadcasts among copies of which so many are on each node, over the links of messages.
+    """Broadcasts among copies, with their number on each node, over the links of messages.
 
-    With ``hierarchical`` all-reduces, as NCCL: along a chain through all copies, node after node, in small
-    pieces, so that each byte takes what it takes on the slowest link; the next copy sends when the first
-    pieces have passed it. With a ``ring``, as Gloo: a binomial tree of ⌈log2 r⌉ (α + β·L), whose last levels
-    are between nodes; all copies of a node send there at once.
+    With ``hierarchical`` all-reduces, as in NCCL: along a chain through all copies, node after node, in small
+    pieces, so each byte takes its time on the slowest link; the next copy sends when the first pieces have
+    passed it. With a ``ring``, as in Gloo: a binomial tree of ⌈log2 r⌉ (α + β·L), whose last levels are
+    between nodes; all copies of a node send there at once.
 
     Args:
-        cluster: the links.
-        copies: on each node that has any.
-        nodes: what these nodes are like, the slowest links of which count; none: all are alike.
+        cluster: the cluster with its links.
+        copies: number of copies on each node that has any.
+        nodes: properties of these nodes, whose slowest links count; empty: all are alike.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3, for the tree; NCCL's and Gloo's sources.
 
@@ -415,7 +415,7 @@ def broadcasts(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = 
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """The most latency of any, and the most seconds a byte."""
+    """A link with the maximum latency and the maximum seconds per byte of all."""
     each = list(links)
     if len(each) == 1:
         return each[0]
@@ -430,10 +430,10 @@ def _require_counts(of: Cluster | NodeKind, *names: str) -> None:
 
 
 def require_number(name: str, value: float) -> None:
-    """Refuse what is no finite number, 0 or more.
+    """Refuse anything but a finite number, 0 or more.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not such a number.
     """
     if not math.isfinite(value) or value < 0:
         raise ConfigError(f"{name}={value}: must be a finite number, 0 or more")

@@ -1,7 +1,7 @@
-"""Clusters, profiles and models as files: TOML to read and edit, or the same as JSON.
+"""Clusters, profiles and models as files: TOML to read and edit, or the same data as JSON.
 
-Invariant: what ``dumps`` writes, ``load_*`` reads back equal. A message names the file, the key and what is
-legal. pydantic reads the data types themselves, and checks form; ranges are the data types' own business.
+Invariant: ``load_*`` returns a value equal to the one that ``dumps`` wrote. A message names the file, the key
+and the legal values. pydantic parses the data types and checks their form; the data types check ranges.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_cluster(path: Path | str) -> Cluster:
     """The cluster in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not of the form; the message says where.
+        ConfigError: the file cannot be read, or has another form; the message says where.
     """
     return read_cluster(_text(path), str(path))
 
@@ -71,7 +71,7 @@ def load_profile(path: Path | str) -> Profile:
     """The profile in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not of the form; the message says where.
+        ConfigError: the file cannot be read, or has another form; the message says where.
     """
     return read_profile(_text(path), str(path))
 
@@ -80,27 +80,27 @@ def load_model(path: Path | str) -> Model:
     """The model in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not of the form; the message says where.
+        ConfigError: the file cannot be read, or has another form; the message says where.
     """
     return read_model(_text(path), str(path))
 
 
 def read_cluster(text: str, name: str) -> Cluster:
-    """The cluster that a file's text says; TOML, or JSON where its name ends so.
+    """The cluster in a file's text; TOML, or JSON if the file's name ends in ``.json``.
 
     Raises:
-        ConfigError: it is not of the form; the message says where, and begins with the name.
+        ConfigError: the text has another form; the message says where, and begins with the name.
     """
     return _value(text, name, _CLUSTER)
 
 
 def read_profile(text: str, name: str) -> Profile:
-    """Likewise a profile."""
+    """The profile in a file's text, as in ``read_cluster``."""
     return _value(text, name, _PROFILE)
 
 
 def read_model(text: str, name: str) -> Model:
-    """Likewise a model."""
+    """The model in a file's text, as in ``read_cluster``."""
     found = _value(text, name, _MODEL)
     try:
         return found.value()
@@ -116,7 +116,7 @@ def dumps(value: Cluster | Profile | Model) -> str:
 def as_data(
     value: Cluster | NodeKind | Profile | Model | LayerProfile | Division | Link | LayerSkip | LayerTie,
 ) -> dict[str, Any]:
-    """The same as plain data; what has no value is left out."""
+    """A cluster, profile or model as plain data, without keys that have no value."""
     names = [field.name for field in fields(value) if getattr(value, field.name) is not None]
     data = {name: getattr(value, name) for name in names}
     if isinstance(value, Model):
@@ -134,12 +134,12 @@ def as_data(
 
 
 def _value(text: str, name: str, form: TypeAdapter[_T]) -> _T:
-    """What a file says."""
+    """The value in a file."""
     try:
-        # As JSON, because a strict form takes a table of a file for a data type only from there.
+        # As JSON, because pydantic's strict mode accepts a table for a data type only from JSON.
         return form.validate_json(json.dumps(_read(text, name), default=_no_json))
     except ValidationError as error:
-        # A misspelt key first: it explains the one that is missing.
+        # A misspelt key first: it explains the missing one.
         problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN_KEY)
         lines = [f"{name}: {_told(problem)}" for problem in problems[:5]]
         raise ConfigError("\n".join(lines)) from None
@@ -157,10 +157,10 @@ _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 def _told(problem: Any) -> str:
     place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"]).lstrip(".")
     if problem["type"] in _UNKNOWN_KEY:
-        return f"{place}: there is no such key"
+        return f"{place}: unknown key"
     if problem["type"] == "missing":
         return f"{place}: is missing"
-    if problem["type"] == "value_error":  # a data type's own
+    if problem["type"] == "value_error":  # the message of a data type
         return f"{place}.{problem['ctx']['error']}" if place else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     got = problem["input"]
@@ -180,8 +180,8 @@ def _read(text: str, name: str) -> Any:
         legal = toml.has_only_legal_numbers(found)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{name}: not {'JSON' if is_json else 'TOML'}: {error}") from None
-    except ValueError:  # Python's limit on the digits of a number
-        raise ConfigError(f"{name}: a number of thousands of digits; is the file damaged?") from None
+    except ValueError:  # Python limits the digits of a number
+        raise ConfigError(f"{name}: a number has thousands of digits; is the file damaged?") from None
     if not legal:
         raise ConfigError(f"{name}: a whole number has more than 64 bits; is the file damaged?")
     return found

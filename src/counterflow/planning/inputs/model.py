@@ -1,6 +1,6 @@
-"""A model as the planner sees it: kinds of layers in a row, and what of it takes memory besides.
+"""A model as the planner sees it: kinds of layers in a row, and further tensors that need memory.
 
-Invariant: what a kind of layer costs is told by a profile, never here.
+Invariant: costs of a kind of layer are in a profile, never here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ConfigValue = TrainValue | list[float] | list[str]
 
 @dataclass(frozen=True, slots=True)
 class LayerSkip:
-    """What a layer saves for later ones.
+    """A tensor that a layer saves for later ones.
 
     Attributes:
         source: the layer that saves it, counted from 0.
-        targets: those that load it.
-        size_bytes: of it, for one sample; for all, if it is sent once.
-        once: whether it is sent once a step.
+        targets: layers that load it.
+        size_bytes: its size for one sample; for all samples if it is sent once.
+        once: whether it is sent once per step.
 
     Raises:
         ConfigError: a target is not after the source, or the bytes are out of their range.
@@ -48,16 +48,17 @@ class LayerSkip:
 
 @dataclass(frozen=True, slots=True)
 class LayerTie:
-    """A weight that several layers share: one tensor on a worker, with the sum of all their gradients.
+    """A weight that several layers share: one tensor on a worker, with the sum of all its gradients.
 
     Attributes:
-        layers: those that have it, counted from 0, ascending.
-        size_bytes: of it; each of them has it among its weights.
+        layers: layers that contain it, counted from 0, ascending.
+        size_bytes: its size; the weights of each of these layers include it.
         trained: whether it is trained.
         low_precision: whether it is in bfloat16 or float16, and its gradient in float32.
 
     Raises:
-        ConfigError: fewer than two layers, or out of order, or bytes out of their range.
+        ConfigError: there are fewer than two layers, they are out of order, or the bytes are out of their
+            range.
     """
 
     layers: tuple[int, ...]
@@ -67,13 +68,13 @@ class LayerTie:
 
     @property
     def gradient_bytes(self) -> float:
-        """Of its gradient."""
+        """Size of its gradient."""
         return self.size_bytes * (1 + self.low_precision) if self.trained else 0.0
 
     def __post_init__(self) -> None:
         require_number("size_bytes", self.size_bytes)
         if len(self.layers) < 2 or list(self.layers) != sorted({*self.layers}) or self.layers[0] < 0:
-            raise ConfigError(f"ties: {list(self.layers)}: two layers or more share a weight, in their order")
+            raise ConfigError(f"ties: {list(self.layers)}: must be two layers or more, ascending")
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,19 @@ class Model:
     """A list of layers.
 
     Attributes:
-        name: what to call it.
+        name: name of the model.
         layers: the kind of each layer, in the order in which they run.
         optimizer_states: bytes of optimiser state for each byte of trained weights: 2 for Adam, 0 for plain
             SGD.
-        input_bytes: what the first layer takes, for one sample.
-        train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot.
-        source: where it comes from.
-        skips: what layers save for later ones.
+        input_bytes: size of the first layer's input for one sample.
+        train: the keys of ``[model]`` with which ``counterflow train`` makes it; empty: it cannot be made so.
+        source: origin of the model.
+        skips: skip connections between layers.
         ties: weights that layers share.
-        config: the other tables of the config that was profiled, but for what a plan decides.
+        config: the other tables of the config that was profiled, without the keys that a plan decides.
 
     Raises:
-        ConfigError: no layers, or a number out of its range.
+        ConfigError: there are no layers, or a number is out of its range.
 
     >>> Model("tiny", ("embedding", "block", "block", "head")).runs()
     [('embedding', 1), ('block', 2), ('head', 1)]
@@ -117,31 +118,31 @@ class Model:
         beyond = max((max(skip.targets) for skip in self.skips), default=0)
         if beyond >= len(self.layers):
             raise ConfigError(
-                f"model {self.name}: a skip leads to layer {beyond}, and the last one is "
+                f"model {self.name}: a skip connection leads to layer {beyond}, but the last one is "
                 f"{len(self.layers) - 1}"
             )
 
         tied = max((tie.layers[-1] for tie in self.ties), default=0)
         if tied >= len(self.layers):
             raise ConfigError(
-                f"model {self.name}: layer {tied} shares a weight, and the last one is {len(self.layers) - 1}"
+                f"model {self.name}: layer {tied} shares a weight, but the last one is {len(self.layers) - 1}"
             )
 
     @cached_property
     def execution(self) -> Configured:
-        """How its config executes it; a config is checked when it is made, not here."""
+        """How its config executes it; a config is checked when a run is made, not here."""
         known = Configured.model_fields
         asked = self.config.get("pipeline", {})
         return Configured.model_construct(**{key: asked[key] for key in asked if key in known})  # type: ignore[arg-type]
 
     @property
     def barrier(self) -> bool:
-        """Whether steps end on all workers: by its config, else yes."""
+        """Whether steps end on all workers; as its config says, by default true."""
         return self.execution.barrier
 
     @property
     def clips(self) -> bool:
-        """Whether updates wait for the norm of the whole gradient: by its config, else yes."""
+        """Whether updates wait for the norm of the whole gradient; as its config says, by default true."""
         return self.execution.waits_for_norm
 
     @property
@@ -151,12 +152,12 @@ class Model:
 
     @property
     def message_share(self) -> float:
-        """Bytes of a message for each byte of activations: half where its config compresses 32-bit floats."""
+        """Bytes of a message per byte of activations: half if its config compresses 32-bit floats."""
         execution = self.execution
         return 0.5 if execution.compress and not execution.computes_in else 1.0
 
     def runs(self) -> list[tuple[str, int]]:
-        """Equal layers in a row, as (kind, how many)."""
+        """Equal adjacent layers, as (kind, number)."""
         found: list[tuple[str, int]] = []
         for kind in self.layers:
             if found and found[-1][0] == kind:

@@ -1,8 +1,8 @@
-"""What layers cost on a device: seconds and saved bytes against the size of the micro-batch.
+"""Costs of layers on a device: seconds and saved bytes by size of the micro-batch.
 
-Invariant: a curve goes through what was measured. Between two sizes it is a straight line; above the largest
-it goes on as between the last two; below the smallest it stays, for a device that is not full is not quicker
-with less (bytes go down in proportion).
+Invariant: a curve passes through the measured values. Between two sizes it is linear; above the largest it is
+extrapolated from the last two; below the smallest seconds are constant, because a device that is not fully
+used is not faster with less work (bytes are proportional).
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ _IF_THERE = (
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What tensor parallelism divides of a kind of layer; the rest is whole at every position.
+    """The parts of a kind of layer that tensor parallelism divides; the rest is whole at every position.
 
-    With T positions a share s that is divided leaves 1 − s + s/T of bytes at each. It takes as many seconds
-    as 1/T of the samples take whole: a device that is filled as far is as fast.
+    With T positions, each holds 1 − s + s/T of the bytes if a share s is divided. The divided part takes as
+    many seconds as 1/T of the samples take on a whole layer, because a device with the same work is equally
+    fast.
 
     Attributes:
-        weights: share of its weights' bytes; of their gradients, casts and optimiser state likewise.
+        weights: share of the bytes of its weights, and of their gradients, casts and optimiser state.
         forward: share of a forward's seconds.
-        backward: share of a backward's, and of both halves of a split one.
-        saved: share of what a forward keeps for its backward, and of what is kept between the halves.
-        peaks: share of what forwards and backwards hold while they run.
-        forward_sums: all-reduces over the positions in a forward.
-        backward_sums: in a backward; of a split one they are in the input gradient.
-        sum_bytes: of each, for one sample; None: the layer's output.
-        overhead_seconds: what a divided layer's forward takes beside its sums whatever its size, and its
-            backward likewise, with its first half: on a CPU, torch's DTensors.
-        parts: T divides this number, that of attention heads; 0: any T will do.
+        backward: share of a backward's seconds, and of both halves of a split one.
+        saved: share of the bytes that a forward saves for its backward, and of those between the halves.
+        peaks: share of the memory of forwards and backwards while they run.
+        forward_sums: number of all-reduces over the positions in a forward.
+        backward_sums: number of all-reduces in a backward; in a split one they belong to the input gradient.
+        sum_bytes: size of each all-reduce for one sample; None: the layer's output.
+        overhead_seconds: additional time of a divided layer's forward for any size, and of its backward (in
+            the first half): on a CPU, that of torch's DTensors.
+        parts: a number that T has to divide, such as the number of attention heads; 0: any T.
 
     Raises:
-        ConfigError: a share above 1, or a number below 0.
+        ConfigError: a share is above 1, or a number is negative.
 
     >>> Division(weights=1.5)
     Traceback (most recent call last):
@@ -103,39 +104,43 @@ class LayerProfile:
 
     Attributes:
         samples: sizes of a micro-batch, in samples, rising, each above 0.
-        forward_seconds: the forward at each size.
-        backward_seconds: the backward at each size, without recomputation.
-        saved_bytes: what the forward keeps for the backward at each size, the layer's input included.
-        weights_bytes: the layer's weights, trained or not.
-        output_bytes: the layer's output, for one sample.
-        sources: where a number comes from, by its name.
-        input_gradient_seconds: the first half of a split backward at each size; none: half of the backward.
-        weight_gradients_seconds: the other half; none: what the backward takes beyond the first.
-        kept_bytes: what is kept between the two at each size; none: all that the forward keeps.
-        cast_bytes: what one version of its weights is cast to in another precision, for all micro-batches.
-        frozen_bytes: of its weights, those that are not trained: without gradients and optimiser state.
-        kept_input_bytes: of ``saved_bytes`` at each size, the layer's input; none: all of the input.
-        kept_output_bytes: of ``saved_bytes`` at each size, the layer's output: the next one's input.
-        forward_peak_bytes: the most that a forward holds beside its input, at each size: what it saves, its
-            output, and what its kernels need; none: what it saves.
-        backward_peak_bytes: the most that a backward holds beside what was there when it began, its
-            gradients of the input and of the weights as well; none: nothing.
-        input_gradient_peak_bytes: the same of the first half of a split backward.
-        weight_gradients_peak_bytes: of the other half.
-        kept_anyway_bytes: of ``saved_bytes`` at each size, what stays though the layer is computed again: the
-            loss, which is not. None: nothing.
-        kept_gradient_bytes: gradients that the first half keeps for the other, with that of the output.
-        held_input_bytes: of its input, what is there between the halves though no weight needs it: the graph
-            of those that wait holds it. None: nothing.
-        update_peak_bytes: what the optimiser needs while it updates the layer, beside its state.
-        low_precision_bytes: of its trained weights, those in bfloat16 or float16: their gradients are added
-            up in float32 and take twice as much.
-        tensor_parallel: what tensor parallelism divides of it; None: nothing.
-        parameter_bytes: of each trained parameter, in the layer's order: whole ones are owned where optimiser
-            state is sharded. None: the layer's bytes are taken to be shared out evenly.
+        forward_seconds: duration of the forward at each size.
+        backward_seconds: duration of the backward at each size, without recomputation.
+        saved_bytes: bytes that the forward saves for the backward at each size, including the layer's input.
+        weights_bytes: size of the layer's weights, trained or not.
+        output_bytes: size of the layer's output for one sample.
+        sources: origins of numbers, by name.
+        input_gradient_seconds: duration of the first half of a split backward at each size; empty: half of
+            the backward.
+        weight_gradients_seconds: duration of the other half; empty: the rest of the backward.
+        kept_bytes: bytes saved between the two at each size; empty: all that the forward saves.
+        cast_bytes: casts of one version of its weights to another precision, for all micro-batches.
+        frozen_bytes: size of the weights that are not trained, which have no gradients and optimiser state.
+        kept_input_bytes: the part of ``saved_bytes`` at each size that is the layer's input; empty: the whole
+            input.
+        kept_output_bytes: the part of ``saved_bytes`` at each size that is the layer's output, the next one's
+            input.
+        forward_peak_bytes: maximum memory of a forward without its input, at each size: saved tensors, its
+            output, and memory of its kernels; empty: saved tensors only.
+        backward_peak_bytes: maximum memory of a backward in addition to that when it began, including its
+            gradients of the input and of the weights; empty: 0.
+        input_gradient_peak_bytes: the same for the first half of a split backward.
+        weight_gradients_peak_bytes: the same for the other half.
+        kept_anyway_bytes: the part of ``saved_bytes`` at each size that stays although the layer is computed
+            again: that of the loss, which is not. Empty: 0.
+        kept_gradient_bytes: gradients that the first half saves for the other, including that of the output.
+        held_input_bytes: the part of its input that exists between the halves although no weight needs it,
+            because the pending graph holds it. Empty: 0.
+        update_peak_bytes: memory that the optimiser needs while it updates the layer, in addition to its
+            state.
+        low_precision_bytes: size of its trained weights in bfloat16 or float16, whose gradients are
+            accumulated in float32 and take twice as much.
+        tensor_parallel: the parts that tensor parallelism divides; None: none.
+        parameter_bytes: size of each trained parameter, in the layer's order, because whole parameters have
+            owners if optimiser state is sharded. None: the layer's bytes are assumed to be divided evenly.
 
     Raises:
-        ConfigError: no sizes, sizes that do not rise, a number for a size missing or negative.
+        ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
 
     >>> layer = LayerProfile((1, 4), (1.0, 2.5), (2.0, 5.0), (10.0, 40.0), 100.0, 1.0)
     >>> layer.forward(2), layer.forward(8), layer.forward(0.5), layer.saved(2), layer.saved(8)
@@ -181,7 +186,7 @@ class LayerProfile:
                 continue
             if len(values) != len(self.samples):
                 raise ConfigError(
-                    f"{name}: {len(values)} numbers for {len(self.samples)} sizes; give one a size of samples"
+                    f"{name}: {len(values)} numbers for {len(self.samples)} sizes; give one per size"
                 )
             for value in values:
                 require_number(name, value)
@@ -192,12 +197,13 @@ class LayerProfile:
             require_number("parameter_bytes", size)
         if self.parameter_bytes and not math.isclose(sum(self.parameter_bytes), self.trained_bytes):
             raise ConfigError(
-                f"parameter_bytes: {sum(self.parameter_bytes):g} bytes, and {self.trained_bytes:g} "
-                "are trained (weights_bytes less frozen_bytes); make them the same, or leave them out"
+                f"parameter_bytes: {sum(self.parameter_bytes):g} bytes, but {self.trained_bytes:g} "
+                "are trained (weights_bytes less frozen_bytes); make the numbers equal, or leave "
+                "parameter_bytes out"
             )
 
     def _require_parts(self) -> None:
-        """Refuse more of the weights than there are."""
+        """Refuse parts of the weights that exceed the whole."""
         for name, whole in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
             part, of = getattr(self, name), getattr(self, whole)
             if part > of:
@@ -205,12 +211,12 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> float:
-        """Of its weights, those that are trained."""
+        """Size of its trained weights."""
         return self.weights_bytes - self.frozen_bytes
 
     @property
     def gradient_bytes(self) -> float:
-        """Of its weights' gradients, as they are added up."""
+        """Size of its weights' gradients as they are accumulated."""
         return self.trained_bytes + self.low_precision_bytes
 
     def forward(self, samples: float) -> float:
@@ -234,31 +240,31 @@ class LayerProfile:
         return self._at(self.weight_gradients_seconds, samples)
 
     def saved(self, samples: float) -> float:
-        """Bytes that its forward keeps for its backward."""
+        """Bytes that its forward saves for its backward."""
         return self._bytes(self.saved_bytes, samples)
 
     def kept(self, samples: float) -> float:
-        """Bytes that are kept between the halves of a split backward."""
+        """Bytes saved between the halves of a split backward."""
         return self._bytes(self.kept_bytes or self.saved_bytes, samples)
 
     def kept_input(self, samples: float, size: float) -> float:
-        """Of what its forward keeps, the layer's input, which is of that size."""
+        """The part of the saved bytes that is the layer's input, whose size is ``size``."""
         if not self.kept_input_bytes:
             return min(size, self.saved(samples))
         return self._bytes(self.kept_input_bytes, samples)
 
     def kept_output(self, samples: float) -> float:
-        """Of what its forward keeps, the layer's output."""
+        """The part of the saved bytes that is the layer's output."""
         return self._bytes(self.kept_output_bytes or (0.0,) * len(self.samples), samples)
 
     def forward_peak(self, samples: float, size: float) -> float:
-        """The most that its forward holds beside its input, which is of that size."""
+        """Maximum memory of its forward without its input, whose size is ``size``."""
         if not self.forward_peak_bytes:
             return self.saved(samples) - self.kept_input(samples, size)
         return self._bytes(self.forward_peak_bytes, samples)
 
     def peak(self, values: tuple[float, ...], samples: float) -> float:
-        """One of the curves of bytes; none: 0."""
+        """One of the curves of bytes; 0 if it is empty."""
         return self._bytes(values, samples) if values else 0.0
 
     def _bytes(self, values: tuple[float, ...], samples: float) -> float:
@@ -280,26 +286,26 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A device's kinds of layers.
+    """The kinds of layers on a device.
 
     Attributes:
-        name: what to call it.
+        name: name of the profile.
         machine: the device, in words.
-        date: when it was measured, or of which publication the numbers are.
+        date: date of the measurement, or the publication of the numbers.
         layers: the kinds by name.
-        update_seconds_per_byte: the optimiser's update, for each byte of weights.
-        sources: where a number comes from, by its name.
-        op_overhead_seconds: what an op takes beside its layers: the engine's own code, and to post messages.
-        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser: to begin together,
-            and to agree on loss and gradient norm.
-        update_together: whether the optimiser updates all weights of a stage at once, so that what it needs
-            meanwhile adds up over the layers.
-        norm_bytes_per_byte: what the gradient norm needs for each byte of gradients, up to
+        update_seconds_per_byte: time of the optimiser's update per byte of weights.
+        sources: origins of numbers, by name.
+        op_overhead_seconds: additional time of an op: the runtime's own code, and posting messages.
+        step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser: to begin
+            together, and to agree on loss and gradient norm.
+        update_together: whether the optimiser updates all weights of a stage at once, so its memory adds up
+            over the layers.
+        norm_bytes_per_byte: memory that the gradient norm needs per byte of gradients, up to
             ``norm_peak_bytes``.
-        norm_peak_bytes: what it needs at most.
+        norm_peak_bytes: maximum memory of the gradient norm.
 
     Raises:
-        ConfigError: no kinds, or a negative number.
+        ConfigError: there are no kinds, or a number is negative.
     """
 
     __pydantic_config__ = FORM
@@ -329,10 +335,10 @@ class Profile:
             require_number(name, getattr(self, name))
 
     def layer(self, kind: str) -> LayerProfile:
-        """The layers of that kind.
+        """The layer of that kind.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: the profile does not contain the kind.
         """
         known = self.layers.get(kind)
         if known is None:

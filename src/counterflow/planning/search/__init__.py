@@ -1,1 +1,1 @@
-"""Which configurations there are, what bounds them, and the search for the best."""
+"""The space of configurations, its bounds, and the search for the best."""

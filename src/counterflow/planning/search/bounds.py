@@ -1,10 +1,10 @@
-"""What a candidate cannot beat, known without building or playing its schedule.
+"""Lower bounds of a candidate, computed without building or simulating its schedule.
 
-The search simulates candidates by rising bound and stops when no bound is below what it has; so the bounds
-decide what is never simulated and have to be true. Each is proved where it stands. What they know of a
-schedule is its workload's placement, and how many micro-batches pass each pipe (``Shape``); of its order
-they know what the scheme promises. Where backwards are split, a micro-batch's way back is that of its input
-gradients; weight gradients may be made at any time after theirs.
+The search simulates candidates by rising bound and stops when no bound is below the best plans; so the bounds
+decide which candidates are never simulated, and have to be true. Each is proved where it is computed. They
+use the placement of a schedule's workload and the number of micro-batches through each pipe (``Shape``);
+about the order they use only what the scheme promises. If backwards are split, a micro-batch's way back is
+that of its input gradients; weight gradients may be computed at any time after these.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What holds of every sync mode of a candidate.
+    """Bounds for every sync mode of a candidate.
 
     Attributes:
-        seconds: an update takes at least so long, if it fits.
-        seconds_in_any_memory: the same were memory without end.
-        least_bytes: the fullest worker needs at least so much, without the reserve.
-        fullest: that worker, or where devices differ, the one that has least left.
-        too_many_bytes: how many it has too many; 0 or less: none.
+        seconds: minimum duration of an update, if it fits.
+        seconds_in_any_memory: the same with unlimited memory.
+        least_bytes: minimum memory of the fullest worker, without the reserve.
+        fullest: this worker or, if devices differ, the one with the least room.
+        too_many_bytes: bytes that it has too many; 0 or less: none.
     """
 
     seconds: float
@@ -48,15 +48,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the bounds of all candidates have in common that differ in the peak they promise alone.
+    """Common part of the bounds of candidates that differ only in the peak they promise.
 
     Attributes:
-        least: seconds of an update, without what the order's promise says.
-        after: seconds that follow the last op whatever the order: a sum.
-        workers: what a promise is reckoned with; empty where none helps.
-        trips: of each pipe, its micro-batches and the least seconds of one from stage 0 to the last and back.
-        together: the most micro-batches that go through a pipe together.
-        states: by ``zero_stage``.
+        least: minimum seconds of an update, without promises about the order.
+        after: seconds of the sum that follows the last op in any order.
+        workers: data for promises; empty if no promise helps.
+        trips: for each pipe, its micro-batches and the minimum seconds of one from stage 0 to the last and
+            back.
+        together: maximum micro-batches that go through a pipe together.
+        states: memory of workers by ``zero_stage``.
     """
 
     least: float
@@ -69,11 +70,11 @@ class Common:
     def bounds(
         self, most_stashed: int | None, zero_stage: int = 0, most_in_flight: int | None = None
     ) -> Bounds:
-        """The bounds, if no worker stashes more micro-batches (of a stage) than that, and no pipe has more in
-        flight; None: not known.
+        """The bounds if no worker stashes more than ``most_stashed`` micro-batches (of a stage), and no pipe
+        has more than ``most_in_flight`` in flight; None: unknown.
 
-        (2c) When the k-th forward of stage 0 after k first ones starts, one of these has come back; so each k
-        of a pipe follow the k before by a way to the last stage and back, or more.
+        (2c) When the k-th forward of stage 0 after k first ones starts, one of these has returned; so each k
+        of a pipe follow the k before by at least a way to the last stage and back.
         """
         state = self.states[zero_stage]
         at_all = self.least
@@ -90,14 +91,14 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What depends on where optimiser state is kept.
+    """Bounds that depend on where optimiser state is held.
 
     Attributes:
         update: seconds of the update, and of sending updated weights.
-        stored: seconds, without what follows the last op, for which the memory has place.
-        least_bytes: of the worker that has least room left.
-        fullest: that worker.
-        too_many_bytes: of it.
+        stored: minimum seconds by memory, without the work after the last op.
+        least_bytes: minimum memory of the worker with the least room.
+        fullest: this worker.
+        too_many_bytes: bytes that it has too many.
     """
 
     update: float
@@ -115,7 +116,7 @@ class _State:
         usable: Sequence[float],
         stashes: Sequence[_Stashes],
     ) -> _State:
-        """That of workers with so much fixed, and one stash of their largest stage, at least."""
+        """The state of workers with this fixed memory, and at least one stash of their largest stage."""
         over = [f + s - there for f, s, there in zip(fixed, stash, usable, strict=True)]
         fullest = max(range(len(over)), key=over.__getitem__)
         rooms = ((usable[worker] - fixed[worker], around, occupied) for worker, around, occupied in stashes)
@@ -139,18 +140,18 @@ def common(
     barrier: bool = True,
     sharded: ShardedState | None = None,
 ) -> Common:
-    """What bounds a candidate; its ``bounds`` heed what the shape promises of its order, too.
+    """The common bounds of a candidate; ``bounds`` adds those that follow from promises about its order.
 
     Args:
-        shape: of its schedule.
-        stages: what its stages cost.
-        network: what its messages and all-reduces find.
-        cluster: for memory.
-        recompute: what is computed again.
-        update_seconds_per_byte: the optimiser's update, for each byte of weights.
-        step_overhead_seconds: what an update takes beside ops, syncs and the optimiser.
-        barrier: whether a step begins when the one before has ended on all workers.
-        sharded: who owns what with ``zero_stage`` 1; None: it is not tried.
+        shape: shape of its schedule.
+        stages: costs of its stages.
+        network: costs of its messages and all-reduces.
+        cluster: the cluster, whose memory is the limit.
+        recompute: what a backward computes again.
+        update_seconds_per_byte: time of the optimiser's update per byte of weights.
+        step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser.
+        barrier: whether a step begins when the previous one has ended on all workers.
+        sharded: owners with ``zero_stage`` 1; None: it is not tried.
     """
     every = least_times(shape, stages, recompute)
     held = stages.held(recompute)
@@ -164,10 +165,10 @@ def common(
     if stages.ties:
         twice = counted_twice(shape.placement, stages)
         fixed = [all_ - more for all_, more in zip(fixed, twice, strict=True)]
-    # Where messages are walked, those that the list has where a worker holds most may be none.
+    # If memory of messages is computed, there may be no messages at a worker's peak.
     none = (0.0,) * len(owned)
     buffers = none if stages.measured else message_buffers(shape.placement, max(shape.together), stages)
-    # Least memory: what is there throughout, and one stash of the worker's largest stage.
+    # Minimum memory: what exists throughout, and one stash of the worker's largest stage.
     stashes = [
         [together * size for size in held.stash] if count else [0.0] * len(held.stash)
         for together, count in zip(shape.together, shape.passes, strict=True)
@@ -187,7 +188,7 @@ def common(
         return _State.of(update, fixed, stash, usable, found)
 
     def states() -> tuple[_State, ...]:
-        """Who owns what is known to the byte, and so is what is sent: these are no less in any order."""
+        """Owners are known to the byte, and so are their messages: these are not less in any order."""
         whole = state(updated, fixed)
         if sharded is None:
             return (whole,)
@@ -195,7 +196,7 @@ def common(
         return whole, state(sharded.most, less, sharded.seconds)
 
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
-        # Whatever the order, and in the steady state too, a worker runs every op of an update.
+        # In any order, and in the steady state too, a worker runs every op of an update.
         return Common(max(work), 0.0, (), frozenset(), 1, states())
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * len(held.weights)
     ops = alone = 0.0
@@ -227,15 +228,15 @@ def common(
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A worker's part in the bounds: until the input gradient of stage 0 that ends last.
+    """A worker's part in the bounds: until the last input gradient of stage 0 ends.
 
     Attributes:
-        around: before its first op, and from the end of its last input gradient to that of stage 0.
-        through: seconds of all its forwards and of all that makes input gradients.
+        around: seconds before its first op, and from the end of its last input gradient to that of stage 0.
+        through: seconds of all its forwards and of all ops that make input gradients.
         count: micro-batches that pass its stages.
-        stay: how long the stashes of all of them stay, one after the other.
-        apart: the least seconds of weight gradients, where they may be ops of their own; else 0.
-        slope: the least seconds of a forward and a backward.
+        stay: total time that the stashes of all of them exist.
+        apart: minimum seconds of weight gradients, if backwards may be split; otherwise 0.
+        slope: minimum seconds of a forward and a backward.
     """
 
     around: float
@@ -247,7 +248,7 @@ class _Worker:
 
     @classmethod
     def of(cls, shape: Shape, used: list[tuple[int, int]], times: list[Times], paths: list[_Path]) -> _Worker:
-        """That of a worker that holds these (pipe, stage) pairs, which micro-batches pass."""
+        """The worker that holds these (pipe, stage) pairs, through which micro-batches pass."""
         # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
         # the last to make an input gradient is a backward of one of its stages, whose gradient has to go down
         # to stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
@@ -264,9 +265,9 @@ class _Worker:
         )
 
     def promised(self, most_stashed: int, together: int) -> float:
-        """What follows where a scheme promises a peak of k stashes.
+        """Bound that follows if a scheme promises a peak of k stashes.
 
-        Split, all but k have had their weight gradients at the start of the last forward.
+        If backwards are split, all but k have had their weight gradients at the start of the last forward.
 
         (2b) Memory over time, as in (2), in micro-batches. The number of stashes grows by one in a forward's
         time and falls by one in a backward's, so below a peak of k stashes at both ends k(k−1)/2 · (F + B) is
@@ -290,7 +291,7 @@ def owned_stages(placement: Placement) -> list[list[tuple[int, int]]]:
 
 
 def _ready(shape: Shape, times: list[Times], paths: list[_Path]) -> list[float]:
-    """When the gradients of each stage can be there in all copies, at the earliest.
+    """Earliest times at which all copies have the gradients of each stage.
 
     A stage's last backward follows that of the next stage. Before it, its worker has run one at a time, once
     the first input is there, of all micro-batches of the pipe: the stage's own ops, the forwards of the
@@ -302,14 +303,14 @@ def _ready(shape: Shape, times: list[Times], paths: list[_Path]) -> list[float]:
     ):
         if not count:
             continue
-        forwards = [0.0] * shape.placement.workers  # by worker, of its stages up to here
+        forwards = [0.0] * shape.placement.workers  # by worker, for its stages up to here
         begins = [math.inf] * shape.placement.workers
         earlier = []
         for stage, worker in enumerate(holders):
             earlier.append(forwards[worker])
             forwards[worker] += takes.forward[stage]
             begins[worker] = min(begins[worker], path.before[stage])
-        behind = [0.0] * shape.placement.workers  # by worker, of its later stages
+        behind = [0.0] * shape.placement.workers  # by worker, for its later stages
         later = 0.0
         for stage in range(last, -1, -1):
             worker, through = holders[stage], takes.through[stage]
@@ -326,9 +327,11 @@ def _ready(shape: Shape, times: list[Times], paths: list[_Path]) -> list[float]:
 def all_summed(
     owned: list[list[tuple[int, int]]], stages: StageCosts, network: Network, ready: Sequence[float]
 ) -> float:
-    """When all gradients can be summed, at the earliest; ``ready``: those of each stage made."""
+    """Earliest time at which all gradients are summed; ``ready`` has the time when each stage's are
+    computed.
+    """
     summed = _summed([{s for _, s in mine} for mine in owned], sync_seconds(stages, network), ready)
-    # (4b) The same of what crosses one way out of a node: however syncs share it, it carries all of them.
+    # (4b) The same for messages on the single way out of a node: it carries all of them, in whatever order.
     if (crossings := sync_crossings(stages, network)) is not None:
         by_way: dict[int, set[int]] = {}
         for stage, (ways, _) in enumerate(crossings):
@@ -341,7 +344,7 @@ def all_summed(
 
 def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: Sequence[float]) -> float:
     """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
-    are ready no earlier, come after the moment at which the first of these is.
+    are not ready earlier, come after the moment at which the first of these is.
     """
     latest = 0.0
     for stages in together:
@@ -354,7 +357,7 @@ def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Least seconds along one pipe, by stage.
+    """Minimum seconds along one pipe, by stage.
 
     ``before``: until its first forward can start; ``after``: from the end of a backward of it to the end of
     the backward of stage 0 that follows; ``stay``: from the start of a forward of it to the end of the
@@ -374,12 +377,14 @@ class _Path:
         network: Network,
         parts: int,
     ) -> _Path:
-        """The way along a pipe whose stages these workers hold; a gradient is of a part of a micro-batch."""
+        """The way along a pipe whose stages these workers hold; a gradient belongs to a part of a
+        micro-batch.
+        """
         latency, per_byte, sizes = network.latency_seconds, network.seconds_per_byte, stages.message_bytes
         forward, backward = times.forward, times.backward_op
         count = len(holders)
         before, after, stay = [0.0] * count, [0.0] * count, [0.0] * count
-        ways = [0.0] * count  # of each stage from the one before and back
+        ways = [0.0] * count  # for each stage, from the previous one and back
         for stage in range(1, count):
             one, other = holders[stage - 1], holders[stage]
             up = down = 0.0

@@ -1,4 +1,4 @@
-"""What a plan has to be. Flags, a config's keys and the page of ``explore`` are made from these fields."""
+"""Constraints on a plan. Flags, a config's keys and the page of ``explore`` are made from these fields."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .shape import Options
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a plan has to be; None leaves it open.
+    """Constraints on a plan; None means no constraint.
 
     Attributes:
         schemes: only these.
-        stale: asynchronous schemes, too, whose work uses old weights; those that ``schemes`` names are
-            tried all the same. On one worker they are never tried: there is nothing to gain.
+        stale: also asynchronous schemes, which use old weights; those that ``schemes`` names are always
+            tried. On one worker they are never tried, because they gain nothing.
         depths: only these numbers of workers.
         samples: only these micro-batches, in samples; they need not be powers of two.
-        more_samples: these besides the powers of two.
+        more_samples: these in addition to the powers of two.
         recompute: only these.
         sync: only these.
         arrangements: only these.
         cuts: how layers are cut.
-        zero_stages: only these, where a stage has several holders; where none has, they are one.
-        options: (name, values) pairs: a scheme that has an option of that name takes only these values of it;
-            ``scheme.name``: of that scheme alone, in place of what is said of all. A value that is not
-            tried leaves no candidate.
-        more_updates: of schemes that update after each micro-batch, also several updates in a mini-batch.
-        tensor_parallel: these numbers of positions of tensor parallelism, each divides the devices of a node.
+        zero_stages: only these, if a stage has several holders; otherwise they do not differ.
+        options: (name, values) pairs: only these values of the option, for schemes that have it;
+            ``scheme.name``: for that scheme alone, instead of the pair for all. A value that is not tried
+            leaves no candidate.
+        more_updates: for schemes that update after each micro-batch, also several updates in a mini-batch.
+        tensor_parallel: numbers of positions of tensor parallelism; each divides the devices of a node.
     """
 
     schemes: tuple[str, ...] | None = asked(
@@ -44,7 +44,7 @@ class Constraints:
     )
     stale: bool = asked(False, "Also try asynchronous schemes, which use old weights.", bool)
     depths: tuple[int, ...] | None = asked(
-        None, "Only this many workers a replica.", list[int], metavar="D", name="workers"
+        None, "Only this many workers per replica.", list[int], metavar="D", name="workers"
     )
     samples: tuple[int, ...] | None = asked(
         None,
@@ -55,7 +55,7 @@ class Constraints:
     )
     more_samples: tuple[int, ...] = asked(
         (),
-        "Also try this size, besides powers of two.",
+        "Also try this size, in addition to powers of two.",
         list[int],
         metavar="SAMPLES",
         name="also_micro_batch_size",
@@ -104,19 +104,23 @@ class Constraints:
     )
     more_updates: bool = asked(
         False,
-        "Also try several updates in a mini-batch, of schemes that update after every micro-batch.",
+        "Also try several updates in a mini-batch, for schemes that update after every micro-batch.",
         bool,
     )
 
     def at(self, positions: int, cluster: Cluster) -> Constraints:
-        """The same for one of several numbers of positions: depths that another allows are left out.
+        """The constraints for one of several numbers of positions, without depths that only another number
+        allows.
 
         Raises:
-            ConfigError: optimiser state is to be sharded, with which several positions do not go.
+            ConfigError: sharded optimiser state is asked for, which cannot be combined with several
+                positions.
         """
         stages = self.zero_stages if positions == 1 else (0,)
         if 0 in stages and 0 not in self.zero_stages:
-            raise ConfigError(f"tensor_parallel={positions}: does not go with zero_stage=1; give one of them")
+            raise ConfigError(
+                f"tensor_parallel={positions}: cannot be combined with zero_stage=1; give only one of them"
+            )
         if self.depths is None or len({*self.tensor_parallel}) == 1:
             return replace(self, zero_stages=stages)
         legal = {
@@ -127,7 +131,7 @@ class Constraints:
         return replace(self, depths=(*legal[positions], *of_none), zero_stages=stages)
 
     def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
-        """The wanted values of a scheme's options.
+        """The accepted values of a scheme's options.
 
         >>> from counterflow.schedule import registry
         >>> wanted = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
@@ -140,7 +144,7 @@ class Constraints:
         return {name: values for name, values in own.items() if values is not None}
 
     def allows(self, scheme: Scheme, options: Options) -> bool:
-        """Whether these options of a scheme have only wanted values.
+        """Whether these options of a scheme have only accepted values.
 
         >>> from counterflow.schedule import registry
         >>> wanted, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
@@ -153,7 +157,7 @@ class Constraints:
 
 
 def value_of(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
-    """The value of a scheme's option, given or not."""
+    """The value of a scheme's option, or its default."""
     given = dict(options)
     option = scheme.option(name)
     if name in given or option is None:

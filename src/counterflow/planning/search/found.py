@@ -1,6 +1,6 @@
-"""What a search finds: plans, what does not fit, and what became of every scheme's candidates.
+"""Results of a search: plans, candidates that do not fit, and statistics of every scheme's candidates.
 
-What it does not do: search (``search.py``).
+The search itself is in ``search.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Plan:
     """A candidate that fits, with its simulated step.
 
     Attributes:
-        seconds: of one step.
-        place: its place in the space; of two equal plans the first is taken.
-        play: the candidate, played.
+        seconds: seconds of one step.
+        place: its place in the space; the first of two equal plans is taken.
+        play: the simulated candidate.
     """
 
     seconds: float
@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """All of it as a record."""
+        """The prediction as a record."""
         return self.play.prediction()
 
 
@@ -40,10 +40,10 @@ class TooLarge:
 
     Attributes:
         scheme: its scheme.
-        candidate: what it was.
-        needed_bytes: memory of the fullest worker, at least; without the reserve.
-        worker: that worker; where devices differ, the one that has most too many.
-        usable_bytes: what it has.
+        candidate: the candidate.
+        needed_bytes: minimum memory of the fullest worker, without the reserve.
+        worker: this worker; if devices differ, the one with the largest excess.
+        usable_bytes: memory that it can use.
     """
 
     scheme: str
@@ -54,21 +54,21 @@ class TooLarge:
 
     @property
     def excess_bytes(self) -> float:
-        """What that worker lacks."""
+        """Bytes that this worker lacks."""
         return self.needed_bytes - self.usable_bytes
 
 
 @dataclass(slots=True)
 class Rejections:
-    """What became of a scheme's candidates, in numbers; a search counts them.
+    """Numbers of a scheme's candidates by outcome, which a search counts.
 
     Attributes:
-        scheme: its name.
+        scheme: name of the scheme.
         candidates: all of them.
-        too_large: those that do not fit, unless they were known to be slower before.
-        slower: those whose work, bound, or sketch is above what was found, so that they were never simulated.
-        simulated: those that were, in each sync mode.
-        closest: of those that do not fit the one that needs the least memory; None if there is none.
+        too_large: candidates that do not fit, unless they were known to be slower before.
+        slower: candidates whose work, bound or sketch exceeds the best found, so they were never simulated.
+        simulated: candidates that were simulated, in each sync mode.
+        closest: the one of those that do not fit that needs the least memory; None if all fit.
     """
 
     scheme: str
@@ -87,7 +87,7 @@ class Rejections:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the search found.
+    """Result of a search.
 
     Attributes:
         best: the best plans of all, best first.
@@ -108,6 +108,6 @@ class Found:
     usable_bytes: float
 
     def _repr_html_(self) -> str:
-        """The best plan of every scheme in a notebook."""
+        """The best plan of every scheme, in a notebook."""
         plans = [plan.play.prediction() for plan in self.of_schemes]
         return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))

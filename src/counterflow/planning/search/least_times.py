@@ -1,6 +1,6 @@
-"""The least that ops take, of what a schedule with these shares and splits may run.
+"""Minimum times of ops in a schedule with given shares and splits.
 
-Invariant: no schedule of the shape runs a micro-batch through a stage in less, whatever its order.
+Invariant: no schedule of the shape runs a micro-batch through a stage in less time, in any order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Least seconds by stage: of a forward and a backward a micro-batch, and of a single backward op.
+    """Minimum seconds by stage: of a forward and a backward per micro-batch, and of a single backward op.
 
-    Split, ``through`` is a forward and an input gradient a micro-batch, ``backward_op`` an input gradient;
-    else ``through`` is ``both``.
+    If split, ``through`` is a forward and an input gradient per micro-batch, ``backward_op`` an input
+    gradient; otherwise ``through`` is ``both``.
     """
 
     forward: list[float]
@@ -30,7 +30,9 @@ class Times:
     backward_op: list[float]
 
     def on(self, holders: Sequence[int], slowness: Sequence[float]) -> Times:
-        """The same on the workers that hold the stages of a pipe, so many times as slow; none: all alike."""
+        """The times on the workers that hold the stages of a pipe, multiplied by their slowness; empty: all
+        are alike.
+        """
         if not slowness:
             return self
         by = [slowness[worker] for worker in holders]
@@ -43,7 +45,7 @@ class Times:
 
 
 def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times:
-    """Of each stage of a placement."""
+    """Minimum times of each stage of a placement."""
     again = recompute is not Recompute.NONE
     forward, both, through, backward_op = [], [], [], []
     backwards = stages.backward
@@ -81,10 +83,11 @@ def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times
 
 
 def least_work(shape: Shape, model: Model, profile: Profile, samples: int, recompute: Recompute) -> float:
-    """Seconds of a micro-batch's forwards and backwards on all stages, however layers are cut into them.
+    """Seconds of a micro-batch's forwards and backwards on all stages, for any cuts of the layers.
 
-    A stage's ops take what its layers take, and the overhead of an op; so they take no less than each layer
-    in the quickest way, without any. Workers together run so much for each micro-batch that passes a pipe.
+    A stage's ops take the time of its layers and the overhead of an op, so they take at least the time of
+    each layer in the fastest way, without overhead. Workers together run this for each micro-batch that
+    passes a pipe.
     """
     bare = replace(profile, op_overhead_seconds=0.0)
     each_layer = stage_costs(model, bare, range(1, len(model.layers)), samples)

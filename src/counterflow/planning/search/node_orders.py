@@ -1,14 +1,15 @@
-"""In which order the nodes of a cluster stand, where they differ: what an arrangement counts devices by.
+"""Orders of the nodes of a cluster whose nodes differ, in which an arrangement counts devices.
 
-A slow node may be best at a pipeline's begin, middle or end, or each replica may want one. So the kinds of
-nodes are tried in several orders, and each order in three ways, here of two kinds with two nodes each:
+A slow node may be best at a pipeline's beginning, middle or end, or one in each replica may be best. So the
+kinds of nodes are tried in several orders, and each order in three ways, here for two kinds with two nodes
+each:
 
     grouped     a a b b
     in turns    a b a b      replicas side by side have nodes of both kinds
-    mirrored    a b b a      the two ends of a pipeline are alike, as two directions want it
+    mirrored    a b b a      the two ends of a pipeline are alike, which suits two directions
 
-Invariant: an order has every node once. Nodes of one kind stay in the cluster's order among themselves. Not
-here: all orders there are; of more than two kinds only four orders of the kinds are tried.
+Invariant: an order contains every node once. Nodes of one kind stay in the cluster's order. Not all orders
+are tried; for more than two kinds only four orders of the kinds are.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..inputs.cluster import Cluster, NodeKind
 Ints = NDArray[np.int64]
 
 Runs = tuple[tuple[str, int], ...]
-"""Names of kinds, and how many nodes of each, as they stand in a row; empty: in the cluster's order."""
+"""Names of kinds and numbers of nodes, in order; empty: the cluster's order."""
 
 
 def in_words(runs: Runs) -> str:
-    """For people.
+    """The order of nodes, for people.
 
     >>> in_words((("fast", 2), ("slow", 1)))
     '2 fast, 1 slow'
@@ -37,7 +38,7 @@ def in_words(runs: Runs) -> str:
 
 
 def node_orders(cluster: Cluster) -> tuple[Runs, ...]:
-    """The orders of its nodes that are tried, the cluster's own first, as an empty one.
+    """The orders of its nodes that are tried; the first is the cluster's own, which is empty.
 
     >>> from counterflow.planning import Link, NodeKind
     >>> kinds = NodeKind("a", 2), NodeKind("b", 2, slowness=2.0)
@@ -70,7 +71,7 @@ def _grouped(kinds: Iterable[NodeKind]) -> list[str]:
 
 
 def _in_turns(kinds: tuple[NodeKind, ...]) -> list[str]:
-    """Each kind spread evenly, one before the other where they would stand at one place."""
+    """Nodes of each kind spread evenly; at equal places the earlier kind is first."""
     at = [((i + 0.5) / kind.nodes, k) for k, kind in enumerate(kinds) for i in range(kind.nodes)]
     return [kinds[k].name for _, k in sorted(at)]
 
@@ -81,13 +82,13 @@ def _mirrored(kinds: tuple[NodeKind, ...]) -> list[str]:
 
 
 def node_of_devices(cluster: Cluster) -> Ints:
-    """Of each device its node, counted from 0."""
+    """Node of each device, counted from 0."""
     counts = [node.devices for node, many in cluster.kinds_of_nodes() for _ in range(many)]
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def devices_in_row(cluster: Cluster, runs: Runs) -> Ints:
-    """The devices, node by node, as nodes stand in a row."""
+    """The devices, node by node, in an order of the nodes."""
     node = node_of_devices(cluster)
     if not runs:
         return np.arange(len(node))

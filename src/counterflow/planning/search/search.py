@@ -1,9 +1,10 @@
-"""Which plan is best: every candidate of the space, by rising bound, until no bound is below what is found.
+"""The search for the best plan: every candidate of the space, by rising bound, until no bound is below the
+best.
 
-Exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are told
-apart by their place in the space. What is pruned is pruned by the work that it is (``least_times.py``), or,
-once its layers are cut, by a bound (``bounds.py`` proves each); what is refused for memory is refused with
-its bytes. A schedule is built once for all candidates of its group.
+It is exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are
+ordered by their place in the space. A candidate is pruned by its work (``least_times.py``) or, once its
+layers are cut, by a bound (``bounds.py`` proves each); one refused for memory is reported with its bytes. A
+schedule is built once for all candidates of its group.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from .sketch import least_seconds
 from .space import Group, Omission, space
 
 Progress = Callable[[int, int, str], None]
-"""Called with candidates decided, candidates in all, and what is going on."""
+"""Called with candidates decided, candidates in total, and the current activity."""
 
 _PREFERRED = (Sync.EAGER_OPT, Sync.EAGER, Sync.END)
-"""Of sync modes that are equally quick the first is taken."""
+"""Sync modes by preference: the first of equally fast ones is taken."""
 
 _MANY = 4000
-"""Candidates of which enough are played for the compiled player to be loaded before the first."""
+"""Number of candidates from which the compiled player is loaded before the first."""
 
 _ROUNDING = 1 + 1e-9
-"""A bound adds the same seconds as a play in another order."""
+"""Factor for rounding: a bound adds the same seconds as a play in another order."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class _Candidate:
     links: Network
     updates: float
     work: float
-    """Seconds of a step's work, shared out evenly: no bound is below."""
+    """Seconds of a step's work, divided evenly: no bound is lower."""
     zero_stage: int = 0
     bound: Bounds = field(init=False)
 
@@ -91,7 +92,7 @@ class _Best:
             self.of_schemes[scheme] = plan
 
     def needs(self, scheme: str, bound: float) -> bool:
-        """Whether a candidate of that bound may be among the best: it may also be as good as its bound."""
+        """Whether a candidate with this bound may be among the best; it may be as good as its bound."""
         return bound <= self.limit(scheme)
 
     def limit(self, scheme: str) -> float:
@@ -104,10 +105,10 @@ class _Best:
 
 @contextmanager
 def _circles_left() -> Iterator[None]:
-    """Let Python look for no circles of objects meanwhile.
+    """Disable Python's search for circular garbage in this context.
 
-    Schedules are millions of small tuples, in no circle, that come and go: to look through them again and
-    again was a quarter of a search.
+    Schedules are millions of short-lived small tuples without circles; scanning them repeatedly took a
+    quarter of a search.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -129,19 +130,19 @@ def search(
     count: int = 10,
     progress: Progress | None = None,
 ) -> Found:
-    """The best plans.
+    """Search for the best plans.
 
     Args:
         model: what is trained.
-        profile: what its layers cost on a device.
+        profile: costs of its layers on a device.
         cluster: the devices and their links.
-        mini_batch: samples of one update, of all replicas together.
-        constraints: what a plan has to be.
-        count: how many of the best plans to find; the best of every scheme are found besides.
-        progress: told how far the search is.
+        mini_batch: samples of one update, over all replicas.
+        constraints: constraints on a plan.
+        count: number of best plans to find, in addition to the best of every scheme.
+        progress: called with the progress.
 
     Raises:
-        ConfigError: a constraint that nothing can meet.
+        ConfigError: a constraint cannot be met.
         PlanError: no candidate fits; the message says what each scheme would need.
     """
     constraints = Constraints() if constraints is None else constraints
@@ -181,8 +182,8 @@ def search(
 
 
 def _of_positions(positions: int, omission: Omission) -> Omission:
-    """An omission of one of several numbers of positions."""
-    if "--stale" in omission.reason:  # whatever the number
+    """An omission for one of several numbers of positions."""
+    if "--stale" in omission.reason:  # for any number
         return omission
     of = "without tensor parallelism" if positions == 1 else f"with tensor parallelism over {positions}"
     return replace(omission, what=f"{of}, {omission.what}")
@@ -235,7 +236,9 @@ class _Search:
             self.progress(self.decided, self.total, scheme)
 
     def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
-        """A heap of the candidates of every group: the least seconds known of any, and whether by bounds."""
+        """A heap of the candidates of every group, with the lower bound of any and whether it comes from
+        ``bounds``.
+        """
         waiting = []
         place = self.total
         for number, group in enumerate(groups):
@@ -255,7 +258,7 @@ class _Search:
         each = updates * sum(shape.passes) / group.depth
         work = [(recompute, each * self._work(group, recompute)) for recompute in self.constraints.recompute]
         for arrangement, nodes, links in self._networks(shape, group.replicas):
-            # Shared out evenly among workers that differ, it is in proportion to their speed.
+            # Divided among workers that differ, work is proportional to their speed.
             slow = group.depth / sum(1 / each for each in links.slowness) if links.slowness else 1.0
             for recompute, seconds in work:
                 for zero_stage in group.zero_stages:
@@ -273,7 +276,9 @@ class _Search:
         return self.works[key]
 
     def _bounds(self, candidate: _Candidate) -> Bounds:
-        """Most of them depends on the shape, not on all options; so many groups share it."""
+        """The bounds of a candidate; most depends on the shape, not on all options, so many groups share
+        it.
+        """
         group, recompute = candidate.group, candidate.recompute
         shape = group.shape
         where = candidate.arrangement, candidate.nodes
@@ -303,7 +308,7 @@ class _Search:
         return self.known[key].bounds(shape.most_stashed, candidate.zero_stage, shape.most_in_flight)
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
-        """The arrangements, and orders of nodes, that differ in what workers, messages and sums find."""
+        """The arrangements and orders of nodes that differ in the costs of workers, messages and sums."""
         key = (shape.placement, replicas)
         if key not in self.networks:
             found: dict[object, tuple[Arrangement, Runs, Network]] = {}
@@ -312,14 +317,16 @@ class _Search:
                 arrangements = arrangements[:1]
             for arrangement, nodes in product(arrangements, self.orders):
                 links = self.predictor.network(shape.placement, replicas, arrangement, nodes=nodes)
-                # Skips, which depend on the cuts, may find other links where other messages find the same.
+                # Skip connections depend on the cuts, so their links may differ although others do not.
                 same = (arrangement, nodes) if self.predictor.model.skips else links
                 found.setdefault(same, (arrangement, nodes, links))
             self.networks[key] = list(found.values())
         return self.networks[key]
 
     def _alike(self, shape: Shape, replicas: int) -> bool:
-        """Whether all arrangements are one: a device is a node, or all are, and no way out is shared."""
+        """Whether all arrangements are equal: every device is a node, or all are on one, and no way out is
+        shared.
+        """
         predictor = self.predictor
         cluster = predictor.cluster
         if predictor.model.skips or cluster.kinds or 1 < cluster.devices < cluster.size:
@@ -335,7 +342,7 @@ class _Search:
         refused = []
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
         played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
-        """Those that differ in ``zero_stage`` alone are played once; and the quickest sync mode is one."""
+        """Simulations by candidates that differ only in ``zero_stage``, and their fastest sync mode."""
         for candidate in members:
             alike = candidate.recompute, candidate.arrangement, candidate.nodes
             scheme = candidate.group.scheme
@@ -393,7 +400,7 @@ class _Search:
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:
-        """The candidate in the quickest sync mode; of equal ones the first."""
+        """The candidate in the fastest sync mode; the first of equal ones."""
         plays = [play]
         if play.network.copies > 1 and play.schedule.synchronous:
             plays += [play.with_sync(sync) for sync in self.sync[1:]]
@@ -401,7 +408,9 @@ class _Search:
         return Plan(quickest.seconds, place, quickest)
 
     def in_more_memory(self, limit: float) -> Plan | None:
-        """The best candidate that memory refused, if its step is below ``limit``; by rising bound."""
+        """The best candidate refused for memory whose step is below ``limit``; candidates are tried by rising
+        bound.
+        """
         found: Plan | None = None
         for candidate in sorted(self.refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
             if candidate.seconds_in_any_memory >= limit:

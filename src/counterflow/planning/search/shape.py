@@ -1,4 +1,4 @@
-"""What bounds know of a schedule that is not built: its workload's shape, and what its scheme promises."""
+"""What bounds use of a schedule that is not built: its workload's shape, and promises of its scheme."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Options = tuple[tuple[str, OptionValue], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What bounds know of a schedule: its workload, without telling one micro-batch from another.
+    """The shape of a schedule's workload, without distinguishing micro-batches, for bounds.
 
     Attributes:
         placement: which worker holds which stage of which pipe.
-        passes: micro-batches of an update on each pipe.
-        together: the most micro-batches that go through each pipe together; 1 where none does.
-        parts: the most parts that a micro-batch's backward is divided into.
-        split: whether input and weight gradients may be ops of their own.
-        most_stashed: micro-batches (of one stage) that a worker never stashes more of; None: not known.
-        most_in_flight: micro-batches of a pipe that are never more between their forward on stage 0 and their
-            input gradient there; None: not known.
+        passes: number of micro-batches of an update on each pipe.
+        together: maximum micro-batches that go through each pipe together; 1 if none do.
+        parts: maximum parts into which a micro-batch's backward is divided.
+        split: whether backwards may be split.
+        most_stashed: upper bound of the micro-batches (of one stage) that a worker stashes; None: unknown.
+        most_in_flight: upper bound of a pipe's micro-batches between their forward on stage 0 and their input
+            gradient there; None: unknown.
         synchronous: whether updates flush the pipeline.
     """
 
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def without_promise(self) -> tuple[object, ...]:
-        """All of it but what the scheme promises of its order."""
+        """The shape without the scheme's promises about its order."""
         return self.placement, self.passes, self.together, self.parts, self.split, self.synchronous
 
 
@@ -47,17 +47,17 @@ def shape_of(scheme: Scheme, options: Options) -> Shape:
     """The shape of the schedule that a scheme makes.
 
     Raises:
-        ConfigError: it makes none with these options.
+        ConfigError: the scheme makes no schedule with these options.
     """
     given = dict(options)
-    # Micro-batches that are worked on in no other order make the same workload.
+    # Options that only change the order make the same workload.
     needed = tuple(
         (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
     )
     shape = _shape(scheme, needed)
     promises = (one and one(**given) for one in (scheme.most_stashed, scheme.most_in_flight))
     most_stashed, most_in_flight = promises
-    # What is in flight on stage 0 is stashed there.
+    # Micro-batches in flight on stage 0 are stashed there.
     both = [most for most in (most_stashed, most_in_flight) if most is not None]
     return replace(shape, most_stashed=most_stashed, most_in_flight=min(both, default=None))
 

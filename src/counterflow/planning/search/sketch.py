@@ -1,11 +1,11 @@
-"""What a schedule cannot beat in any sync mode: its ops played once without syncs, then the syncs at least.
+"""A lower bound of a schedule in any sync mode: its ops simulated once without syncs, then minimum syncs.
 
-Between a bound, which knows nothing of the order, and a play in every sync mode: most candidates whose bound
-is low are told apart here for the price of one play, or a part of one.
+It is between a bound, which does not use the order, and a play in every sync mode: it decides most candidates
+with a low bound at the cost of one play, or a part of one.
 
-Invariant: no sync mode's step is shorter. A sync slows ops that run beside it and delays none otherwise, so
-ops end no earlier than without. A worker sums the gradients of a stage after the other, none before all of
-its copies are made.
+Invariant: no sync mode's step is shorter. A sync slows overlapping ops and delays none otherwise, so ops end
+no earlier than without it. A worker sums the gradients of one stage after the other, none before all of its
+copies are computed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from .bounds import all_summed, owned_stages
 
 
 def least_seconds(play: Play, limit: float = math.inf) -> float:
-    """One step takes at least so long in every sync mode; 0 where steps may overlap.
+    """Minimum seconds of a step in every sync mode; 0 if steps may overlap.
 
-    Infinite where that is above the limit, also in seconds of a step, so that no worker had to be played to
-    its end.
+    It is infinite if it exceeds the limit, also in seconds of a step; then no worker is played to its end.
     """
     schedule = play.schedule
     if not schedule.synchronous or not play.predictor.model.barrier:
@@ -42,7 +41,7 @@ def least_seconds(play: Play, limit: float = math.inf) -> float:
 
 
 def _last_syncs(play: Play) -> list[float]:
-    """Seconds of the sum that cannot start before each worker's last op has ended; 0: there is none."""
+    """Seconds of the sum that cannot start before each worker's last op has ended; 0 if there is none."""
     syncs = sync_seconds(play.stages, play.network)
     lasts = [order[-1] if order else None for order in play.schedule.orders]
     return [

@@ -2,14 +2,15 @@
 and whether optimiser state is sharded.
 
 Invariant: a candidate is legal: its schedule builds, its micro-batches make up the mini-batch exactly, it
-uses all devices of the cluster. What of the space is left out, and why, is counted (``Omission``).
+uses all devices of the cluster. Omitted parts of the space, and the reasons, are counted (``Omission``).
 
 Depth is the number of workers of a replica; depth times width is the number of devices. A micro-batch has a
 power of two of samples, or a number the user gives, and a replica has at most 4,096 of them. Every scheme
-updates once a mini-batch. Of one that updates after each micro-batch that is a replica's whole share; with
-``more_updates`` smaller ones are tried too, and the mini-batch is then only what its step is counted for.
+updates once per mini-batch. For a scheme that updates after each micro-batch, the micro-batch is a replica's
+whole share; with ``more_updates`` smaller ones are tried too, and the mini-batch is then only the unit of its
+step.
 
-Which options are worth trying a scheme's own record says.
+A scheme's own record says which options are worth trying.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from .constraints import Constraints, value_of
 from .shape import Options, Shape, shape_of
 
 MOST_SAMPLES = 100_000
-"""The largest mini-batch that is planned."""
+"""Maximum samples of a mini-batch."""
 
 MOST_MICRO_BATCHES = 4096
-"""The most micro-batches of a replica that are tried."""
+"""Maximum micro-batches of a replica that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ class Group:
     Attributes:
         scheme: the scheme's name.
         options: its options, without ``periods``.
-        shape: of its schedule.
-        replicas: W.
+        shape: shape of its schedule.
+        replicas: W, the number of replicas.
         samples: B, samples of a micro-batch.
-        zero_stages: what is tried of it.
+        zero_stages: values of ``zero_stage`` to try.
     """
 
     scheme: str
@@ -64,13 +65,13 @@ class Group:
 
     @property
     def stages(self) -> int:
-        """Stages the model is cut into."""
+        """Number of stages into which the model is cut."""
         return self.shape.placement.stages
 
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """A part of the space with no candidate in it, and the rule it breaks.
+    """A part of the space without a candidate, and the rule it breaks.
 
     Attributes:
         what: a scheme, or depths of every scheme.
@@ -84,12 +85,12 @@ class Omission:
 def space(
     model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints
 ) -> tuple[list[Group], list[Omission]]:
-    """All groups of candidates, and what is left out.
+    """All groups of candidates, and the omitted parts.
 
     Raises:
-        ConfigError: a constraint that nothing can meet: an unknown scheme, an option that no wanted scheme
-            has, or a value that it cannot have, cuts that make no stages, a depth that does not divide the
-            devices, a mini-batch or micro-batch below 1, a mini-batch above ``MOST_SAMPLES``.
+        ConfigError: a constraint cannot be met: an unknown scheme, an option that no chosen scheme has, or an
+            illegal value of it, cuts that make no stages, a depth that does not divide the devices, a
+            mini-batch or micro-batch below 1, a mini-batch above ``MOST_SAMPLES``.
     """
     if constraints.schemes is None:
         schemes = list(registry.SCHEMES.values())
@@ -103,14 +104,16 @@ def space(
     depths = [depth for depth in depths if depth not in without]
     for scheme in schemes:
         if not (scheme.synchronous or constraints.stale or constraints.schemes):
-            omissions.append(Omission(scheme.name, "is asynchronous, on old weights: only with --stale"))
+            omissions.append(
+                Omission(scheme.name, "is asynchronous, with old weights: only tried with --stale")
+            )
             continue
         if not scheme.synchronous and not _zero_stages(model, constraints, flush=False):
-            reason = "updates each stage at its own time, and zero_stage = 1 needs a flush"
+            reason = "updates each stage at its own time, but zero_stage = 1 needs a synchronous scheme"
             omissions.append(Omission(scheme.name, reason))
             continue
         if not scheme.synchronous and any(tie.trained for tie in model.ties):
-            reason = "updates each stage at its own time, and layers share weights; only synchronous schemes"
+            reason = "updates each stage at its own time, but shared weights need a synchronous scheme"
             omissions.append(Omission(scheme.name, reason))
             continue
         found = [
@@ -131,7 +134,7 @@ def _refuse_what_nothing_meets(
     if mini_batch < 1:
         raise ConfigError(f"mini_batch={mini_batch}: must be 1 or more")
     if mini_batch > MOST_SAMPLES:
-        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are planned")
+        raise ConfigError(f"mini_batch={mini_batch}: at most {MOST_SAMPLES:,} samples are supported")
     for size in (*(constraints.samples or ()), *constraints.more_samples):
         if size < 1:
             raise ConfigError(f"micro_batch={size}: must be 1 or more samples")
@@ -142,15 +145,16 @@ def _refuse_what_nothing_meets(
             raise ConfigError(f"zero_stage={stage}: must be 0 or 1")
     if not model.barrier and 0 not in constraints.zero_stages:
         raise ConfigError(
-            "zero_stage=1: updated weights are sent when a step ends on all workers, and with barrier = "
-            "false it does not; leave one of them out"
+            "zero_stage=1: updated weights are sent when a step ends on all workers, which does not happen "
+            "with "
+            "barrier = false; use only one of them"
         )
     if not isinstance(constraints.cuts, Cutting):
         explicit(constraints.cuts, len(model.layers), len(constraints.cuts) + 1)
 
 
 def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tuple[int, ...]:
-    """What may be tried where a stage has several holders: what its config asks for, else both."""
+    """Values to try if a stage has several holders: the one in its config, otherwise both."""
     wanted = constraints.zero_stages
     if model.shards_state and wanted == Constraints().zero_stages:
         wanted = (1,)
@@ -158,27 +162,27 @@ def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tupl
 
 
 def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[Scheme]) -> None:
-    """Refuse wanted values of an option that no wanted scheme has, or that is no choice of the planner.
+    """Refuse values of an option that no chosen scheme has, or that the planner does not choose.
 
     Raises:
-        ConfigError: they are such.
+        ConfigError: the option is such.
     """
     of, _, own = name.rpartition(".")
     place = f"option={name}"
     wanted = [scheme for scheme in schemes if not of or scheme == registry.scheme(of)]
     if not wanted:
         names = ", ".join(scheme.name for scheme in schemes)
-        raise ConfigError(f"{place}: {of} is not among the wanted schemes ({names})")
+        raise ConfigError(f"{place}: {of} is not among the chosen schemes ({names})")
     if own in DEPTH:
         raise ConfigError(f"{place}: the depth has a constraint of its own; give depth={values[0]}")
     if own == PERIODS.name:
-        raise ConfigError(f"{place}: a plan plays as many updates as it takes; leave it out")
+        raise ConfigError(f"{place}: a plan simulates as many updates as needed; leave it out")
     known = [option for scheme in wanted if (option := scheme.option(own)) is not None]
     if not known:
         chosen = {o.name: None for scheme in wanted for o in scheme.options if o.name not in _NO_CHOICE}
         who = wanted[0].name if len(wanted) == 1 else f"none of {', '.join(scheme.name for scheme in wanted)}"
         has = f"{who} has no option {own!r}" if len(wanted) == 1 else f"{who} has an option {own!r}"
-        raise ConfigError(f"{place}: {has}; those that can be wanted: {', '.join(chosen)}")
+        raise ConfigError(f"{place}: {has}; options that can be constrained: {', '.join(chosen)}")
     for value in values:
         try:
             known[0].refuse(value)
@@ -188,7 +192,7 @@ def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[S
 
 
 _NO_CHOICE = (*DEPTH, PERIODS.name)
-"""Options that are wanted by other means, or not at all."""
+"""Options that are constrained by other means, or not at all."""
 
 
 def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
@@ -207,7 +211,7 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
 def _without_candidates(
     model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
 ) -> Iterator[tuple[int, str]]:
-    """Depths at which no scheme has a candidate, and why."""
+    """Depths at which no scheme has a candidate, with the reason."""
     layers = len(model.layers)
     for depth in depths:
         replicas = cluster.size // depth
@@ -215,7 +219,7 @@ def _without_candidates(
         if depth > layers:
             yield depth, f"more workers than the model's {layers} layers"
         elif mini_batch % replicas:
-            reason = f"a mini-batch of {mini_batch} cannot be shared out evenly among {replicas} replicas"
+            reason = f"a mini-batch of {mini_batch} cannot be divided evenly among {replicas} replicas"
             yield depth, reason
         elif not _samples(share, constraints):
             reason = f"a replica's share of {share} samples cannot be cut into"
@@ -242,7 +246,7 @@ def _of_depth(
     if depth > len(model.layers) or mini_batch % replicas:
         return
     if depth == 1 and not scheme.synchronous:
-        return  # no bubble to save, for which work would use old weights
+        return  # there are no bubbles to save with old weights
     share = mini_batch // replicas
     sizes = _samples(share, constraints)
     if scheme.updates_each_micro_batch and not constraints.more_updates:
@@ -254,9 +258,9 @@ def _of_depth(
             try:
                 shape = shape_of(scheme, options)
             except ConfigError:
-                continue  # it has no such schedule
+                continue  # the scheme has no such schedule
             if samples < shape.parts:
-                continue  # half of one sample is none
+                continue  # one sample cannot be halved
             if may_cut(model, constraints.cuts, shape.placement.stages):
                 several = several_hold(shape.placement, replicas)
                 stages = _zero_stages(model, constraints, flush=scheme.synchronous) if several else (0,)
@@ -264,7 +268,7 @@ def _of_depth(
 
 
 def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:
-    """All options of a scheme that are worth trying with so many workers and micro-batches."""
+    """All options of a scheme that are worth trying with this many workers and micro-batches."""
     base: dict[str, OptionValue] = {scheme.depth: depth}
     if not scheme.updates_each_micro_batch:
         base["micro_batches"] = micro_batches
@@ -273,7 +277,7 @@ def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Ite
 
 
 def _samples(share: int, constraints: Constraints) -> list[int]:
-    """The micro-batches that a replica's share of the mini-batch can be cut into."""
+    """The micro-batches into which a replica's share of the mini-batch can be cut."""
     sizes = constraints.samples
     if sizes is None:
         powers = [2**i for i in range(share.bit_length())]
@@ -284,7 +288,7 @@ def _samples(share: int, constraints: Constraints) -> list[int]:
 def _why_none(
     scheme: Scheme, depths: list[int], model: Model, cluster: Cluster, wanted: tuple[int, Constraints]
 ) -> str:
-    """What a scheme needs, where it has no candidate at any depth."""
+    """The requirement of a scheme that has no candidate at any depth."""
     mini_batch, constraints = wanted
     told = []
     for name, values in constraints.of_scheme(scheme).items():
@@ -303,7 +307,7 @@ def _why_none(
         told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
     rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
     if not scheme.synchronous and depths == [1]:
-        rule = "uses old weights, and one worker has no bubble to save for it; "
+        rule = "uses old weights, but one worker has no bubbles to save;  "
     return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
 
 

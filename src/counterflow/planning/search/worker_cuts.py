@@ -1,11 +1,11 @@
-"""Cuts for workers that hold several stages, and for memory that stages of equal cost do not fit into.
+"""Cuts for workers that hold several stages, and for stages of equal cost that do not fit into memory.
 
-Stages of equal cost are not best where a worker holds two of them (two directions, waves, loops): what counts
-is when the last worker is done. Layers move from a stage of the worst worker to another stage while that is
-better.
+Stages of equal cost are not best if a worker holds two of them (two directions, waves, loops), because the
+time at which the last worker ends counts. Layers move from a stage of the worst worker to another stage while
+that is better.
 
-Invariant: the cuts are never worse by this measure than those that balance stages, and the same inputs give
-the same cuts. The measure is an estimate: how long an order takes with them, and whether it fits, is played.
+Invariant: by this measure the cuts are never worse than those that balance stages, and the same inputs give
+the same cuts. The measure is an estimate; the duration and memory of an order are simulated.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9
-"""Of a measure: what differs by less is equal."""
+"""Difference of a measure below which values are equal."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What cuts are judged by.
+    """The measure of cuts.
 
     Attributes:
         model: the layers.
-        profile: what they cost.
+        profile: costs of the layers.
         placement: which worker holds which stage.
-        passes: micro-batches of an update that go through each pipe.
-        samples: of a micro-batch.
-        recompute: what is computed again in a backward.
+        passes: number of micro-batches of an update through each pipe.
+        samples: samples of a micro-batch.
+        recompute: what a backward computes again.
         usable_bytes: memory of a worker, or of each.
-        slowness: what seconds are multiplied by, by worker; empty: all workers are alike.
+        slowness: factor of seconds by worker; empty: all workers are alike.
     """
 
     model: Model
@@ -54,24 +54,26 @@ class Balance:
     recompute: Recompute
     usable_bytes: float | tuple[float, ...]
     known: dict[tuple[int, bool], dict[str, Floats]] = field(default_factory=dict, compare=False, repr=False)
-    """Sums over layers, of the same model and profile, by ``samples`` and whether anything runs again."""
+    """Cached sums over layers of the same model and profile, by ``samples`` and whether anything is
+    recomputed.
+    """
     slowness: tuple[float, ...] = ()
 
     def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Cuts that begin as these, better for the slowest worker, whatever its memory."""
+        """Cuts found from these, better for the slowest worker, whatever its memory."""
         if len({*self.slowness}) > 1 or any(len(held) > 1 for held in self._table.held):
             return self._moved(cuts, by_memory=False)
         return cuts
 
     def fitting(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Cuts that begin as these, better for memory if all fit in the end."""
+        """Cuts found from these, better for memory if all fit in the end."""
         if self._excess(cuts) == 0 or not self._may_fit:
             return cuts
         fitting = self._moved(cuts, by_memory=True)
         return fitting if self._excess(fitting) == 0 else cuts
 
     def _moved(self, cuts: tuple[int, ...], *, by_memory: bool) -> tuple[int, ...]:
-        """Move one layer after another, each time the best move, while there is a better one."""
+        """Move one layer after another, each time by the best move, while one improves."""
         ends = self._ends(cuts)
         while True:
             judged = self._over(ends) if by_memory else self._seconds(ends, self._of_stages("seconds", ends))
@@ -83,8 +85,8 @@ class Balance:
             ends = tried[best : best + 1]
 
     def _best(self, ends: Ints, *, by_memory: bool) -> int:
-        """The best, the first of equal ones: by bytes too many, then by when the slowest worker is done, then
-        by the longest stage, which all micro-batches have to pass, then by how even workers are.
+        """The best cuts, the first of equal ones: by bytes too many, then by the end of the slowest worker,
+        then by the longest stage, which all micro-batches have to pass, then by the evenness of workers.
         """
         left = np.arange(len(ends))
         if by_memory:
@@ -103,16 +105,16 @@ class Balance:
         return int(left[some[0]])
 
     def _on_slowest(self, each: Floats) -> Floats:
-        """Seconds of stages, on the slowest of their holders."""
+        """Seconds of stages on the slowest of their holders."""
         return each * _slowed(self.placement, self.slowness).most if self.slowness else each
 
     def _over(self, ends: Ints) -> Floats:
-        """About how many bytes each worker has too many."""
+        """Approximate bytes that each worker has too many."""
         found: Floats = self._bytes(ends) - np.array(self.usable_bytes)
         return found
 
     def _moves(self, ends: Ints, worker: int) -> Ints:
-        """The cuts as they are, then a layer moved from each stage of a worker to each other stage; those
+        """The cuts unchanged, then with a layer moved from each stage of a worker to each other stage; layers
         between move up by one.
         """
         may = [stage for stage in self._table.held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
@@ -125,7 +127,7 @@ class Balance:
         return max(0.0, float(self._over(self._ends(cuts)).max()))
 
     def _seconds(self, ends: Ints, each: Floats) -> Floats:
-        """When each worker is done at the earliest: its first input, all of its work, its last gradient.
+        """Earliest end of each worker: its first input, all of its work, its last gradient.
 
         ``each``: the seconds of each stage.
         """
@@ -136,7 +138,7 @@ class Balance:
         return self.passes * self._by_worker(each) + self._sums["seconds"][ends[:, self._table.first]]
 
     def _bytes(self, ends: Ints) -> Floats:
-        """About what each worker holds."""
+        """Approximate memory of each worker."""
         stages = self.placement.stages
         ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
         working: Floats | float = 0.0
@@ -152,7 +154,7 @@ class Balance:
         return found
 
     def _of_stages(self, name: str, ends: Ints) -> Floats:
-        """A number of each layer, summed over what each stage has."""
+        """A number of each layer, summed over each stage."""
         before = self._sums[name][ends]
         found: Floats = before[:, 1:] - before[:, :-1]
         return found
@@ -162,13 +164,13 @@ class Balance:
         return layer.weights_bytes + layer.gradient_bytes + state
 
     def _by_worker(self, stages: Floats) -> Floats:
-        """A number of each stage, summed over what each worker holds."""
+        """A number of each stage, summed over each worker."""
         found: Floats = stages @ self._table.holds
         return found
 
     @property
     def _may_fit(self) -> bool:
-        """Whether any cuts may: all workers together have no less than one stash of each stage they hold."""
+        """Whether any cuts may fit: all workers together need at least one stash of each stage they hold."""
         sums, copies = self._sums, self.placement.pipes
         kept = 0.0
         if self.recompute is Recompute.NONE:
@@ -188,7 +190,7 @@ class Balance:
 
     @cached_property
     def _sums(self) -> dict[str, Floats]:
-        """Of all layers before each; and what each takes."""
+        """Cumulative sums over layers, and the input of each."""
         key = self.samples, self.recompute is not Recompute.NONE
         if key not in self.known:
             self.known[key] = self._summed()
@@ -211,13 +213,15 @@ class Balance:
 
 
 def _least(values: Floats) -> Ints:
-    """Where the least of some values are."""
+    """Indices of the minimum of some values."""
     return np.flatnonzero(values <= values.min() * (1 + _ROUNDING))
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a placement's workers hold: the stages of each, its first one, and how many of each stage."""
+    """The stages that a placement's workers hold: the stages of each, its first one, and the number of
+    holders of each stage.
+    """
 
     held: list[list[int]]
     first: list[int]
@@ -237,10 +241,10 @@ def _held(placement: Placement) -> _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Slowed:
-    """What a second of each stage is on workers that differ, ``[stage][worker]``.
+    """Factors of a stage's seconds on workers that differ, ``[stage][worker]``.
 
-    ``holds``: in ops of the stages that it holds; ``before``: on the way from stage 0 to the first of these,
-    on those who hold the stages in between. ``most``: by stage, on the slowest of its holders.
+    ``holds``: for ops of the stages that it holds; ``before``: on the way from stage 0 to the first of these,
+    on the holders of the stages in between. ``most``: by stage, on the slowest of its holders.
     """
 
     holds: Floats

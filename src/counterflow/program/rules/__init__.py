@@ -1,8 +1,8 @@
 """The checker's rules: a table of named properties of a schedule and of the actions it is lowered to.
 
-Each rule yields a line for each violation: the place, what was expected, what was found. Rules that read
-the schedule alone come first; those that read the lowered program hold for what ``lowering.py`` makes
-and are there to catch a pass, or a hand-made program, that breaks them.
+Each rule yields a line for each violation: the place, what was expected, what was found. Rules that read only
+the schedule come first. Those that read the lowered program hold for every list that ``lowering.py`` makes;
+they catch a faulty pass, or a hand-made program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .subject import Rule, Subject, details, require
 from .traffic import computes, messages, no_deadlock, no_deadlock_holding, no_deadlock_rendezvous, posted
 from .updates import agreed, held_versions, sums_in_one_order, syncs
 
-COMPLETE = Rule("every product exactly once", complete)
+COMPLETE = Rule("every op exactly once", complete)
 PLACED = Rule("every op on the worker that holds its stage", placed, (COMPLETE.name,))
 FORWARD_FIRST = Rule(
     "forward before its backward", partial(own_first, Product.OUTPUT), (COMPLETE.name, PLACED.name)

@@ -1,4 +1,4 @@
-"""Rules of a schedule alone: its workload, where its ops are and in which order, versions, and the peak."""
+"""Rules of a schedule alone: its workload, the places and the order of its ops, versions, and the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .subject import Subject
 
 
 def complete(subject: Subject) -> Iterator[str]:
-    """Every product of the workload exactly once, by ops that share and split work as it says."""
+    """Whether every product of the workload is made exactly once, by ops that share and split work as the
+    workload says.
+    """
     schedule = subject.schedule
     workload = schedule.workload
     yield from workload.faults()
@@ -28,14 +30,14 @@ def complete(subject: Subject) -> Iterator[str]:
             if not _in_range(schedule, op):
                 yield f"{place} is not one of {_extent(schedule)}"
             elif op not in wanted:
-                yield f"{place} is none of the workload's ops, which share or split this work in another way"
+                yield f"{place} is not an op of the workload, which shares or splits this work in another way"
             if found[op] == 2:
-                yield f"{place} is there more than once"
+                yield f"{place} exists more than once"
             elif op.kind.gives is not None and found[op] == 1:
                 first = makers.setdefault((op.kind.gives, op[1:]), op.kind)
                 if first is not op.kind:
                     given = op.kind.gives.value
-                    yield f"{place} makes an {given} that {op._replace(kind=first)} makes as well"
+                    yield f"{place} makes an {given} that {op._replace(kind=first)} makes too"
     for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
         yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
 
@@ -77,13 +79,11 @@ def placed(subject: Subject) -> Iterator[str]:
 
 
 def own_first(product: Product, subject: Subject) -> Iterator[str]:
-    """Ops that come before the op of their own stage whose product they need."""
+    """Ops that precede the op of their own stage whose product they need."""
     sliced = subject.schedule.workload.slices > 1
 
     def keys(op: Op) -> list[tuple[object, ...]]:
-        if (
-            product is Product.OUTPUT and not sliced
-        ):  # of each micro-batch, however many were computed together
+        if product is Product.OUTPUT and not sliced:  # by micro-batch, however many were computed together
             return [(op.pipe, op.stage, m) for m in op.micro_batches]
         return [op[1:]]
 
@@ -98,7 +98,7 @@ def own_first(product: Product, subject: Subject) -> Iterator[str]:
 
 
 def slices_in_order(subject: Subject) -> Iterator[str]:
-    """Slices that come before the one of their micro-batch from which they take a state, or its gradient."""
+    """Slices that precede the slice of their micro-batch from which they take a state, or its gradient."""
     slices = subject.schedule.workload.slices
     for worker, order in enumerate(subject.schedule.orders if slices > 1 else ()):
         done: set[tuple[Product | None, tuple[object, ...]]] = set()
@@ -110,7 +110,7 @@ def slices_in_order(subject: Subject) -> Iterator[str]:
 
 
 def promised_versions(subject: Subject) -> Iterator[str]:
-    """Ops that use another weight version than promised, or than their forward used."""
+    """Ops that use a weight version other than the promised one, or other than their forward's."""
     schedule = subject.schedule
     forward: dict[tuple[int, int, int], int] = {}
     for worker, order in enumerate(schedule.orders):
@@ -126,7 +126,7 @@ def promised_versions(subject: Subject) -> Iterator[str]:
 
 
 def peak(subject: Subject) -> Iterator[str]:
-    """Ops with which a worker stashes more forwards than the limit."""
+    """Ops with which a worker exceeds the limit of stashed forwards."""
     if subject.peak_limit is None:
         return
     for worker, order in enumerate(subject.schedule.orders):

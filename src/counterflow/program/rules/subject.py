@@ -1,4 +1,4 @@
-"""What is checked, and what a rule is: one named property of a schedule or of the lists it is lowered to."""
+"""The subject of a check, and rules: named properties of a schedule or of the lists it is lowered to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from counterflow.schedule.ir import Schedule
 from ..actions import Program
 
 MOST_SHOWN = 5
-"""Violations of one rule that are shown; the rest are counted."""
+"""Number of violations of a rule that are shown; the rest are counted."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """What is checked: a schedule, its lowered program once there is one, and the user's limit.
+    """The subject of a check: a schedule, its lowered program once it exists, and the user's limit.
 
-    ``graph`` is that of the schedule, made when a rule first needs it.
+    ``graph`` is the schedule's graph, made when a rule first needs it.
     """
 
     schedule: Schedule
@@ -28,7 +28,7 @@ class Subject:
     graph: OpGraph | None = None
 
     def needed_graph(self) -> OpGraph:
-        """The graph of the schedule."""
+        """The schedule's graph, made at the first call."""
         if self.graph is None:
             self.graph = OpGraph(self.schedule)
         return self.graph
@@ -36,7 +36,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One named property. ``after`` names the rules without which it cannot be looked at."""
+    """A named property. ``after`` names the rules that have to hold before it can be checked."""
 
     name: str
     violations: Callable[[Subject], Iterator[str]]
@@ -63,7 +63,7 @@ def require(subject: Subject, rules: Iterable[Rule]) -> None:
     """Raise the error of the first of ``rules`` that ``subject`` breaks.
 
     Raises:
-        ScheduleError: or ``DeadlockError``, with the rule's name and its violations.
+        ScheduleError: a rule is broken, with its name and violations; ``DeadlockError`` for a deadlock.
     """
     for rule in rules:
         detail = details(rule, subject)

@@ -1,4 +1,6 @@
-"""Rules of ops and messages in a program's lists: what is computed, sent and received, and that all ends."""
+"""Rules of ops and messages in a program's lists: what is computed, sent and received, and that all lists
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from .subject import Subject
 
 
 def no_deadlock(subject: Subject) -> Iterator[str]:
-    """The circle in which workers wait for each other, if sends are buffered."""
+    """The circle in which workers wait for each other if sends are buffered."""
     graph = subject.needed_graph()
     try:
         earliest(graph, [1] * len(graph.ops))
@@ -30,16 +32,18 @@ def no_deadlock(subject: Subject) -> Iterator[str]:
 
 
 def no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
-    """The same if a send waits until its receive is posted."""
+    """The circle in which workers wait for each other if a send waits until its receive is posted."""
     assert subject.program is not None
     yield from _stuck(subject, subject.program, rendezvous=True)
 
 
 def no_deadlock_holding(subject: Subject) -> Iterator[str]:
-    """The same if receives wait as well, where messages are matched by their order."""
+    """The circle in which workers wait for each other if receives block as well and messages match by
+    order.
+    """
     program = subject.program
     assert program is not None
-    if program.matching is Matching.ORDER:  # where tags match, messages wait on no device
+    if program.matching is Matching.ORDER:  # matched by tag, messages block no device
         yield from _stuck(subject, program, rendezvous=True, holding=True)
 
 
@@ -50,7 +54,7 @@ def _stuck(subject: Subject, program: Program, *, rendezvous: bool, holding: boo
 
 
 def posted(subject: Subject) -> Iterator[str]:
-    """Receives that stand before an op of their worker without which their message is never made."""
+    """Receives that are posted before an op of their own worker without which their message is never made."""
     program, graph = subject.program, subject.needed_graph()
     assert program is not None
     if program.matching is not Matching.ORDER:
@@ -70,7 +74,7 @@ def posted(subject: Subject) -> Iterator[str]:
 
 
 def messages(subject: Subject) -> Iterator[str]:
-    """Messages that the two workers have in different orders, or that stand where they cannot be."""
+    """Messages that the two workers have in different orders, or that are in an impossible place."""
     program = subject.program
     assert program is not None
     traffic: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
@@ -107,7 +111,7 @@ def _worker_traffic(actions: Iterable[Action]) -> Iterator[tuple[int, Message]]:
 
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
-    """Sends that do not follow their op; ops whose message is not received before them."""
+    """Sends that do not follow their op, and ops whose message is not received before them."""
     expected: list[dict[Receive, Op]] = [{} for _ in program.actions]
     for source, target, skip in graph.messages:
         message = Receive(graph.ops[source], graph.worker[source], skip)
@@ -117,7 +121,7 @@ def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
 
 
 def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Receive, Op]) -> Iterator[str]:
-    """The same for one worker; ``expected`` has the op that needs each message."""
+    """Misplaced messages of one worker; ``expected`` has the op that needs each message."""
     computed = {action.op: index for index, action in enumerate(actions) if isinstance(action, Compute)}
     never = len(actions)
     received: set[Receive] = set()
@@ -128,7 +132,7 @@ def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Re
                 yield f"{place} comes before {message.output} is computed"
             continue
         if message in received:
-            yield f"{place} is there more than once"
+            yield f"{place} exists more than once"
         received.add(message)
         user = expected.get(message)
         if user is None:
@@ -144,7 +148,7 @@ def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Re
 
 
 def computes(subject: Subject) -> Iterator[str]:
-    """Each worker computes its order, op by op."""
+    """Differences between the ops that a worker computes and its order."""
     program = subject.program
     assert program is not None
     for worker, (actions, order) in enumerate(zip(program.actions, subject.schedule.orders, strict=True)):

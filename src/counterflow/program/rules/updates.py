@@ -1,4 +1,4 @@
-"""Rules of what follows gradients: sums over copies, gathers of loss and norm, versions of the weights."""
+"""Rules of actions after gradients: sums over replicas, gathers of loss and norm, versions of the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .subject import Subject
 
 
 def held_versions(subject: Subject) -> Iterator[str]:
-    """Weight versions that are used when they are not held, or made too early."""
+    """Weight versions that are used while they are not held, or made too early."""
     program = subject.program
     assert program is not None
     for worker, actions in enumerate(program.actions):
@@ -46,17 +46,17 @@ def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...
             case Compute(op):
                 if op.version not in held[op.stage]:
                     shown = ", ".join(map(str, sorted(held[op.stage])))
-                    yield f"{place}: version {op.version} of stage {op.stage} is not there, only {shown}"
+                    yield f"{place}: version {op.version} of stage {op.stage} is not held, only {shown}"
                 if Product.WEIGHT_GRADIENTS in op.kind.makes:
                     left[op.stage, schedule.period_of(op)] -= 1
             case Update(stage, version, frees):
                 if version - 1 not in held[stage] or version in held[stage]:
                     yield f"{place}: expected an update of version {max(held[stage])}"
                 if left[stage, version - 1]:
-                    yield f"{place}: {left[stage, version - 1]} backwards of its period are still to come"
+                    yield f"{place}: {left[stage, version - 1]} backwards of its period follow later"
                 held[stage].add(version)
                 if not held[stage].issuperset(frees):
-                    yield f"{place}: frees {frees}, of which some are not there"
+                    yield f"{place}: frees {frees}, of which some are not held"
                 held[stage] -= set(frees)
                 updates[stage] += 1
     for stage, made in updates.items():
@@ -65,7 +65,7 @@ def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...
 
 
 def syncs(subject: Subject) -> Iterator[str]:
-    """Gradient syncs that are missing, twice there, over other workers than the copies, or out of order."""
+    """Gradient syncs that are missing, duplicate, over other workers than the replicas, or out of order."""
     program = subject.program
     assert program is not None
     schedule = program.schedule
@@ -106,10 +106,10 @@ def _worker_syncs(
                 if (op.stage, period) in mine:
                     yield f"{place} comes after the start of the gradient sync of its stage"
                 elif (op.stage, period - 1) in mine and (op.stage, period - 1) not in waited:
-                    yield f"{place} needs the gradients whose sync is still going on"
+                    yield f"{place} needs gradients whose sync is still in flight"
             case StartSync(stage, period, workers, Summed.GRADIENTS):
                 if (stage, period) in mine:
-                    yield f"{place} is there more than once"
+                    yield f"{place} exists more than once"
                 if wanted.get((stage, period)) != workers:
                     yield (
                         f"{place}: over workers {workers}, copies are on {wanted.get((stage, period), ())}"
@@ -136,7 +136,7 @@ def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
 
 
 def sums_in_one_order(subject: Subject) -> Iterator[str]:
-    """Sets of workers whose members start the sums of the set, which share a communicator, in two orders."""
+    """Sets of workers that start the sums of the set, which share a communicator, in different orders."""
     program = subject.program
     assert program is not None
     started: dict[tuple[int, ...], dict[int, list[StartSync]]] = defaultdict(lambda: defaultdict(list))
@@ -158,7 +158,9 @@ def sums_in_one_order(subject: Subject) -> Iterator[str]:
 
 
 def agreed(subject: Subject) -> Iterator[str]:
-    """Gathers of all workers in one order; if synchronous, sums of gradients before and updates after."""
+    """Whether all workers gather in one order and, if synchronous, after the sums of gradients and before the
+    updates.
+    """
     program = subject.program
     assert program is not None
     wanted = [action for action in program.actions[0] if isinstance(action, StartGather)]
@@ -174,7 +176,7 @@ def agreed(subject: Subject) -> Iterator[str]:
 
 
 def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Gathers are waited for in their order, sums at all only if they were started."""
+    """Whether gathers are waited for in their order, and sums only if they were started."""
     going: deque[StartGather] = deque()
     started = {action for action in actions if isinstance(action, StartSync)}
     for index, action in enumerate(actions):
@@ -184,13 +186,15 @@ def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
             if not going or going.popleft() != action.start:
                 yield f"worker {worker}, action {index}: {action} is not for the gather that is next"
         elif isinstance(action, WaitSync) and action.start not in started:
-            yield f"worker {worker}, action {index}: {action} waits for what it never starts"
+            yield f"worker {worker}, action {index}: {action} waits for a sum that it never starts"
     for start in going:
         yield f"worker {worker}: {start} is never waited for"
 
 
 def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Loss and norm are reported once they are there; gradients are clipped after that, then updated with."""
+    """Whether loss and norm are reported once they exist, and gradients are clipped after that, then used in
+    updates.
+    """
     gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
     clips = [index for index, action in enumerate(actions) if isinstance(action, Clip | DropNonFinite)]
     losses, norms = sum(its.loss == 0 for _, its in gathers), sum(its.norm == 0 for _, its in gathers)
@@ -219,7 +223,7 @@ def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iter
 
 
 def _makes_gradients(action: Action) -> bool:
-    """Whether gradients may not be all there before it."""
+    """Whether gradients may be incomplete before the action."""
     if isinstance(action, StartSync | WaitSync):
         return action.what is not Summed.STATISTICS
     return isinstance(action, Compute)

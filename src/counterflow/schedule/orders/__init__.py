@@ -1,1 +1,1 @@
-"""What schemes make orders with: slots, filled waits, and backwards split in two."""
+"""Tools with which schemes make orders: slots, filled waits, and split backwards."""

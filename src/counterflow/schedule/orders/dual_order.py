@@ -1,7 +1,7 @@
 """DualPipe's order of one worker, for both of its forms: two directions, or folded into a V.
 
-A worker holds stage 0, whose micro-batches come to it first, and stage 1. Forward and backward that stand
-side by side are what DualPipe runs at the same time on devices that can; here one follows the other.
+A worker holds stage 0, whose micro-batches reach it first, and stage 1. DualPipe overlaps a forward and a
+backward that are next to each other, on devices that can; here one follows the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
     Args:
         distance: workers between this one and the end at which stage 0 begins.
         depth: workers from that end to where both directions, or both arms of the V, meet.
-        micro_batches: of stage 0, and as many of stage 1; 2·depth or more.
+        micro_batches: micro-batches of stage 0, and as many of stage 1; 2·depth or more.
 
     Source: DeepSeek-V3 technical report (arXiv 2412.19437) section 3.2.1, and the public code of DualPipe.
 
@@ -40,20 +40,23 @@ def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
 
 
 def split_in(distance: int, depth: int, micro_batches: int) -> tuple[set[int], set[int]]:
-    """Whose backwards the order splits: micro-batches of stage 0, and of stage 1; arguments as there.
+    """The micro-batches of stage 0 and of stage 1 whose backwards the order splits; arguments as in
+    ``dual_order``.
 
     >>> split_in(distance=0, depth=1, micro_batches=2)
     ({1}, set())
     """
     ahead, done = depth - distance - 1, distance + 1
-    halves = 2 * done - _whole(done)  # of the last backwards, which take turns and end with stage 0
+    halves = 2 * done - _whole(done)  # among the last backwards, which take turns and end with stage 0
     last = [micro_batches - (halves + 1) // 2 - ahead, micro_batches - halves // 2]
     zero, one = (set(range(first, micro_batches)) for first in last)
     return zero, {*range(ahead), *one}
 
 
 def passes_split(split: Sequence[Set[int]], micro_batches: int, pipes: int = 1) -> tuple[Pass, ...]:
-    """The passes of so many micro-batches a pipe; ``split``: by stage, whose backwards are."""
+    """The passes of a number of micro-batches per pipe; ``split`` has, for each stage, those whose backwards
+    are split.
+    """
     found = [tuple(stage for stage, mine in enumerate(split) if m in mine) for m in range(micro_batches)]
     return tuple(
         Pass(pipe, (number := pipe * micro_batches + m,), (Share((number,), split=stages),))
@@ -63,5 +66,5 @@ def passes_split(split: Sequence[Set[int]], micro_batches: int, pipes: int = 1) 
 
 
 def _whole(done: int) -> int:
-    """Backwards of the last ones that are not split."""
+    """Number of the last backwards that are not split."""
     return 2 * (done // 2) + (done % 2)

@@ -1,8 +1,8 @@
-"""Waits filled: where a worker would wait for an input, it runs a later op of its order that can run.
+"""Filled waits: where a worker would wait for an input, it runs a later op of its order that can run.
 
-Invariant: an op is only ever moved to where its inputs are there and its worker would wait, and never lifts a
-worker's stashed forwards above a limit. So the result is as legal as what it was made of. Waits are those of
-unit times: an op takes the time of its work in micro-batches, a whole backward twice that.
+Invariant: an op is only moved to a place where its inputs exist and its worker would wait, and never raises a
+worker's stashed forwards above a limit, so the result is as legal as the original. Waits are computed in unit
+times: an op takes the time of its work in micro-batches, a whole backward twice that.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def filled(
 ) -> Schedule:
     """The schedule with its waits filled.
 
-    Where all ops take one unit, none starts later than before.
+    If all ops take one unit, none starts later than before.
 
     Args:
-        schedule: what each worker would run.
-        limits: the most forwards that each worker may stash, in (stage x micro-batch) units.
+        schedule: the schedule to fill.
+        limits: maximum forwards that each worker may stash, in (stage x micro-batch) units.
         movable: which ops may be moved.
 
     Raises:
@@ -42,7 +42,7 @@ def filled(
     ended = [inf] * len(graph.ops)
     scale = max(
         (op.parts for op in graph.ops), default=1
-    )  # so that times are whole numbers, and equal if they are
+    )  # times are whole numbers, so equal times compare equal
     workers = [
         _Worker(graph, w, needs, limit, movable)
         for w, limit in zip(range(schedule.workers), limits, strict=True)
@@ -69,7 +69,9 @@ def filled(
 
 
 def _waked(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
-    """The workers that may have something to run when a node ends: its own, and whoever takes its product."""
+    """The workers that may have something to run when a node ends: the node's own, and those that take its
+    product.
+    """
     waked: list[set[int]] = [set() for _ in graph.ops]
     for worker, (first, end) in enumerate(pairwise(graph.first)):
         for node in range(first, end):
@@ -80,7 +82,7 @@ def _waked(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
 
 
 class _Worker:
-    """What one worker has run, and what is left of its order: nodes, None where one was taken."""
+    """What one worker has run, and the rest of its order: nodes, or None for a node that was taken."""
 
     def __init__(
         self,
@@ -102,14 +104,14 @@ class _Worker:
         self._limit = limit
         self._stashed = 0.0
         self._alike: dict[tuple[OpKind, int, int], deque[int]] = {}
-        """Where ops that may be moved stand in the order, by kind and stage: these keep their order."""
+        """Places in the order of ops that may be moved, by kind and stage; each such list keeps its order."""
         for place, node in enumerate(nodes):
             op = graph.ops[node]
             if movable(op):
                 self._alike.setdefault((op.kind, op.pipe, op.stage), deque()).append(place)
 
     def taken_at(self, now: float, ended: list[float]) -> int | None:
-        """What it runs from ``now`` on; None if it has to wait."""
+        """The node that the worker runs from ``now`` on; None if it has to wait."""
         if not self.left:
             return None
         if self._can_run(self._head, now, ended):
@@ -120,9 +122,9 @@ class _Worker:
         return None
 
     def waits(self, ended: list[float]) -> tuple[int, int]:
-        """The first node that it has not run, if one is left, and one that this waits for."""
+        """The first node that has not run, if one is left, and a node for which it waits."""
         node = self._order[self._head]
-        assert node is not None  # what was taken is passed by
+        assert node is not None  # skip nodes that were taken
         return node, next(need for need in self._needs[node] if ended[need] == inf)
 
     def _can_run(self, place: int, now: float, ended: list[float]) -> bool:
@@ -130,7 +132,7 @@ class _Worker:
         return node is not None and all(ended[need] <= now for need in self._needs[node])
 
     def _fits(self, place: int) -> bool:
-        """Whether the op there can run before all that stands before it, within the limit."""
+        """Whether the op at this place can run before all earlier ones, within the limit."""
         node = self._order[place]
         assert node is not None
         more = stash_change(self._ops[node])

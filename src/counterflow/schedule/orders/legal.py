@@ -1,4 +1,4 @@
-"""What every scheme refuses in the same words: the option, its value, and what would be legal."""
+"""Checks that every scheme words the same way: the option, its value, and the legal values."""
 
 from __future__ import annotations
 

@@ -9,18 +9,18 @@ stage of the other pipe. Micro-batches ``2j`` and ``2j+1`` are pair ``j`` of thi
 and starts the one that is due first, or waits for it if its input arrives within ``wait``.
 
 *Memory.* A forward starts only while fewer than K + Γ are stashed on the worker; that is all that Γ does.
-Pairs that are between a worker's early and its late stage leave one place free, so the oldest pair can
-always go on: no plan can deadlock, whatever the due times. Stage 0 runs exactly K/2 forwards before its
-worker's first backward.
+Pairs that are between a worker's early and its late stage leave one place free, so the oldest pair can always
+continue: no plan can deadlock, whatever the due times. Stage 0 runs exactly K/2 forwards before its worker's
+first backward.
 
 *There and back.* The first due times are linear (`_linear`). Played backwards in time, a plan is a plan of
 the same kind, with F and B exchanged. So the plan is made again from its end, where the op that ended last
-is due first. That tells how late each op may start: the due times of another plan from the beginning.
+is due first. That determines how late each op may start: the due times of another plan from the beginning.
 
 *Choice.* No due times are best everywhere. Twelve plans, `WAITS` × `STARTS`, go there and back, and the
 shortest is kept. ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
 ``benchmarks/results/mixpipe_optima.txt`` what the best orders are at the same memory: those need no K/2
-forwards first, and to compute one takes up to a minute where this takes milliseconds.
+forwards first, but computing one takes up to a minute instead of milliseconds.
 
 All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness and no clock.
 """
@@ -36,30 +36,30 @@ from typing import NamedTuple
 __all__ = ["mixpipe_orders"]
 
 STARTS = (2, 1, 0, -1)
-"""When the first backward of the last stage is due, in halves of the depth."""
+"""Times at which the first backward of the last stage is due, in halves of the depth."""
 WAITS = (0, 1, 2)
-"""How long a worker may wait for the op that is due first."""
+"""Times that a worker may wait for the op that is due first."""
 
 OPS_BUDGET = 500_000
-"""Most ops planned in one call: a very large shape tries fewer of the twelve, one at least."""
+"""Maximum ops planned in one call: a very large shape tries fewer of the twelve plans, at least one."""
 
 Times = dict[str, list[list[int]]]
-"""By kind of op, "F" or "B", by stage, by pair: when each is due, or, for a plan, when each ends."""
+"""For each kind of op ("F" or "B"), stage and pair: when it is due or, in a plan, when it ends."""
 
 
 class Shape(NamedTuple):
-    """What a plan keeps to."""
+    """Constraints of a plan."""
 
     depth: int
     pairs: int
-    room: int  # most forwards stashed on a worker
+    room: int  # maximum forwards stashed on a worker
     first: int | None  # forwards of stage 0 before its worker's first backward; None: any number
 
 
 def mixpipe_orders(
     depth: int, micro_batches: int, injected: int | None, early_forwards: int
 ) -> list[list[tuple[str, int]]]:
-    """One list a worker of ("F"|"B", micro_batch), in execution order.
+    """One list per worker of ("F"|"B", micro_batch), in execution order.
 
     Even micro-batches go down (stage s on worker s), odd ones up. ``injected`` is K; None is K=max: room for
     3D/2-1 forwards, as early as that allows. An odd number of micro-batches is planned with one more, which
@@ -72,7 +72,7 @@ def mixpipe_orders(
     else:
         shape = Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs))
         plans = _tries(shape)
-        if depth == 4 and pairs == 2:  # the paper's Figure 3, of which two orders could be one unit shorter
+        if depth == 4 and pairs == 2:  # the paper's Figure 3, in which two orders could be one unit shorter
             plans = iter([next(plans)])
     return _unfold(min(plans, key=lambda ends: ends["B"][0][-1]), micro_batches)
 
@@ -85,7 +85,8 @@ def _tries(shape: Shape) -> Iterator[Times]:
 
 
 def _linear(shape: Shape, pace: int, start: int) -> Times:
-    """Forwards go down one stage a unit of time, backwards come up one in two, pairs follow at the pace.
+    """Forwards go down one stage per unit of time, backwards come up one stage in two, pairs follow at the
+    pace.
 
     A forward of a late stage is as urgent as the one D/2 stages before it.
     """
@@ -99,7 +100,8 @@ def _linear(shape: Shape, pace: int, start: int) -> Times:
 def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]]) -> Iterator[Times]:
     """The plan for these due times, and the one for those found by planning it again from its end.
 
-    Where there is little room other due times make a plan that is ``known``: what follows from it is, too.
+    If there is little room, other due times make a plan that is ``known``, and so is the plan that follows
+    from it.
     """
     there = _plan(shape, due, wait, {"F": 1, "B": 2})
     if (wait, there) in known:
@@ -111,17 +113,19 @@ def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, 
 
 
 def _turned(plan: Times) -> Times:
-    """Due times backwards in time: F and B change places, the last pair is the first."""
+    """Due times reversed in time: F and B change places, the last pair is the first."""
     return {kind: [[-end for end in ends[::-1]] for ends in plan["FB".replace(kind, "")]] for kind in "FB"}
 
 
 def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
-    """List scheduling: when each op ends. One loop without calls: planning is what a build takes."""
+    """List scheduling: when each op ends. It is one loop without calls, because it takes nearly all the time
+    of a build.
+    """
     depth, pairs, room, first = shape
     half, last = depth // 2, depth - 1
     ends: Times = {kind: [[] for _ in range(depth)] for kind in "FB"}
     inputs: Times = {"F": [[0] * pairs, *ends["F"][:-1]], "B": [*ends["B"][1:], ends["F"][-1]]}
-    # Of each worker, of the forwards of its early and late stage and of their backwards: when inputs arrive,
+    # For each worker, the forwards of its early and late stage, and their backwards: when inputs arrive,
     # for those known; when each is due; when each ends, for those started; who needs their outputs.
     lanes = [
         [
@@ -135,7 +139,7 @@ def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
         for worker in range(half)
     ]
     free_at = [0] * half
-    agenda = list(range(half))  # when to look at which workers: now · half + worker
+    agenda = list(range(half))  # times at which to look at a worker, as time · half + worker
     before = -1
     while agenda:
         at = heappop(agenda)
@@ -149,7 +153,7 @@ def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
         (in0, due0, ends0, _, _), (in1, due1, ends1, _, _), (in2, due2, ends2, _, _), lane3 = of_worker
         early, late, early_back, late_back = len(ends0), len(ends1), len(ends2), len(lane3[2])
         left = room - (early + late - early_back - late_back)
-        to_come = None  # of the first forwards, where and as long as they matter
+        to_come = None  # for the first forwards, as long as they matter
         if worker == early_back == late_back == 0 and first is not None:
             to_come = first - early
         best, best_due, arrives, until = -1, inf, 0, now + wait
@@ -164,12 +168,12 @@ def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
             if late_back < len(in3) and in3[late_back] <= until and due3[late_back] < best_due:
                 best, arrives = 3, in3[late_back]
         if best < 0 or arrives > now:
-            continue  # it had better wait
+            continue  # the worker should wait
         _, _, its, next_worker, lasts = of_worker[best]
         free_at[worker] = end = now + lasts
         its.append(end)
         heappush(agenda, end * half + worker)
-        if next_worker != worker and free_at[next_worker] <= end:  # else it looks when it is free
+        if next_worker != worker and free_at[next_worker] <= end:  # otherwise it looks again when it is free
             heappush(agenda, end * half + next_worker)
     return ends
 

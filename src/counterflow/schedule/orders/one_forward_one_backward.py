@@ -1,4 +1,4 @@
-"""The order 1F1B of one stage: some forwards first, then backward and forward in turn, then the rest.
+"""The 1F1B order of one stage: some forwards first, then backward and forward in turn, then the rest.
 
 DAPPLE, PipeDream and PipeDream-2BW share it; they differ in when the weights change.
 """

@@ -1,13 +1,14 @@
 """Micro-batches cut along their sequence: the order of any synchronous scheme, with slices that flow.
 
-A slice flows as a micro-batch does, so a scheme's order for N · n micro-batches is one for n slices of each
-of N: the k-th forward of a pipe is slice k mod n of its micro-batch number ⌊k / n⌋. But backwards go the
-other way, the last slice first, as each needs what later slices leave of gradients of the earlier ones. So
-the k-th backward is slice n − 1 − k mod n, and forwards are advanced by the fewest with which each op comes
-after what it needs; where a worker would still wait, it runs a later op that its memory allows
-(``fill.py``). Of 1F1B that is Seq1F1B, advanced by n − 1.
+A slice flows like a micro-batch, so a scheme's order for N · n micro-batches is one for n slices of each of
+N: the k-th forward of a pipe is slice k mod n of its micro-batch number ⌊k / n⌋. Backwards go the other way,
+the last slice first, because later slices contribute to the gradients of earlier ones. So the k-th backward
+is slice n − 1 − k mod n, and forwards are advanced by the smallest number with which each op comes after all
+that it needs; if a worker would still wait, it runs a later op that its memory allows (``fill.py``). For 1F1B
+this is Seq1F1B, advanced by n − 1.
 
-Where that takes more memory than the n slices of each op in its place, one after another, it is done so.
+If that takes more memory than running the n slices of each op in its place, one after another, the latter is
+used.
 
 Source: Li et al., TeraPipe (ICML 2021); Sun et al., Seq1F1B (arXiv 2406.03488) sections 3.2 and 3.3.
 """
@@ -27,20 +28,21 @@ from .fill import filled
 
 
 def sliced_workload(workload: Workload, slices: int) -> Workload:
-    """The same work with each micro-batch cut in slices.
+    """The same work with each micro-batch cut into slices.
 
     Args:
-        workload: a synchronous one, whose micro-batches go one by one.
+        workload: a synchronous workload whose micro-batches run one by one.
         slices: n, 1 or more.
 
     Raises:
-        ConfigError: it is asynchronous, or forwards are of several micro-batches, or backwards of parts.
+        ConfigError: the workload is asynchronous, forwards contain several micro-batches, or backwards are
+            divided.
     """
     if slices == 1:
         return workload
     if not workload.synchronous:
         raise ConfigError(
-            f"slices={slices}: an asynchronous scheme has none; choose a synchronous one, such as 1f1b"
+            f"slices={slices}: asynchronous schemes have no slices; choose a synchronous one, such as 1f1b"
         )
     passes = []
     for one in workload.passes:
@@ -60,7 +62,7 @@ def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], s
 
     Args:
         build: the scheme's builder.
-        options: its options, ``micro_batches`` among them.
+        options: the scheme's options, including ``micro_batches``.
         slices: n, 1 or more.
 
     Raises:
@@ -84,7 +86,7 @@ def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], s
 
 
 def _parts(op: Op, slices: int) -> list[Op]:
-    """All slices of an op, in the order in which they need each other."""
+    """All slices of an op, in the order of their dependencies."""
     found = [op._replace(part=part, parts=slices) for part in range(slices)]
     return found if op.kind.whole else found[::-1]
 
@@ -94,12 +96,12 @@ def _by_units(
 ) -> Schedule | None:
     """The order for N · n micro-batches with slices in their places.
 
-    None where pipes would share a micro-batch, or backwards go through the micro-batches backwards.
+    None if pipes would share a micro-batch, or backwards run in reverse order of micro-batches.
     """
     n = sliced.workload.slices
     try:
         units = build(**{**options, "micro_batches": sliced.micro_batches * n})
-    except ConfigError:  # a scheme that is particular about their number
+    except ConfigError:  # the scheme may require other numbers of micro-batches
         return None
     own: dict[int, list[int]] = defaultdict(list)
     for one in sliced.workload.passes:
@@ -113,7 +115,7 @@ def _by_units(
         if len(one.micro_batches) > 1 or k // n >= len(own[one.pipe]):
             return None
         number[one.micro_batches[0]] = micro_batch, part = own[one.pipe][k // n], k % n
-        split[micro_batch, n - 1 - part] = one.shares[0].split  # its backward is that slice's
+        split[micro_batch, n - 1 - part] = one.shares[0].split  # its backward belongs to that slice
 
     def cut(op: Op) -> Op:
         micro_batch, part = number[op.micro_batches[0]]
@@ -138,7 +140,7 @@ def _by_units(
 
 
 def _advanced(row: Sequence[Op], count: int) -> list[Op]:
-    """The order in which ``count`` more forwards, if there are so many, come before each other op."""
+    """The order in which ``count`` more forwards, if that many exist, come before each other op."""
     forwards = [op for op in row if op.kind.whole]
     found: list[Op] = []
     done = before = 0

@@ -1,4 +1,4 @@
-"""Orders written down as slots: a rule gives every op a slot, sorting by slot gives each worker's order.
+"""Orders defined by slots: a rule gives every op a slot, and sorting by slot gives each worker's order.
 
 A slot is a position, not a time: only the order survives. A rule whose slots strictly increase along
 every dependency (forward to next forward, forward to backward, backward to next backward) gives orders
@@ -25,7 +25,7 @@ def orders_by_slot(workers: int, placed: Iterable[Placed]) -> tuple[tuple[Op, ..
 
 
 def spread(count: int, places: int) -> list[int]:
-    """``count`` things over ``places`` as evenly as possible, the first places taking the rest.
+    """``count`` things distributed over ``places`` as evenly as possible; the first places take the rest.
 
     >>> spread(5, 4)
     [2, 1, 1, 1]

@@ -1,8 +1,8 @@
-"""Backwards split: input gradients where the backwards were, weight gradients where a worker would wait.
+"""Split backwards: input gradients in place of the backwards, weight gradients where a worker would wait.
 
-Invariant: a worker never stashes more forwards than it may. Split, no op starts later than in the order that
-was split, where input gradient and weight gradients together take the time of the backward: a worker only
-waits when it has no weight gradients left to make, so until then it has done at most the same work.
+Invariant: a worker never stashes more forwards than it may. No op starts later than in the original order if
+input gradient and weight gradients together take the time of the backward: a worker only waits when it has no
+weight gradients left to compute, so until then it has done at most the same work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fill import filled
 
 
 def split_workload(workload: Workload, split: bool = True) -> Workload:
-    """The same work with every backward split in two; as it is if ``split`` is false.
+    """The same work with every backward split in two; unchanged if ``split`` is false.
 
     Raises:
         ConfigError: ``split`` is neither true nor false.
@@ -38,14 +38,14 @@ def split_workload(workload: Workload, split: bool = True) -> Workload:
 
 
 def split_backwards(schedule: Schedule, split: bool = True) -> Schedule:
-    """The same order with every backward split in two; as it is if ``split`` is false.
+    """The same order with every backward split in two; unchanged if ``split`` is false.
 
     Each backward becomes an input gradient; see ``weights_in_waits`` for its weight gradients. A worker
     stashes no more forwards than before.
 
     Args:
         schedule: a synchronous schedule whose backwards are whole.
-        split: whether to.
+        split: whether to split.
 
     Raises:
         ConfigError: ``split`` is neither true nor false.
@@ -67,15 +67,15 @@ def split_backwards(schedule: Schedule, split: bool = True) -> Schedule:
 
 
 def weights_in_waits(schedule: Schedule, limits: Sequence[float]) -> Schedule:
-    """The same order, but for the weight gradients, which fill waits.
+    """The same order, except that weight gradients fill waits.
 
-    They go where their worker would otherwise wait in unit times (F = I = W = 1), the oldest first; before a
-    forward for which there is no room; or to the end.
+    They run where their worker would otherwise wait in unit times (F = I = W = 1), the oldest first; before a
+    forward for which there is no room; or at the end.
 
     Args:
         schedule: a schedule with split backwards.
-        limits: the most forwards that each worker may stash, in (stage x micro-batch) units; no fewer than
-            it stashes where weight gradients follow their input gradients at once.
+        limits: maximum forwards that each worker may stash, in (stage x micro-batch) units; not less than it
+            stashes if weight gradients follow their input gradients at once.
     """
     late = (tuple(_late(order, limit)) for order, limit in zip(schedule.orders, limits, strict=True))
     return filled(replace(schedule, orders=tuple(late)), limits, lambda op: op.kind.takes is None)

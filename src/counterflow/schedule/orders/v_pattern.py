@@ -1,8 +1,8 @@
-"""Orders in a V that repeat a building block: V-Half and V-Min differ in where its ops lie.
+"""Orders in a V that repeat a building block; V-Half and V-Min differ in the positions of its ops.
 
-A block is one micro-batch on all workers: when each of its forwards and input gradients starts, in times of
-an op. A block follows every six times, and weight gradients take the times that are left. What a worker would
-wait in warm-up and drain is then filled, within the memory of the blocks.
+A block is one micro-batch on all workers: the start of each of its forwards and input gradients, in op times.
+A new block follows every six op times, and weight gradients take the times that are left. Waits in warm-up
+and drain are then filled, within the memory of the blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from counterflow.schedule.workload import Workload, plain
 from .legal import at_least
 
 Starts = tuple[int, int, int, int]
-"""When a worker's F0, F1, I1 and I0 of the first micro-batch start; 0 and 1 are its stages down and back."""
+"""Starts of a worker's F0, F1, I1 and I0 of the first micro-batch; 0 and 1 are its stages on the way down and
+back.
+"""
 
 INTERVAL = 6
-"""Two stages' ops, each of one time: when the next micro-batch's block starts."""
+"""Op times after which the next micro-batch's block starts: the ops of two stages, one each."""
 
 KINDS = F, F, I, I
 
 
 def v_workload(workers: int, micro_batches: int) -> Workload:
-    """Two stages a worker in a V, every backward split.
+    """A workload with two stages per worker in a V, every backward split.
 
     Raises:
         ConfigError: an option is below 1.
@@ -49,7 +51,7 @@ def v_scheme(
     source: str,
     most_stashed: Callable[..., int],
 ) -> Scheme:
-    """The record of a scheme of two stages a worker in a V; arguments as of ``Scheme``."""
+    """The record of a scheme with two stages per worker in a V; arguments as in ``Scheme``."""
     return Scheme(
         name=name,
         build=build,
@@ -71,7 +73,7 @@ def v_scheme(
 def two_layers_a_worker(
     workers: int, _micro_batches: int, layers: int
 ) -> Iterator[Mapping[str, OptionValue]]:
-    """The planner of a scheme with two stages a worker and no further options."""
+    """The planner of a scheme with two stages per worker and no further options."""
     if layers >= 2 * workers:
         yield {}
 
@@ -82,10 +84,10 @@ def v_schedule(
     """The schedule of a building block, with its waits filled.
 
     Args:
-        scheme: its name.
+        scheme: name of the scheme.
         workers: P, 1 or more; the model is cut into 2P stages.
         micro_batches: N, 1 or more.
-        starts: from worker and P to the worker's part of the block.
+        starts: function of worker and P that returns the worker's part of the block.
 
     Raises:
         ConfigError: an option is out of range.
@@ -99,7 +101,7 @@ def v_schedule(
 
 
 def _order(worker: int, workers: int, micro_batches: int, starts: Starts) -> Iterator[Op]:
-    """One worker's ops by time, weight gradients where nothing else starts."""
+    """One worker's ops by time, with weight gradients at times when nothing else starts."""
     stages = worker, 2 * workers - 1 - worker
     held = stages[0], stages[1], stages[1], stages[0]
     placed = {

@@ -1,6 +1,6 @@
 """Orders written in words such as F0, I1, B0, W: a kind of op and which of the worker's two stages.
 
-Shared by the schemes whose sources give a worker's order that way.
+Schemes share it whose sources describe a worker's order in this way.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _COUNTED_WITH = {I: B}
 
 
 def ops_of(words: Iterable[str], op: Callable[[OpKind, int, int], Op]) -> Iterator[Op]:
-    """The ops of an order in words.
+    """The ops of an order that is written in words.
 
-    The first F0 is the forward of the first micro-batch of stage 0 of the worker, the next one that of the
-    second; so are its backwards, whole (B0) or split (I0). W0 is the oldest input gradient of stage 0 whose
-    weight gradients wait, W the oldest of all.
+    The first F0 is the forward of the first micro-batch on the worker's stage 0, the next F0 that of the
+    second. Backwards are numbered in the same way, whole (B0) or split (I0). W0 computes the weight gradients
+    of the oldest input gradient of stage 0 that waits for them, W those of the oldest of all.
 
     Args:
         words: the order.
-        op: makes an op of its kind, which of the worker's stages, and micro-batch.
+        op: function that makes an op of its kind, the index of the worker's stage, and the micro-batch.
 
     >>> words = "F0 F1 F1 I1 I1 W F0 B0".split()
     >>> print(*ops_of(words, lambda kind, stage, m: Op(kind, 7 + stage, (m,))))

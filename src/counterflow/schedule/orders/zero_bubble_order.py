@@ -1,4 +1,6 @@
-"""1F1B with a split backward: zb-h1 and zb-h2 differ in how much is in flight, and how long weights wait."""
+"""1F1B with a split backward; zb-h1 and zb-h2 differ in the number of forwards in flight and the delay of
+weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from .legal import at_least
 
 
 def zero_bubble_workload(stages: int, micro_batches: int) -> Workload:
-    """One stage a worker, every backward split.
+    """A workload with one stage per worker, every backward split.
 
     Raises:
         ConfigError: an option is below 1.
@@ -28,7 +30,7 @@ def zero_bubble_order(stage: int, micro_batches: int, in_flight: int, delay: int
         stage: the stage, which is also its worker.
         micro_batches: N.
         in_flight: forwards before the first input gradient, 1 or more.
-        delay: by how many micro-batches weight gradients come after their input gradient.
+        delay: number of micro-batches by which weight gradients follow their input gradient.
 
     >>> print(*zero_bubble_order(1, micro_batches=3, in_flight=1, delay=1))
     F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1

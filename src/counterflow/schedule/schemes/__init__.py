@@ -1,6 +1,6 @@
 """Every scheme, one file each: a pure function from options to a ``Schedule``, and its record, ``SCHEME``.
 
-Each function here accepts ``workers=`` or ``stages=``, whichever you know.
+Each function here accepts ``workers=`` or ``stages=``.
 """
 
 from counterflow.schedule.scheme import either_depth as _either_depth
@@ -63,7 +63,7 @@ zb_v = _either_depth(_ZB_V, _zb_v)
 
 
 def __dir__() -> list[str]:
-    """The schemes alone."""
+    """Only the schemes."""
     return __all__
 
 

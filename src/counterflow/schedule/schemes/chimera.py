@@ -9,17 +9,15 @@ D=4, N=4 (0, 1 down; 2, 3 up; digit = forward, letter = backward, B = 2F):
 
 The basic unit in slots: the j-th micro-batch of a pipe has its forward of stage s in slot 2j + s and its
 backward in slot 2j + 2D − 1 − s. A pipe runs D/(2f) of the D micro-batches, and no two ops share a
-worker and a slot. More micro-batches are units one after another (``concat``):
+worker and a slot. More micro-batches are appended as further units (``concat``):
 
-* direct: units shifted by 2D slots.
-* forward-doubling: units of 2D micro-batches; pair j of a pipe is one forward in slot 2j + s, its
-  backwards k = 2j and 2j + 1 are in slots D + 2k + (D − 1 − s); units shifted by 3D slots. At most D
-  micro-batches left over run as a basic unit.
-* backward-halving: the same slots, where the forward runs one micro-batch and backwards 2j and 2j + 1
-  are its two halves.
+* direct: units shifted by 2D slots. * forward-doubling: units of 2D micro-batches; pair j of a pipe is one
+forward in slot 2j + s, its backwards k = 2j and 2j + 1 are in slots D + 2k + (D − 1 − s); units shifted by 3D
+slots. At most D remaining micro-batches run as a basic unit. * backward-halving: the same slots, where the
+forward runs one micro-batch and backwards 2j and 2j + 1 are its two halves.
 
-With more than one pair of pipes (f > 1) two backwards of a doubled or halved unit can ask for one slot;
-the one of the lower pipe goes first. Slots strictly increase along dependencies, so this stays right.
+With more than one pair of pipes (f > 1) two backwards of a doubled or halved unit can have the same slot; the
+one of the lower pipe goes first. Slots strictly increase along dependencies, so the order stays right.
 
 Source: Li & Hoefler, Chimera (SC'21): sections 3.1, 3.5 (Figure 7) and 3.6 (Figure 8).
 """
@@ -42,7 +40,7 @@ from counterflow.schedule.workload import Pass, Share, Workload
 
 
 class Concat(StrEnum):
-    """How Chimera goes on after its first D micro-batches (section 3.5)."""
+    """How Chimera continues after its first D micro-batches (section 3.5)."""
 
     DIRECT = "direct"
     FORWARD_DOUBLING = "forward-doubling"
@@ -62,8 +60,8 @@ def chimera(
         stages: depth D, the number of workers, even.
         micro_batches: N, 1 or more; fewer than D are spread over the pipes as evenly as possible.
         pairs: f, the pipes in each direction; divides D/2. Every worker holds 2f stages.
-        concat: what follows the first unit: ``direct``, ``forward-doubling`` or ``backward-halving``.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        concat: how units follow the first one: ``direct``, ``forward-doubling`` or ``backward-halving``.
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -119,20 +117,22 @@ def _passed(
 def _units(
     stages: int, micro_batches: int, pairs: int, concat: Concat
 ) -> Iterator[tuple[int, bool, list[int]]]:
-    """Each unit as (first slot, is it basic, micro-batches a pipe)."""
+    """Each unit as (first slot, whether it is basic, micro-batches per pipe)."""
     doubling = concat is Concat.FORWARD_DOUBLING
     full = 2 * stages if doubling else stages
     shift = 2 * stages if concat is Concat.DIRECT else 3 * stages
     for unit, done in enumerate(range(0, micro_batches, full)):
         size = min(full, micro_batches - done)
         basic = concat is Concat.DIRECT or (doubling and size <= stages)
-        # What does not divide goes to down 0, up 0, down 1, up 1, …; pipes are down pipes, then up pipes.
+        # The remainder goes to down 0, up 0, down 1, up 1, …; pipes are down pipes, then up pipes.
         shares = spread(size, 2 * pairs)
         yield unit * shift, basic, shares[0::2] + shares[1::2]
 
 
 class _Slots(NamedTuple):
-    """A pass and its slots: of its forward on stage 0, and of its shares' backwards on stage D - 1."""
+    """A pass and its slots: that of its forward on stage 0, and those of its shares' backwards on stage D -
+    1.
+    """
 
     work: Pass
     forward: int
@@ -142,7 +142,7 @@ class _Slots(NamedTuple):
 def _passes(
     stages: int, units: Sequence[tuple[int, bool, list[int]]], pipes: int, concat: Concat
 ) -> Iterator[_Slots]:
-    """Every pass, pipe by pipe; a pipe's micro-batches are numbered on from unit to unit."""
+    """Every pass, pipe by pipe; the micro-batches of a pipe are numbered through all units."""
     first = 0
     for pipe in range(pipes):
         for start, basic, shares in units:
@@ -153,7 +153,7 @@ def _passes(
             for j, begin in enumerate(range(batches.start, batches.stop, step)):
                 group = tuple(range(begin, min(begin + step, batches.stop)))
                 parts = tuple(Share((m,), part, halves) for m in group for part in range(halves))
-                # A unit of doubled or halved ops: a forward works as long as a backward (Figure 7 c, d).
+                # In a unit of doubled or halved ops a forward takes as long as a backward (Figure 7 c, d).
                 slots = [stages + 2 * j] if basic else [stages + 2 * (2 * j + i) for i in range(len(parts))]
                 yield _Slots(Pass(pipe, group, parts), start + 2 * j, tuple(start + slot for slot in slots))
 
@@ -173,7 +173,7 @@ def _placed(placement: Placement, passes: Sequence[_Slots]) -> Iterator[Placed]:
 
 
 def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    # The ways to go on differ from direct only where something follows the first unit.
+    # The alternatives differ from direct only if something follows the first unit.
     ways = Concat if micro_batches > workers else (Concat.DIRECT,)
     for pairs in (f for f in range(1, workers // 2 + 1) if (workers // 2) % f == 0):
         for way in ways:
@@ -191,7 +191,9 @@ def _most_stashed(
 def _most_in_flight(
     stages: int, pairs: int = 1, concat: str = Concat.DIRECT.value, **_: OptionValue
 ) -> int | None:
-    """A unit's: a pipe's first micro-batch of the next unit enters when that of this one has come back."""
+    """The bound of a unit: a pipe's first micro-batch of the next unit enters when the first one of this unit
+    has returned.
+    """
     unit = 2 * stages if concat == Concat.FORWARD_DOUBLING.value else stages
     return -(-unit // (2 * pairs))
 

@@ -27,7 +27,7 @@ def dapple(stages: int, micro_batches: int, split: bool = False) -> Schedule:
     Args:
         stages: depth D, the number of workers, 1 or more.
         micro_batches: N, 1 or more.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.

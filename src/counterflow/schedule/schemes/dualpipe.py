@@ -1,4 +1,4 @@
-"""DualPipe: two directions from both ends, which meet in the middle; few backwards are split.
+"""DualPipe: two directions that start from both ends and meet in the middle; few backwards are split.
 
 D=4, N=8 (0..3 down, 4..7 up; digit = forward, small letter = backward or input gradient, capital = weight
 gradients; F = I = W, and a whole backward takes both):
@@ -58,7 +58,7 @@ def _workload(stages: int, micro_batches: int) -> Workload:
 
 
 def _order(worker: int, stages: int, each: int) -> tuple[Op, ...]:
-    """Near the lower end the down pipe comes first, near the upper end the up pipe."""
+    """Near the lower end the down pipe is first, near the upper end the up pipe."""
     nearer = int(worker >= stages // 2)
 
     def op(kind: OpKind, which: int, m: int) -> Op:

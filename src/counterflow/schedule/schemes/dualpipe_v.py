@@ -1,4 +1,5 @@
-"""DualPipeV: DualPipe folded into a V, so that half the workers do and nobody holds a second copy.
+"""DualPipeV: DualPipe folded into a V, so half the number of workers suffices and no worker holds a second
+copy.
 
 P=2, N=4 (digit = forward, small letter = backward or input gradient, capital = weight gradients, bar = of the
 stage on the way back; F = I = W, and a whole backward takes both):
@@ -23,7 +24,7 @@ from counterflow.schedule.workload import Workload
 
 
 def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
-    """Two stages a worker in a V; most backwards are whole; peak 2P + 1 half stages.
+    """Two stages per worker in a V; most backwards are whole; peak 2P + 1 half stages.
 
     Args:
         workers: P, 1 or more; the model is cut into 2P stages.

@@ -29,7 +29,7 @@ def gems(stages: int, micro_batches: int, split: bool = False) -> Schedule:
     Args:
         stages: depth D, the number of workers, even.
         micro_batches: N, 1 or more.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.

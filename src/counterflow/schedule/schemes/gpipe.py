@@ -32,7 +32,7 @@ def gpipe(stages: int, micro_batches: int, groups: int = 1) -> Schedule:
         stages: depth D, the number of workers, 1 or more. With ``groups`` the model is cut into
             ``stages * groups`` stages, ``groups`` on each worker.
         micro_batches: N, 1 or more.
-        groups: chunks a worker holds, 1 or more.
+        groups: number of chunks that a worker holds, 1 or more.
 
     Raises:
         ConfigError: an option is out of range.
@@ -79,7 +79,7 @@ SCHEME = Scheme(
         Option(
             "groups",
             "1 or more",
-            "chunks of the model a worker holds",
+            "chunks of the model that a worker holds",
             default=1,
             noun="group",
             unsaid=1,

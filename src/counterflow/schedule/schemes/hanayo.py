@@ -33,8 +33,8 @@ def hanayo(workers: int, micro_batches: int, waves: int = 1, split: bool = False
     Args:
         workers: P, 1 or more.
         micro_batches: N, 1 or more; units of P, the last one may be smaller.
-        waves: how often a forward runs down and up, 1 or more.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        waves: number of times that a forward runs down and up, 1 or more.
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.

@@ -5,10 +5,10 @@ P=2, chunks=2, N=2 (micro-batch.stage; B = 2F):
     P0: F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0
     P1: F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
 
-Micro-batches go in rounds; a round passes chunk after chunk. Rounds have P micro-batches; what is left
-over when P does not divide N is spread over them, so that a round never has fewer than P (or N) and no
-worker waits for a round too short to fill the pipeline. The warm-up of worker w is
-(chunks − 1)·round + 2·(P − 1 − w) forwards, or P − 1 − w with one chunk, where this is DAPPLE.
+Micro-batches go in rounds; a round passes chunk after chunk. Rounds have P micro-batches; if P does not
+divide N, the remainder is spread over the rounds, so a round never has fewer than P (or N) and no worker
+waits for a round too short to fill the pipeline. The warm-up of worker w is (chunks − 1)·round + 2·(P − 1 −
+w) forwards, or P − 1 − w with one chunk, where this is DAPPLE.
 
 Source: Narayanan et al., Megatron-LM (SC'21) section 2.2; the same order as
 torch.distributed.pipelining's ScheduleInterleaved1F1B.
@@ -34,8 +34,9 @@ def interleaved(workers: int, micro_batches: int, chunks: int = 2, split: bool =
     Args:
         workers: P, 1 or more.
         micro_batches: N, 1 or more; P need not divide it.
-        chunks: stages a worker holds, 1 or more; the model is cut into ``workers * chunks`` stages.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        chunks: number of stages that a worker holds, 1 or more; the model is cut into ``workers * chunks``
+            stages.
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -82,7 +83,7 @@ def in_rounds(kind: OpKind, stages: list[int], rounds: list[int]) -> Iterator[Op
 
 
 def _planned(workers: int, _micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    # With one chunk it is 1F1B without chunks, and one worker has nothing to interleave.
+    # With one chunk this is 1F1B without chunks, and one worker has nothing to interleave.
     for chunks in counts(2, layers // workers) if workers > 1 else ():
         yield {"chunks": chunks}
 
@@ -101,7 +102,7 @@ SCHEME = Scheme(
     options=(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
         MICRO_BATCHES,
-        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
+        Option("chunks", "1 or more", "stages that a worker holds", default=2, noun="chunk", multiplies=True),
         SPLIT,
     ),
     planner=_planned,

@@ -33,7 +33,8 @@ def interleaved_zb(workers: int, micro_batches: int, chunks: int = 2) -> Schedul
     Args:
         workers: P, 1 or more.
         micro_batches: N, 1 or more; P need not divide it.
-        chunks: stages a worker holds, 1 or more; the model is cut into ``workers * chunks`` stages.
+        chunks: number of stages that a worker holds, 1 or more; the model is cut into ``workers * chunks``
+            stages.
 
     Raises:
         ConfigError: an option is out of range.
@@ -92,7 +93,7 @@ SCHEME = Scheme(
     options=(
         Option("workers", "1 or more", "workers of one pipeline group", letter="P"),
         MICRO_BATCHES,
-        Option("chunks", "1 or more", "stages a worker holds", default=2, noun="chunk", multiplies=True),
+        Option("chunks", "1 or more", "stages that a worker holds", default=2, noun="chunk", multiplies=True),
     ),
     planner=_planned,
     needs="two layers for each worker, and two workers",

@@ -7,20 +7,20 @@ D=4, N=4, K=2, Γ=1 (micro-batches 0 and 2 go down, 1 and 3 up), makespan 19 wit
     P2: F1 F0 B0 F3 F2 B1 B2 B3
     P3: F1 F0 B0 F3 F2 B2 B1 B3
 
-Micro-batches alternate between the down and the up pipe. K of them are injected before the first
-backward: each pipe's first stage runs K/2 forwards before its worker's first backward. Γ forwards more
-are advanced past backwards of the other pipe, so that a worker stashes at most K + Γ. ``injected="max"``
-is for N > D: forwards as early as memory allows with peak 3D/2 − 1.
+Micro-batches alternate between the down and the up pipe. K of them are injected before the first backward:
+each pipe's first stage runs K/2 forwards before its worker's first backward. Γ more forwards are advanced
+past backwards of the other pipe, so a worker stashes at most K + Γ. ``injected="max"`` is for N > D: forwards
+as early as memory allows with peak 3D/2 − 1.
 
-How the order is made (``mixpipe_plan.py``): only orders symmetric for the two directions are built, as a
-list schedule of one pipe folded onto D/2 workers. Every op has a due time; a free worker starts the op due
-first that fits in memory. The first due times are linear in stage and micro-batch; the schedule is then made
-again from its end, which tells how late each op may start, and once more from its beginning with these as
-due times. Twelve such schedules are made and the shortest is kept. One place in memory is always left for the
+How the order is made (``mixpipe_plan.py``): only orders symmetric for the two directions are built, as a list
+schedule of one pipe folded onto D/2 workers. Every op has a due time; a free worker starts the op due first
+that fits in memory. The first due times are linear in stage and micro-batch; the schedule is then made again
+from its end, which determines how late each op may start, and once more from its beginning with these as due
+times. Twelve such schedules are made and the shortest is kept. One place in memory is always left for the
 later of a worker's two stages, so none can deadlock, whatever the due times.
 
 The paper's idle time 5D − 3K − 4 − 3Γ is exact at D=4; from K ≥ D/2 on the orders here idle at most that
-long up to D=16; for K < D/2 it cannot be reached within a peak of K + Γ. Only a simulation tells.
+long up to D=16; for K < D/2 it cannot be reached within a peak of K + Γ. Simulate to get the exact value.
 
 Source: Zhang et al., MixPipe (2023) section III-A (Figure 3, equation 5) and III-C (Figure 6).
 """
@@ -53,7 +53,7 @@ def mixpipe(
         micro_batches: N, 1 or more.
         injected: K, even, 2..D, or ``"max"``; None means D.
         early_forwards: Γ, 0..(D − K)/2; 0 with ``"max"``.
-        split: whether input and weight gradients are apart (``split_backwards``).
+        split: whether backwards are split (``split_backwards``).
 
     Raises:
         ConfigError: an option is out of range.
@@ -93,7 +93,7 @@ def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
     if isinstance(injected, str):
         if injected != "max":
             raise ConfigError(f"injected={injected!r}: must be even, 2 to {stages}, or 'max'")
-        most, why = 0, "with injected=max no forwards are advanced besides"
+        most, why = 0, "with injected=max no further forwards are advanced"
     else:
         at_least("injected", injected, 2)
         if injected % 2 or injected > stages:

@@ -34,7 +34,7 @@ def pipedream(stages: int, periods: int = 8) -> Schedule:
 
     Args:
         stages: depth D, the number of workers, 1 or more.
-        periods: micro-batches to play, 1 or more. A steady part is reached with D + 1 or more.
+        periods: number of micro-batches, 1 or more. A steady part needs D + 1 or more.
 
     Raises:
         ConfigError: an option is out of range.

@@ -33,8 +33,8 @@ def pipedream_2bw(stages: int, micro_batches: int, periods: int = 8) -> Schedule
 
     Args:
         stages: depth D, the number of workers, 1 or more.
-        micro_batches: N, micro-batches between updates, D or more.
-        periods: updates to play, 1 or more.
+        micro_batches: N, number of micro-batches between updates, D or more.
+        periods: number of updates, 1 or more.
 
     Raises:
         ConfigError: an option is out of range.

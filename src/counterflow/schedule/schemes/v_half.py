@@ -1,4 +1,4 @@
-"""V-Half: two stages a worker in a V, with about half the memory of 1F1B and half of its waits.
+"""V-Half: two stages per worker in a V, with about half the memory of 1F1B and half of its waits.
 
 P=4, N=3 (digit = forward, small letter = input gradient, capital = weight gradients, bar = of the stage on
 the way back; F = I = W):
@@ -18,7 +18,7 @@ from counterflow.schedule.orders.v_pattern import Starts, v_schedule, v_scheme
 
 
 def v_half(workers: int, micro_batches: int) -> Schedule:
-    """Two stages a worker in a V; peak P + 2 half stages, or one less with an odd number of workers.
+    """Two stages per worker in a V; peak P + 2 half stages, or one less with an odd number of workers.
 
     Args:
         workers: P, 1 or more; the model is cut into 2P stages.
@@ -42,7 +42,7 @@ def _starts(worker: int, workers: int) -> Starts:
 SCHEME = v_scheme(
     "v-half",
     v_half,
-    summary="two stages a worker in a V, half the memory of 1F1B",
+    summary="two stages per worker in a V, half the memory of 1F1B",
     source="Qi et al. 2024 (Controllable Memory)",
     most_stashed=lambda workers, **_: workers + 2 - workers % 2,
 )

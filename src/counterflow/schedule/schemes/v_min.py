@@ -1,4 +1,4 @@
-"""V-Min: two stages a worker in a V, with about a third of the memory of 1F1B and two thirds of its waits.
+"""V-Min: two stages per worker in a V, with about a third of the memory of 1F1B and two thirds of its waits.
 
 P=4, N=3 (digit = forward, small letter = input gradient, capital = weight gradients, bar = of the stage on
 the way back; F = I = W):
@@ -20,7 +20,7 @@ from counterflow.schedule.orders.v_pattern import Starts, v_schedule, v_scheme
 
 
 def v_min(workers: int, micro_batches: int) -> Schedule:
-    """Two stages a worker in a V; peak 2⌊(P + 4)/3⌋ half stages.
+    """Two stages per worker in a V; peak 2⌊(P + 4)/3⌋ half stages.
 
     Args:
         workers: P, 1 or more; the model is cut into 2P stages.
@@ -48,7 +48,7 @@ def _starts(worker: int, workers: int) -> Starts:
 SCHEME = v_scheme(
     "v-min",
     v_min,
-    summary="two stages a worker in a V, a third of the memory of 1F1B",
+    summary="two stages per worker in a V, a third of the memory of 1F1B",
     source="Qi et al. 2024 (Controllable Memory)",
     most_stashed=lambda workers, **_: 2 * ((workers + 4) // 3),
 )

@@ -1,4 +1,4 @@
-"""WPipe: two groups of stages on the same workers take turns, so only one group sees late gradients.
+"""WPipe: two groups of stages on the same workers take turns, so only one group has late gradients.
 
 Two workers, M=2, 4 partitions (stages 0, 1 are group G0, stages 2, 3 are G1), each worker's first ops:
 
@@ -38,8 +38,8 @@ def wpipe(workers: int, micro_batches: int, periods: int = 8) -> Schedule:
 
     Args:
         workers: N, 1 or more; the model is cut into ``2 * workers`` stages.
-        micro_batches: M, micro-batches between updates, N or more.
-        periods: updates of each group to play, 1 or more.
+        micro_batches: M, number of micro-batches between updates, N or more.
+        periods: number of updates of each group, 1 or more.
 
     Raises:
         ConfigError: an option is out of range.

@@ -1,4 +1,4 @@
-"""ZB-H2: about twice the forwards of 1F1B in flight, so that no worker waits once it has begun.
+"""ZB-H2: about twice the forwards of 1F1B in flight, so no worker waits once it has begun.
 
 D=3, N=6 (digit = forward, small letter = input gradient, capital = weight gradients; F = I = W):
 

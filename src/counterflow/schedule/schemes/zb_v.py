@@ -1,4 +1,4 @@
-"""ZB-V: two stages a worker in a V, and no wait where F = I = W, with the memory of 1F1B.
+"""ZB-V: two stages per worker in a V, without waits if F = I = W, with the memory of 1F1B.
 
 P=2, N=4 (digit = forward, small letter = input gradient, capital = weight gradients, bar = of the stage on
 the way back; F = I = W):
@@ -18,7 +18,7 @@ from counterflow.schedule.orders.words import ops_of
 
 
 def zb_v(workers: int, micro_batches: int) -> Schedule:
-    """Two stages a worker: stage w on the way down, stage 2P - 1 - w on the way back; peak 2P half stages.
+    """Two stages per worker: stage w on the way down, stage 2P - 1 - w on the way back; peak 2P half stages.
 
     Args:
         workers: P, 1 or more; the model is cut into 2P stages.
@@ -37,7 +37,7 @@ def zb_v(workers: int, micro_batches: int) -> Schedule:
 
 
 def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
-    """The order for as many micro-batches as fill the pipeline; those that are not there are left out."""
+    """The order for as many micro-batches as fill the pipeline, without those that do not exist."""
     last = 2 * workers - 1
 
     def op(kind: OpKind, chunk: int, m: int) -> Op:
@@ -66,7 +66,7 @@ def _words(worker: int, workers: int, micro_batches: int) -> list[str]:
 SCHEME = v_scheme(
     "zb-v",
     zb_v,
-    summary="two stages a worker in a V, no waits where F = I = W",
+    summary="two stages per worker in a V, no waits if F = I = W",
     source="Qi et al. 2024 (Zero Bubble)",
     most_stashed=lambda workers, **_: 2 * workers,
 )

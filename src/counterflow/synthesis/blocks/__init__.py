@@ -1,1 +1,1 @@
-"""Orders that repeat a block: found, unrolled, squeezed."""
+"""Orders that repeat a block: search for blocks, unrolling, squeezing."""

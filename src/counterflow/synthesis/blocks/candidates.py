@@ -1,10 +1,10 @@
 """Orders that repeat a block: blocks of short periods and ways, unrolled to all micro-batches, then squeezed.
 
-The block of a problem does not grow with its micro-batches, so good ones are found where whole orders are too
-long to be searched. Blocks come from moves on a first one (``pattern_moves``), then from a solver where it is
-installed (``pattern_solver``), which also says which periods cannot be.
+The block of a problem does not grow with its micro-batches, so good ones are found even if whole orders are
+too long to be searched. Blocks come from moves on a first one (``pattern_moves``), then from a solver if it
+is installed (``pattern_solver``), which also proves some periods impossible.
 
-Invariant: what is yielded is within all limits and plays to its end.
+Invariant: yielded words are within all limits and play to their end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .squeeze import Lateness, Squeezer
 from .wander import Wanderer
 
 MOVES = 500_000
-"""Moves for a block, times its letters."""
+"""Moves per block and letter."""
 
 MOST_FOR_SOLVER = 120
-"""Letters: with more, the solver finds nothing that moves do not."""
+"""Maximum letters for the solver: with more it finds nothing that moves do not."""
 
 _LATE = (inf, 0.5, 0.0)
-"""How late a squeezed op may make the next one at first, in ops."""
+"""Delays that a squeezed op may cause to the next one at first, in ops."""
 
 
 def candidates(
@@ -42,17 +42,17 @@ def candidates(
     seed: int = 0,
     goal: float = 0.0,
 ) -> Iterator[Words]:
-    """Words, each better than all before: starts and blocks, squeezed; then these squeezed on by chance.
+    """Words, each better than all before: starts and blocks, squeezed; then squeezed again at random.
 
     Args:
-        problem: what is ordered.
+        problem: the problem.
         starts: known words, the best first; they are squeezed too.
-        seconds: about how long it takes; starts and the first block are always looked at.
-        turns: so many blocks by moves, and none by the solver, in place of ``seconds``; the words are then
+        seconds: approximate duration; starts and the first block are always tried.
+        turns: number of blocks by moves, with none by the solver, instead of ``seconds``; the words are then
             the same on every machine.
-        moves: for a block, times its letters.
-        seed: of the random numbers.
-        goal: seconds that cannot be beaten; where they are reached, it ends.
+        moves: moves per block and letter.
+        seed: seed of the random numbers.
+        goal: seconds that cannot be beaten; reaching them ends the search.
     """
     until = inf if turns is not None else monotonic() + seconds
     squeezer = Squeezer(problem)
@@ -87,31 +87,32 @@ def candidates(
 
 
 _FOR_BLOCKS = 0.4
-"""Of the time, so much is for finding blocks."""
+"""Share of the time in which blocks are searched."""
 
 _FIRST = 2
-"""So many starts are squeezed before the first block is made, the others by chance only."""
+"""Number of starts that are squeezed before the first block is made; the others are squeezed at random only.
+"""
 
 _WANDERS = 40
-"""Turns of squeezing by chance, for each of ``turns``."""
+"""Turns of random squeezing for each of ``turns``."""
 
 
 def way_of(problem: Problem, block: Block) -> float:
-    """Seconds from the start of a micro-batch's first op to the end of its last; of the slowest pipe."""
+    """Seconds from the start of a micro-batch's first op to the end of its last, on the slowest pipe."""
     return max(at + x.seconds for at, x in zip(block.starts, problem.letters, strict=True))
 
 
 def blocks(
     problem: Problem, *, seconds: float, turns: int | None = None, moves: int = MOVES, seed: int = 0
 ) -> Iterator[Block]:
-    """Blocks of a problem. Time between two of them, the caller's, counts too.
+    """Blocks of a problem. The caller's time between two of them counts too.
 
     Args:
-        problem: what is ordered.
-        seconds: how long to look for them; the first is always looked for.
+        problem: the problem.
+        seconds: time limit of the search; the first block is always searched.
         turns: see ``candidates``.
-        moves: likewise.
-        seed: of the random numbers.
+        moves: see ``candidates``.
+        seed: seed of the random numbers.
     """
     until = inf if turns is not None else monotonic() + seconds
     first = timed(problem, first_pattern(problem))
@@ -135,10 +136,11 @@ _TURNS = 6
 
 
 def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[Block]:
-    """Blocks of ever shorter periods, then of the least one those of the shortest way and the least memory.
+    """Blocks of ever shorter periods; then, of the shortest period, those of the shortest way and the least
+    memory.
 
-    The least period is looked for to a thousandth, as far as there is time. Where there is a block of some
-    period, there is one of each longer one: all starts stretched.
+    The shortest period is determined to a thousandth, as far as time allows. A block of some period exists
+    for each longer one too, with all starts stretched.
     """
     low = target = least_work(problem)
     while best.period > low * 1.001 and (left := until - monotonic()) > 0:

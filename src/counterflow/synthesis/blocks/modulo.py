@@ -1,15 +1,15 @@
 """A repeating block: when the ops of one micro-batch of every pipe start; others follow period by period.
 
-On a worker no two ops overlap modulo the period. What it holds while periods repeat follows from two things
-alone: the *order* in which it runs its letters within a period, and the *round* of each letter: so many
-periods after the first its first op runs. These two are a ``Pattern``. Its earliest starts are longest paths.
-Its least period is that of its slowest circle: waits that lead from a letter back to itself, some rounds
-later, need their seconds divided by these rounds.
+On a worker no two ops overlap modulo the period. Its memory while periods repeat follows from two things
+alone: the *order* in which it runs its letters within a period, and the *round* of each letter: the number of
+periods after the first in which its first op runs. These two are a ``Pattern``. Its earliest starts are
+longest paths. Its least period is that of its slowest circle: waits that lead from a letter back to itself,
+some rounds later, need their seconds divided by these rounds.
 
 Invariant: a pattern that keeps the limits while periods repeat keeps them at the beginning and the end too:
-there are fewer micro-batches then, and none holds less than nothing. Nothing here depends on how many
-micro-batches there are; pipes with fewer run the first rounds only. Of links that carry one message at a time
-only the load counts, not the queue.
+there are fewer micro-batches then, and none has negative memory. Nothing here depends on the number of
+micro-batches; pipes with fewer run the first rounds only. For links that carry one message at a time only the
+load counts, not the queue.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..problem import CLOSE, Problem, Words
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """In which order and in which rounds letters run.
+    """The order and the rounds in which letters run.
 
     Attributes:
-        orders: by worker, its letters as they follow each other in a period.
+        orders: by worker, its letters in their order in a period.
         rounds: by letter, the period in which its first op runs.
     """
 
@@ -38,12 +38,12 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The k-th op of letter l starts at ``starts[l] + k * period``.
+    """A block: the k-th op of letter l starts at ``starts[l] + k * period``.
 
     Attributes:
         period: seconds from a micro-batch to the next one.
-        starts: by letter, when its first op starts, in seconds; the first of all at 0.
-        pattern: what it was made of.
+        starts: by letter, start of its first op in seconds; the earliest is 0.
+        pattern: pattern of the block.
     """
 
     period: float
@@ -52,7 +52,7 @@ class Block:
 
 
 def least_work(problem: Problem) -> float:
-    """The least period that any block has: what the busiest worker, or link, has to do in a round."""
+    """Lower bound of the period of any block: the work of the busiest worker or link in a round."""
     numbers = numbers_of(problem)
     loads = [float(numbers.keeps[numbers.worker == w].sum()) for w in range(problem.workers)]
     if problem.lanes:
@@ -66,7 +66,7 @@ def least_work(problem: Problem) -> float:
 
 
 def shortest_way(problem: Problem) -> float:
-    """Seconds of a micro-batch from first to last that never waits for another."""
+    """Seconds from first to last op of a micro-batch that never waits for another."""
     numbers, ways = numbers_of(problem), ways_of(len(problem.letters))
     while _later(numbers, 0.0, ways):
         pass
@@ -74,7 +74,9 @@ def shortest_way(problem: Problem) -> float:
 
 
 def timed(problem: Problem, pattern: Pattern) -> Block | None:
-    """The block of least period that keeps a pattern, as early as it can be; None: it waits in a circle."""
+    """The block of shortest period that keeps a pattern, as early as possible; None: the pattern waits in a
+    circle.
+    """
     ways = ways_of(len(problem.letters))
     period = least_period(numbers_of(problem), cut_of(pattern), least_work(problem), np.inf, ways)
     if period == np.inf:
@@ -94,7 +96,7 @@ def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pa
 
 
 def unrolled(problem: Problem, block: Block) -> Words:
-    """The words of as many rounds as there are micro-batches, by starts."""
+    """The words of all micro-batches' rounds, by starts."""
     words = []
     for worker, row in enumerate(block.pattern.orders):
         place = {n: i for i, n in enumerate(row)}
@@ -108,7 +110,7 @@ def unrolled(problem: Problem, block: Block) -> Words:
 
 
 class Cut(NamedTuple):
-    """A pattern as arrays: orders behind each other, and rounds by letter."""
+    """A pattern as arrays: orders one after another, and rounds by letter."""
 
     order: Ints
     rounds: Ints
@@ -120,18 +122,18 @@ def cut_of(pattern: Pattern) -> Cut:
 
 
 class Ways(NamedTuple):
-    """Room for longest paths.
+    """Scratch memory for longest paths.
 
     Attributes:
-        start: when each letter starts at the earliest.
+        start: earliest start of each letter.
         before: the letter before on each letter's longest path; -1: none.
         length: seconds from that one's start to its own.
-        back: ... less so many periods.
-        by_worker: the letter before in the worker's order; itself: there is none.
-        laps: how many periods later it starts at least.
-        seen: for looking for circles.
-        sequence: the order in which letters are taken; the nearer to that of their starts, the faster.
-        critical: the letters of the circle that decides the period, or of the longest path; then -1.
+        back: ... minus this many periods.
+        by_worker: the letter before in the worker's order; the letter itself if there is none.
+        laps: minimum number of periods by which it starts later.
+        seen: marks of the search for circles.
+        sequence: the order in which letters are processed; the closer to that of their starts, the faster.
+        critical: the letters of the circle that determines the period, or of the longest path; then -1.
     """
 
     start: Floats
@@ -146,7 +148,7 @@ class Ways(NamedTuple):
 
 
 def ways_of(letters: int) -> Ways:
-    """Room for so many letters."""
+    """Scratch memory for this many letters."""
     a, b, c, d, e = (np.zeros(letters, dtype=np.int64) for _ in range(5))
     number = np.arange(letters)
     return Ways(np.zeros(letters), a, np.zeros(letters), b, number, c, d, number.copy(), e)
@@ -154,9 +156,9 @@ def ways_of(letters: int) -> Ways:
 
 @compiled
 def least_period(numbers: Any, cut: Any, floor: float, most: float, ways: Any) -> float:
-    """The least period of a pattern, ``floor`` or more; its earliest starts are in ``ways``.
+    """The shortest period of a pattern, ``floor`` or more; its earliest starts are in ``ways``.
 
-    Infinite where it is more than ``most``.
+    It is infinite if it exceeds ``most``.
     """
     for worker in range(len(numbers.of) - 1):
         a, b = numbers.of[worker], numbers.of[worker + 1]
@@ -164,7 +166,7 @@ def least_period(numbers: Any, cut: Any, floor: float, most: float, ways: Any) -
             one = cut.order[at]
             other = cut.order[at - 1] if at > a else cut.order[b - 1]
             ways.by_worker[one] = other
-            # ``one`` starts no earlier than ``other`` ends, so many periods later.
+            # ``one`` starts no earlier than ``other`` ends, this many periods later.
             ways.laps[one] = cut.rounds[one] - cut.rounds[other] - (1 if at == a else 0)
     period = floor
     for _ in range(200):
@@ -181,7 +183,9 @@ def least_period(numbers: Any, cut: Any, floor: float, most: float, ways: Any) -
 
 @compiled
 def _paths(numbers: Any, period: float, ways: Any) -> float:
-    """Earliest starts; 0, or the period at which the circle that was found just closes (inf: none)."""
+    """Compute earliest starts; return 0, or the period at which the circle that was found just closes (inf:
+    none).
+    """
     ways.start[:] = 0.0
     ways.before[:] = -1
     for sweep in range(2 * len(ways.start) + 4):
@@ -196,7 +200,7 @@ def _paths(numbers: Any, period: float, ways: Any) -> float:
 
 @compiled
 def _later(numbers: Any, period: float, ways: Any) -> bool:
-    """Start letters later where they have to wait; whether one had to."""
+    """Delay letters that have to wait; return whether one had to."""
     start, before, length, back = ways.start, ways.before, ways.length, ways.back
     first, maker, after, busy = numbers.into, numbers.maker, numbers.after, numbers.keeps
     by_worker, laps = ways.by_worker, ways.laps
@@ -222,7 +226,7 @@ def _later(numbers: Any, period: float, ways: Any) -> bool:
 
 @compiled
 def _circle(ways: Any) -> float:
-    """The period that the worst circle of last steps asks for; 0: there is none, inf: no period will do."""
+    """The period that the worst circle of last steps requires; 0: no circle, inf: no period suffices."""
     before, seen = ways.before, ways.seen
     seen[:] = -1
     worst = 0.0
@@ -270,7 +274,7 @@ def _mark(ways: Any, last: int) -> None:
 
 @compiled
 def _held(numbers: Any, cut: Any, store: int, worker: int) -> float:
-    """The most that a worker holds in between."""
+    """Maximum memory of a worker in between."""
     a, b = numbers.of[worker], numbers.of[worker + 1]
     most = 0.0
     for i in range(a, b):

@@ -1,9 +1,9 @@
 """Blocks by annealing: a first pattern is built letter by letter, then changed move by move.
 
-For many workers, and where there is no solver. A move puts a letter at another place of its worker's order,
-perhaps a round earlier or later; or it puts all letters from one on, on a micro-batch's way through its pipe,
-a round earlier or later. What a worker holds depends on its own letters only, so a move that needs too much
-memory is found out at once.
+It serves for many workers, and if no solver is installed. A move puts a letter at another place of its
+worker's order, perhaps a round earlier or later; or it moves all letters from one on, along a micro-batch's
+way through its pipe, a round earlier or later. A worker's memory depends only on its own letters, so a move
+that needs too much memory is detected at once.
 
 Invariant: the same seed and number of moves give the same block; every pattern kept is within all limits.
 """
@@ -32,11 +32,11 @@ from .modulo import (
 )
 
 _STRETCHES = (*(1.02**i for i in range(40)), *(2.2 * 1.25**i for i in range(40)))
-"""Periods that are tried for the first pattern, in least ones."""
+"""Periods that are tried for the first pattern, relative to the lower bound."""
 
 
 def first_pattern(problem: Problem) -> Pattern:
-    """A pattern within all limits: letters as early as they can be, in the shortest period that allows it."""
+    """A pattern within all limits: letters as early as possible, in the shortest period that allows it."""
     numbers = numbers_of(problem)
     sequence = np.lexsort((numbers.pipe, numbers.chain))
     for stretch in _STRETCHES:
@@ -52,14 +52,15 @@ def first_pattern(problem: Problem) -> Pattern:
 
 
 def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: int) -> Block:
-    """The best block that so many moves lead to.
+    """The best block that this many moves find.
 
     Args:
-        problem: what is ordered.
-        block: where to begin, within all limits.
-        times: what is made small is so many periods, and one micro-batch's time from first to last.
-        moves: how many are tried.
-        seed: of the random numbers.
+        problem: the problem.
+        block: block to begin with, within all limits.
+        times: number of periods in the objective, to which one micro-batch's time from first to last is
+            added.
+        moves: number of moves to try.
+        seed: seed of the random numbers.
     """
     numbers, ways = numbers_of(problem), ways_of(len(problem.letters))
     x = _state_of(block, ways, seed)
@@ -68,23 +69,23 @@ def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: 
     )
     _anneal(numbers, x, ways, plan)
     found = timed(problem, _pattern(numbers, x.best))
-    assert found is not None  # every pattern kept has a period
+    assert found is not None  # every pattern that is kept has a period
     return found
 
 
 _WARM = 0.5
-"""How much worse a pattern may be at first to be kept now and then, in ops."""
+"""Deterioration of a pattern that is accepted now and then at first, in ops."""
 
 
 class _Plan(NamedTuple):
-    """What ``_anneal`` is told.
+    """Parameters of ``_anneal``.
 
     Attributes:
-        floor: no period is less.
-        way: no micro-batch's way is less.
+        floor: lower bound of the period.
+        way: lower bound of a micro-batch's way.
         times: see ``improved``.
-        moves: how many are tried.
-        warm: how much worse a pattern may be at first, in seconds.
+        moves: number of moves to try.
+        warm: deterioration of a pattern that is accepted at first, in seconds.
     """
 
     floor: float
@@ -95,7 +96,9 @@ class _Plan(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Patterns: the one that is tried, that was kept, the best; and what is critical in the one kept."""
+    """Patterns: the one that is tried, the current one, the best; and the critical letters of the current
+    one.
+    """
 
     cut: Cut
     kept: Cut
@@ -119,9 +122,10 @@ def _pattern(numbers: Numbers, cut: Cut) -> Pattern:
 
 @compiled
 def _placed(numbers: Any, sequence: Ints, period: float, start: Floats) -> bool:
-    """Letters one by one, each where its worker is first free modulo the period; whether all found a place.
+    """Place letters one by one, each where its worker is first free modulo the period; return whether all
+    found a place.
 
-    ``start`` is below 0 where a letter has no place yet.
+    ``start`` is negative if a letter has no place yet.
     """
     for n in sequence:
         at = 0.0
@@ -143,7 +147,7 @@ _TRIES = 40
 
 @compiled
 def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) -> float:
-    """``at`` if its worker is free for a letter then, else a later time to look at."""
+    """``at`` if its worker is free for a letter then, otherwise a later time to try."""
     close = 1e-9 * period
     for m in range(len(start)):
         if start[m] >= 0 and numbers.worker[m] == numbers.worker[n]:
@@ -160,7 +164,7 @@ def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) ->
 
 @compiled
 def _worth(numbers: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
-    """The objective: so many periods, and one micro-batch's way; infinite if surely above ``most``."""
+    """The objective: the periods, and one micro-batch's way; infinite if surely above ``most``."""
     period = least_period(numbers, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
     if period == NEVER:
         return NEVER
@@ -178,10 +182,10 @@ def _copy(source: Any, target: Any) -> None:
 
 @compiled
 def _keep(x: Any, ways: Any) -> None:
-    """Keep what was tried, and sort letters by their new starts."""
+    """Accept what was tried, and sort letters by their new starts."""
     _copy(x.cut, x.kept)
     x.critical[:] = ways.critical
-    # They were nearly in order: insertion is fast.
+    # They were nearly in order, so insertion is fast.
     for i in range(1, len(ways.sequence)):
         n, j = ways.sequence[i], i
         while j > 0 and ways.start[ways.sequence[j - 1]] > ways.start[n]:
@@ -204,7 +208,7 @@ def _chosen(x: Any) -> int:
 
 @compiled
 def _moved(numbers: Any, x: Any, n: int) -> bool:
-    """Move a letter to another place of its worker's period, or round; whether the worker has room."""
+    """Move a letter to another place of its worker's period, or round; return whether the worker has room."""
     worker, order, rounds = numbers.worker[n], x.cut.order, x.cut.rounds
     a, b = numbers.of[worker], numbers.of[worker + 1]
     i, j = a, a + int(random(x.random) * (b - a))
@@ -215,7 +219,7 @@ def _moved(numbers: Any, x: Any, n: int) -> bool:
     by = 0
     if j >= b:  # past the end: it opens the next period
         j, by = a, 1
-    elif j < a:  # before the first: it closes the period before
+    elif j < a:  # before the first: it closes the previous period
         j, by = b - 1, -1
     elif j == i:
         by = 1 if random(x.random) < 0.5 else -1
@@ -228,7 +232,7 @@ def _moved(numbers: Any, x: Any, n: int) -> bool:
 
 @compiled
 def _shifted(numbers: Any, x: Any, n: int) -> bool:
-    """Move all that comes after a letter on its pipe's way by a round; whether there is room."""
+    """Move all letters after one on its pipe's way by a round; return whether there is room."""
     by = 1 if random(x.random) < 0.4 else -1
     for m in range(len(numbers.chain)):
         if numbers.pipe[m] == numbers.pipe[n] and numbers.chain[m] >= numbers.chain[n]:

@@ -1,10 +1,11 @@
-"""Blocks by OR-tools: whether there is one of a period within all limits, and the best of that period.
+"""Blocks by OR-tools: whether a block of some period exists within all limits, and the best one of that
+period.
 
-A letter starts at ``round * period + rest``. On a worker the rests do not overlap around the circle; what a
-worker holds when a letter starts is a sum over rounds and who goes before whom, so the model is linear.
+A letter starts at ``round * period + rest``. On a worker the rests do not overlap around the circle; a
+worker's memory when a letter starts is a sum over rounds and the order of letters, so the model is linear.
 
-Invariant: the solver sees whole numbers, times to about a thousandth of a period. What it finds is taken as a
-pattern and timed with the real numbers, so a block is right whatever was rounded.
+Invariant: the solver works with whole numbers, times to about a thousandth of a period. Its solution is read
+as a pattern and timed with the real numbers, so a block is right despite rounding.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ..solver import answered, cp_model, either, one_at_a_time
 from .modulo import Block, least_work, pattern_of, shortest_way, timed
 
 UNITS = 720
-"""Of time in a least period, where times have no larger common unit."""
+"""Units of time per shortest period, if times have no larger common unit."""
 
 _WAYS = 3
-"""How long a micro-batch may be on its way, in shortest ways."""
+"""Maximum length of a micro-batch's way, in shortest ways."""
 
 _PARTS = 1_000_000
-"""In so many parts of their limit are bytes counted."""
+"""Number of parts of a limit in which bytes are counted."""
 
 
 class Wanted(StrEnum):
@@ -39,11 +40,11 @@ class Wanted(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the solver says: a block, or that there is none, or neither in its time.
+    """Answer of the solver: a block, or that none exists, or neither in its time.
 
     Attributes:
         block: the best that was found.
-        impossible: whether there is none (to the rounding of times).
+        impossible: whether none exists (to the rounding of times).
     """
 
     block: Block | None
@@ -51,7 +52,7 @@ class Answer:
 
 
 def unit_of(problem: Problem) -> float:
-    """Seconds of a unit of the solver's time."""
+    """Seconds per unit of the solver's time."""
     numbers = numbers_of(problem)
     most = least_work(problem)
     times = [t for t in (*numbers.keeps.tolist(), *numbers.after.tolist()) if t > 0]
@@ -78,12 +79,12 @@ def solved(
     """A block of at most this period.
 
     Args:
-        problem: what is ordered.
-        period: in seconds.
+        problem: the problem.
+        period: period in seconds.
         wanted: the shortest way of a micro-batch (``short``), the least memory (``small``), or any block.
-        seconds: how long to search.
+        seconds: time limit of the search.
         hint: a block to begin with.
-        threads: of the solver.
+        threads: number of threads of the solver.
 
     Raises:
         ConfigError: OR-tools is not installed.
@@ -103,7 +104,7 @@ def solved(
 
 
 class _Model:
-    """One period's model."""
+    """The model of one period."""
 
     def __init__(self, problem: Problem, period: float) -> None:
         self.problem = problem
@@ -149,12 +150,12 @@ class _Model:
         one_at_a_time(model, ((rest[n], busy[n]) for n in own))
 
     def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
-        """What the worker holds while each letter runs that takes something, in parts."""
+        """Memory of the worker while each letter that takes something runs, in parts."""
         own = self.problem.of_worker(worker)
         net = {n: round(float(self.numbers.net[store, n]) / parts) for n in own}
         takers = [n for n in own if net[n] > 0]
         for pipe in {self.problem.letters[n].pipe for n in own}:
-            # What a micro-batch takes it frees: roundings may not say otherwise.
+            # A micro-batch frees what it takes, and rounding may not change that.
             stage = [n for n in own if self.problem.letters[n].pipe == pipe and net[n]]
             if stage:
                 net[stage[-1]] -= sum(net[n] for n in stage)
@@ -187,7 +188,7 @@ class _Model:
                 self._mean(store, worker, parts, math.floor(most / parts))
 
     def _mean(self, store: int, worker: int, parts: float, most: int) -> None:
-        """The mean of what is held is no more than the most: follows from the rest, and helps a lot."""
+        """Constrain the mean memory to the maximum: this follows from the rest, and helps a lot."""
         limited = self.problem.stores[store]
         held = 0
         net = 0
@@ -200,14 +201,14 @@ class _Model:
             self.model.add(held <= most * self.period)
 
     def shortest(self) -> None:
-        """Want a micro-batch's way to be short."""
+        """Minimise a micro-batch's way."""
         last = self.model.new_int_var(0, self.period * (self.rounds + 2), "last")
         for start, busy in zip(self.starts, self.busy, strict=True):
             self.model.add(last >= start + busy)
         self.model.minimize(last)
 
     def smallest(self) -> None:
-        """Want the most that a worker holds of the first store to be little."""
+        """Minimise the maximum that a worker holds of the first store."""
         parts = self._parts(0, 0)
         most = self.model.new_int_var(0, 10**12, "most")
         for worker in range(self.problem.workers):
@@ -216,7 +217,7 @@ class _Model:
         self.model.minimize(most)
 
     def hint(self, block: Block) -> None:
-        """Tell the solver of a block."""
+        """Give the solver a block to begin with."""
         stretch = self.period * self.unit / block.period
         for n, at in enumerate(block.starts):
             whole = round(at * stretch / self.unit)

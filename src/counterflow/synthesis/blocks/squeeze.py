@@ -1,7 +1,7 @@
-"""Words squeezed: where a worker would wait for its next op, it runs a later one that can run.
+"""Squeezed words: where a worker would wait for its next op, it runs a later one that can run.
 
-Invariant: an op goes ahead of others only if all of them still fit into the limits after it. So no worker
-ever holds more than it may, and words that did not deadlock still do not.
+Invariant: an op overtakes others only if all of these still fit into the limits after it. So no worker ever
+exceeds its limits, and words that did not deadlock still do not.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ..problem import CLOSE, Need, Objective, Problem, Store, Words
 
 
 def reversed_problem(problem: Problem) -> Problem:
-    """The same problem with time running backwards: makers are takers, and what an op freed it takes.
+    """The same problem with time reversed: makers are takers, and what an op freed it takes.
 
-    A word of one, read from its end, is a word of the other, and holds as much.
+    A word of one problem, read from its end, is a word of the other, with the same memory.
     """
     takers: list[list[Need]] = [[] for _ in problem.letters]
     for number, letter in enumerate(problem.letters):
@@ -52,13 +52,13 @@ def reversed_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How many seconds later, at most, the op that is next may start for one that is taken before it.
+    """Maximum delay in seconds of the next op by one that is run before it.
 
-    As far as is known when that one starts.
+    The delay is estimated when that one starts.
 
     Attributes:
-        front: where words are squeezed from the front.
-        back: where they are squeezed from the back.
+        front: delay if words are squeezed from the front.
+        back: delay if words are squeezed from the back.
     """
 
     front: float = NEVER
@@ -72,22 +72,23 @@ class Squeezer:
         self._ways = tuple(_Way(x) for x in (problem, reversed_problem(problem)))
 
     def seconds(self, words: Words) -> float:
-        """How long words take: the makespan, or the steady step; infinite where they wait in a circle."""
+        """Duration of words: the makespan, or the steady step; infinite if they wait in a circle."""
         seconds, _ = self._ways[0].begin(flat_of(words))
         return seconds
 
     def flat_squeezed(
         self, flat: Flat, late: Lateness, *, back: bool = False, ended: Callable[[], bool] = lambda: False
     ) -> tuple[float, Flat]:
-        """Words with waits filled, from the front and from the back in turns as long as that helps.
+        """Words with filled waits, squeezed from the front and from the back alternately as long as that
+        helps.
 
-        Returns the best of them, behind how long they take.
+        Returns the duration of the best words, and these.
 
         Args:
             flat: words within the problem's limits, and without a circle of waits.
-            late: for each side.
+            late: maximum delays for each side.
             back: whether the first turn is from the back.
-            ended: asked after each turn whether to stop.
+            ended: called after each turn; returns whether to stop.
         """
         best, least, since = flat, NEVER, 0
         for _ in range(MOST_TURNS):
@@ -114,13 +115,13 @@ def _mirrored(flat: Flat) -> Flat:
 
 
 MOST_TURNS = 12
-"""From the front and from the back together."""
+"""Maximum turns from the front and from the back together."""
 
 LOOKED_AHEAD = 256
-"""How many ops of its word a worker looks ahead."""
+"""Number of ops of its word that a worker looks ahead."""
 
 _SETTLED = 8
-"""Steps played to see where workers stand at the border of two steps."""
+"""Number of steps played to find the offsets of workers at the border of two steps."""
 
 
 class _Way:
@@ -132,7 +133,7 @@ class _Way:
         self.scratch = scratch_of(self.numbers, problem.workers)
 
     def begin(self, flat: Flat) -> tuple[float, Floats]:
-        """How long words take, and when each worker begins."""
+        """Duration of words, and the beginning of each worker."""
         begin = np.zeros(self.problem.workers)
         if self.problem.objective is Objective.STEADY:
             return settle(self.numbers, self.scratch, flat, begin, _SETTLED), begin
@@ -141,33 +142,33 @@ class _Way:
         return float(self.scratch.ended.max()) + self.problem.tail, begin
 
     def squeezed(self, flat: Flat, late: float) -> Flat:
-        """Once, from the front."""
+        """Squeeze once, from the front."""
         _, begin = self.begin(flat)
         begin_play(self.scratch, flat.first, begin)
         found = Flat(flat.word.copy(), flat.first)
         ended = _squeeze(self.numbers, self.scratch, _left(self.numbers, flat, late), found)
-        assert ended  # the op that is next can always run in the end
+        assert ended  # the next op can always run in the end
         return found
 
 
 class _Left(NamedTuple):
-    """What a squeeze keeps: of words, what is left of them; of workers, what they can do next.
+    """State of a squeeze: the rest of each word, and the ops that workers can run next.
 
     Attributes:
         word: the words as they were.
-        stop: by worker, where its word ends.
+        stop: by worker, end of its word.
         late: see ``Lateness``.
-        after: by place, the place after it that is left.
+        after: by place, the next place that is left.
         head: by worker, the first place that is left.
-        held: by store and worker.
-        at: by worker, when it can run something; never, as far as is known.
-        before: by worker, the place before that op's; -1: it is the first that is left.
-        stale: by worker, whether these two have to be looked up.
-        seen: by letter, in which look it was last seen.
-        looks: how many there were.
-        letters: by worker, how many of its letters have ops left.
-        now: by store, what will be held once all ops up to here have run ...
-        most: ... and the most until then.
+        held: memory by store and worker.
+        at: by worker, time when it can run an op; infinite if unknown.
+        before: by worker, the place before that op; -1: it is the first that is left.
+        stale: by worker, whether these two have to be computed again.
+        seen: by letter, number of the look in which it was last seen.
+        looks: number of looks.
+        letters: by worker, number of its letters with ops left.
+        now: by store, memory after all ops up to here have run ...
+        most: ... and the maximum until then.
     """
 
     word: Ints
@@ -208,7 +209,7 @@ def _left(numbers: Numbers, flat: Flat, late: float) -> _Left:
 
 @compiled
 def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
-    """Put the words of ``flat`` into another order, in place; workers begin at ``s.ended``."""
+    """Reorder the words of ``flat`` in place; workers begin at ``s.ended``."""
     workers = len(s.ended)
     for _ in range(len(flat.word)):
         chosen = -1
@@ -233,7 +234,7 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
         run_next(n, s, chosen, letter, x.at[chosen])
         if s.done[letter] == n.ops[letter]:
             x.letters[chosen] -= 1
-        for store in range(len(n.most)):  # slices would make new arrays
+        for store in range(len(n.most)):  # slices would allocate new arrays
             x.held[store, chosen] += n.net[store, letter]
         x.stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
@@ -243,7 +244,7 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
 
 @compiled
 def _look(n: Any, s: Any, x: Any, worker: int) -> None:
-    """Look up what a worker can run first: the next op, or one after it while it would wait."""
+    """Find the op that a worker can run first: the next one, or a later one while it would wait."""
     x.at[worker], x.before[worker] = NEVER, -1
     here, word = x.head[worker], x.word
     if here >= x.stop[worker]:
@@ -284,7 +285,7 @@ def _pass(n: Any, x: Any, letter: int) -> None:
 
 @compiled
 def _fits(n: Any, x: Any, letter: int) -> bool:
-    """Whether an op can run now, and all that stand before it after it, within the limits."""
+    """Whether an op can run now, followed by all earlier ones, within the limits."""
     worker = n.worker[letter]
     for store in range(len(n.most)):
         takes, net = n.takes[store, letter], n.net[store, letter]

@@ -1,11 +1,11 @@
-"""Words squeezed again and again, by chance: each turn draws words, and how late ops may be for it.
+"""Words squeezed repeatedly at random: each turn draws words, and the delays that it allows.
 
-How late matters more than anything else. Which lateness is good depends on the words, the costs and the side,
-so it is drawn for each turn and side. What comes out joins a pool of the best words so far. The next turn
-draws from the pool, or from the words given at first.
+The delay matters more than anything else. Good delays depend on the words, the costs and the side, so they
+are drawn for each turn and side. The result joins a pool of the best words so far. The next turn draws from
+the pool, or from the words given at first.
 
-Invariant: the same seed and number of turns give the same words, however many threads there are; what is
-yielded is within all limits and plays to its end.
+Invariant: the same seed and number of turns give the same words with any number of threads; yielded words are
+within all limits and play to their end.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from ..problem import CLOSE, Problem, Words
 from .squeeze import Lateness, Squeezer
 
 _POOL = 8
-"""How many words are kept."""
+"""Number of words in the pool."""
 
 _MEAN_PLACE = 2.0
-"""The mean place in the pool of what a turn begins with; 0 is the best."""
+"""Mean place in the pool of the words with which a turn begins; 0 is the best."""
 
 _AT_FIRST = 2
-"""Turns that begin with the words given before the pool is drawn from, for each of these words."""
+"""Turns for each of the words given, before the pool is drawn from."""
 
 _FRESH = 0.3
-"""The share of later turns that begin with them."""
+"""Share of later turns that begin with the words given."""
 
 _LATE = log(0.03), log(1.2)
-"""The logarithms of the least and most lateness, in mean ops."""
+"""Logarithms of the smallest and largest delay, in mean ops."""
 
 _LIKE = 0.5
-"""The share of turns from the pool that are about as late as the turn that its words came from ..."""
+"""Share of turns from the pool with about the same delays as the turn that made their words ..."""
 
 _NEAR = 0.3
-"""... with this deviation of the logarithm."""
+"""... with this standard deviation of the logarithm."""
 
 _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a turn begins with."""
+    """The start of a turn."""
 
     flat: Flat
     late: Lateness
@@ -58,7 +58,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Words of the pool, how long they take, and how late they were made with."""
+    """Words of the pool, their duration, and the delays they were made with."""
 
     seconds: float
     flat: Flat
@@ -66,7 +66,7 @@ class _Kept:
 
 
 class Wanderer:
-    """A pool of words of one problem, and chance."""
+    """A pool of words of one problem, and random numbers."""
 
     def __init__(self, problem: Problem, starts: Iterable[Words], seed: int = 0) -> None:
         self._squeezers = [Squeezer(problem) for _ in range(_THREADS)]
@@ -81,10 +81,10 @@ class Wanderer:
         """Words, each better than all before.
 
         Args:
-            turns: how many; None: as many as there is time for.
-            until: when to stop, on the monotonic clock.
-            least: seconds of the best words known; only better ones are yielded.
-            goal: seconds that cannot be beaten; where they are reached, it ends.
+            turns: number of turns; None: as many as time allows.
+            until: time to stop, on the monotonic clock.
+            least: duration of the best known words in seconds; only better ones are yielded.
+            goal: seconds that cannot be beaten; reaching them ends the search.
         """
         done, stop = 0, Event()
 
@@ -107,7 +107,7 @@ class Wanderer:
                             least = seconds
                             yield words_of(flat)
             finally:
-                stop.set()  # whoever interrupts this waits for no more than one squeeze
+                stop.set()  # an interrupt waits for no more than one squeeze
 
     def _drawn(self, number: int) -> _Turn:
         chance = self._chance
@@ -123,7 +123,7 @@ class Wanderer:
         return _Turn(kept.flat, late, back)
 
     def _take(self, kept: _Kept) -> None:
-        """Put words into the pool if they are among the best, and none of these takes as long."""
+        """Add words to the pool if they are among the best, and none there has the same duration."""
         if kept.seconds == NEVER:
             return
         if all(abs(kept.seconds - other.seconds) > CLOSE * other.seconds for other in self._pool):

@@ -1,1 +1,1 @@
-"""What no order beats, and why."""
+"""Lower bounds, and their reasons."""

@@ -1,16 +1,16 @@
-"""What no order can beat: lower bounds with their reasons.
+"""Lower bounds that no order can beat, with their reasons.
 
 Each bound holds for every schedule of the problem within its limits, for any placement, number of pipes and
 unequal workers:
 
-* *path*: one micro-batch through all stages, and what precedes and follows it on its workers;
+* *path*: one micro-batch through all stages, and the work that precedes and follows it on its workers;
 * *work*: of one worker, or link, whose ops have heads and tails (Jackson's preemptive one-machine bound);
 * *memory*: while its first micro-batch makes its round trip through the other workers, a worker can run only
   the forwards that its limit holds; after its last forward it can run only the backwards of what it held then
   (Qi et al., arXiv 2401.10241, appendix B, has the first half);
-* *room*: each micro-batch holds memory for a least time, and only so many fit beside each other.
+* *room*: each micro-batch holds memory for a minimum time, and only a certain number fit at once.
 
-Invariant: sums of floats round, so a bound may exceed the truth by 1e-9 of it, and by no more.
+Invariant: because sums of floats round, a bound may exceed the truth by 1e-9 of it, and by no more.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .windows import Windows, count_within, windows_of
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What is not beaten, and why.
+    """A lower bound, and its reason.
 
     Attributes:
-        seconds: of the objective.
-        reason: why it holds, in a sentence.
+        seconds: bound of the objective.
+        reason: why the bound holds, in a sentence.
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class Bound:
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """The best bound of all; of equal ones the first, which is the simplest.
+    """The best bound of all; among equals the first, which is the simplest.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -56,8 +56,8 @@ def lower_bound(problem: Problem) -> Bound:
 def bounds(problem: Problem) -> Iterator[Bound]:
     """All bounds of a problem, simple ones first.
 
-    In the steady state a worker's span, from its first start until it has its gradients, takes the place of
-    the makespan: its mean over many steps is no more than the step time, and each step alone keeps all rules.
+    In the steady state a worker's span, from its first start until it has its gradients, replaces the
+    makespan: its mean over many steps is at most the step time, and each single step keeps all rules.
     """
     windows = windows_of(problem)
     if not problem.steady:
@@ -75,7 +75,7 @@ def bounds(problem: Problem) -> Iterator[Bound]:
                 ]
                 jobs = zip(ready, (one.seconds for one in summed), [problem.tail] * len(summed), strict=True)
                 seconds = one_machine(jobs)
-            yield Bound(seconds, f"the gradient syncs of worker {worker} go one after another")
+            yield Bound(seconds, f"the gradient syncs of worker {worker} run one after another")
     yield from _links(windows)
 
 
@@ -87,15 +87,15 @@ def _path(windows: Windows) -> Bound:
         for k in range(x.count)
     )
     name, worker = letters[at], letters[at].worker
-    return Bound(most, f"micro-batches need so long on their way by {name} of worker {worker}")
+    return Bound(most, f"micro-batches occupy {name} of worker {worker} for this long")
 
 
 def _worker(side: _Side) -> Iterator[Bound]:
-    """A worker's work, and what it idles for each reason.
+    """A worker's work, and its idle time for each reason.
 
-    Where its forwards do not all fit into its memory, the last one starts after a backward. Then what it
-    idles before its first backward and after its last forward adds up. Else one of the two counts, and in
-    place of the other what it idles before its first op or after its last.
+    If its forwards do not all fit into its memory, the last one starts after a backward. Then its idle times
+    before the first backward and after the last forward add up. Otherwise one of the two counts, and the
+    other is replaced by its idle time before its first op or after its last.
     """
     most = one_machine(side.jobs())
     name = f"worker {side.worker} has {side.work:,.6g} to do"
@@ -152,20 +152,20 @@ def _links(windows: Windows) -> Iterator[Bound]:
 
 
 class _Side:
-    """What limits one worker.
+    """Figures that limit one worker.
 
     Attributes:
         worker: its number.
         own: its letters.
-        work: seconds of compute, with messages where it is busy with them.
+        work: seconds of compute, including messages if it is busy with them.
         before_first: seconds before its first op can start.
         after_last: seconds that follow its last op.
         before_backward: seconds before its first backward can start.
         after_forward: seconds from the start of its last forward to the end.
-        forwards_within: seconds of compute that it can do at most before its first backward.
-        after_last_forward: seconds of compute that it can do at most from the start of its last forward on.
+        forwards_within: maximum seconds of compute before its first backward.
+        after_last_forward: maximum seconds of compute from the start of its last forward on.
         full: whether its forwards do not all fit into its memory.
-        areas: how long it takes to hold all that micro-batches hold, by store.
+        areas: by store, time that its limit needs to hold everything that micro-batches hold.
     """
 
     def __init__(self, windows: Windows, worker: int) -> None:
@@ -183,7 +183,7 @@ class _Side:
         self.before_first = min(self._heads[n][0] for n in self.own)
         self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
         self._forwards = [n for n in self.own if letters[n].kind.whole]
-        # The first backward is one of the highest stage of some pipe, since the others need it; likewise
+        # The first backward belongs to the highest stage of some pipe, since the others need it; likewise
         # the last forward.
         highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
         last = [n for n in self._forwards if letters[n].stage == highest[letters[n].pipe]]
@@ -214,9 +214,10 @@ class _Side:
         return sorted((n for n in own if n != forward), key=lambda n: letters[n].kind.takes is None)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
-        """What a micro-batch holds after its forward and after its input gradient; what is then still to do.
+        """Memory of a micro-batch after its forward and after its input gradient, each with the work that is
+        then left.
 
-        Empty where it holds less than nothing at some time, which no bound here covers.
+        Empty if it is negative at some time, which no bound here covers.
         """
         held = store.at_start[forward] + store.at_end[forward]
         rest = self._of_stage(forward)
@@ -236,7 +237,7 @@ class _Side:
         self.forwards_within = min(self.forwards_within, most_within(most, goods))
         if math.fsum(letters[n].count * held[n][0][0] for n in self._forwards) > most * (1 + CLOSE):
             self.full = True
-        # When the last forward starts, what is still to do is held, and room is left for that forward.
+        # When the last forward starts, the remaining work is held, and there is room for that forward.
         goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in held[n]]
         rests = []
         for last in self._last_forwards:
@@ -250,7 +251,7 @@ class _Side:
         self.areas.append((area / most, store))
 
     def _area(self, store: Store, forward: int, held: list[tuple[float, float]]) -> float:
-        """What one micro-batch holds of a store, times how long, at least."""
+        """Minimum of a micro-batch's memory of a store, integrated over time."""
         letters, rest = self._problem.letters, self._of_stage(forward)
         own = letters[forward].seconds
         started = self._windows.later(forward, rest)
@@ -269,9 +270,9 @@ class _Side:
 
 
 def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float:
-    """The most value of (value, size, count) goods that fits into a limit.
+    """The maximum value of (value, size, count) goods that fits into a limit.
 
-    Parts of goods count; whole ones only where all have one size.
+    Parts of goods count; only whole ones if all have the same size.
 
     >>> most_within(2.5, [(3, 1, 1), (2, 1, 4)]), round(most_within(2.5, [(3, 1, 1), (2, 2, 4)]), 6)
     (5.0, 4.5)
@@ -289,9 +290,9 @@ def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float
 
 
 def one_machine(jobs: Iterable[tuple[float, float, float]]) -> float:
-    """The least makespan of (head, seconds, tail) jobs on one machine that may interrupt them.
+    """The minimum makespan of (head, seconds, tail) jobs on one machine that may interrupt them.
 
-    At every moment it runs, of the jobs whose head has passed, that with the longest tail (Jackson's rule).
+    At every moment it runs the job with the longest tail among those whose head has passed (Jackson's rule).
 
     >>> one_machine([(0, 2, 5), (1, 3, 0), (1, 1, 9)])
     11.0

@@ -1,7 +1,7 @@
-"""When each op may run at all: the least time before its start, and after its end.
+"""Windows of ops: the minimum time before each op's start, and after its end.
 
-What holds in every order is a list of rules: *the k-th op of one letter, then the (k + shift)-th of another*.
-They come from what ops take, from the order of micro-batches, and from limits of memory where one stage
+Rules that hold in every order have the form: *the k-th op of one letter, then the (k + shift)-th of another*.
+They follow from the inputs of ops, from the order of micro-batches, and from limits of memory if one stage
 alone fills a worker's memory.
 
 Invariant: every schedule of the problem keeps the rules once its micro-batches are numbered by their order
@@ -21,15 +21,15 @@ from counterflow.schedule.ir import OpKind
 from ..problem import CLOSE, Problem, Store
 
 _CLOSELY = 300_000
-"""Ops times workers, from which on ..."""
+"""Number of ops times workers from which on ..."""
 
 _NEAR = 8
-"""... only so many of the first and last micro-batches are looked at for each worker's span."""
+"""... only this many of the first and last micro-batches are considered for each worker's span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precedence:
-    """The (k + shift)-th op of a letter starts so long after the end of the k-th of another."""
+    """A rule: the (k + shift)-th op of a letter starts this long after the end of the k-th of another."""
 
     before: int
     after: int
@@ -43,8 +43,8 @@ class Windows:
 
     Attributes:
         problem: the problem.
-        busy: by letter, how long its worker is busy with its messages after each op.
-        rules: what holds in every order.
+        busy: by letter, seconds that its worker is busy with messages after each op.
+        rules: rules that hold in every order.
     """
 
     problem: Problem
@@ -53,19 +53,19 @@ class Windows:
 
     @cached_property
     def heads(self) -> list[list[float]]:
-        """By letter and micro-batch: no op starts earlier after the start of the step."""
+        """By letter and micro-batch: minimum time from the start of the step to the op's start."""
         return self._longest([0.0] * len(self.problem.letters))
 
     @cached_property
     def tails(self) -> list[list[float]]:
-        """By letter and micro-batch: after the op's end the step lasts at least so much longer."""
+        """By letter and micro-batch: minimum time from the op's end to the end of the step."""
         return self._longest([self.problem.tail + summed for summed in self.summed], back=True)
 
     def of_span(self, worker: int) -> tuple[list[list[float]], list[list[float]]]:
         """Heads and tails within a worker's span: from its first start until it has its gradients.
 
-        They are -inf for what does not follow from one of its ops, or is not followed by one. In large
-        problems only the first and last micro-batches are looked at closely.
+        They are -inf for ops that do not follow one of its ops, or are not followed by one. In large problems
+        only the first and last micro-batches are considered closely.
         """
         letters = self.problem.letters
         near = None if self.problem.ops * self.problem.workers <= _CLOSELY else _NEAR
@@ -83,8 +83,8 @@ class Windows:
     ) -> list[list[float]]:
         """Longest paths to the start of each op from ops that start at ``first``, by letter, or later.
 
-        With ``back`` time runs backwards: then they are paths from the end of each op. Where there is none
-        it is -inf. The first micro-batches are looked at, ``near`` of them, and the others follow from these.
+        With ``back`` time is reversed: then they are paths from the end of each op. Without a path it is
+        -inf. The first ``near`` micro-batches are computed, and the others follow from these.
         """
         letters = self.problem.letters
         into: list[list[tuple[int, int, float]]] = [[] for _ in letters]
@@ -108,7 +108,7 @@ class Windows:
 
     @cached_property
     def summed(self) -> tuple[float, ...]:
-        """By letter, the seconds of the sum that waits for it; 0 where there is none."""
+        """By letter, seconds of the sum that waits for it; 0 if there is none."""
         found = [0.0] * len(self.problem.letters)
         for one in self.problem.sums:
             for letter in one.letters:
@@ -122,15 +122,15 @@ class Windows:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Where each letter stands in that order."""
+        """Position of each letter in that order."""
         return {n: place for place, n in enumerate(self._order)}
 
     def later(self, letter: int, wanted: Collection[int] | None = None) -> dict[int, float]:
-        """By letter, the least time from an op's start to the ops of its micro-batch that follow from it.
+        """By letter, the minimum time from an op's start to the ops of its micro-batch that follow from it.
 
         Args:
-            letter: of the op.
-            wanted: those that are asked for, and surely in the result; None: all.
+            letter: letter of the op.
+            wanted: letters that are surely in the result; None: all.
         """
         found = {letter: 0.0}
         letters, places = self.problem.letters, self._places
@@ -176,11 +176,11 @@ def windows_of(problem: Problem) -> Windows:
 
 
 def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> Iterator[Precedence]:
-    """What a limit means on a worker, of the stages that it holds of one pipe, s1 < s2 < ….
+    """Rules that follow from a limit on a worker, for the stages s1 < s2 < … that it holds of one pipe.
 
     Say the forward of s_i for micro-batch k + c has started and the input gradient of s_j for k (j >= i) has
     not ended. Then all micro-batches from k to k + c hold s1 to s_i, and k holds s_(i+1) to s_j as well, now
-    or later while the others still do. Where that is more than the limit it cannot be.
+    or later while the others still do. If that exceeds the limit, it is impossible.
     """
     letters = problem.letters
     own = [n for n in problem.of_worker(worker) if letters[n].pipe == pipe]
@@ -194,7 +194,7 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
         below = math.fsum(one.least for one in chains[: i + 1])
         for j in range(i, len(chains)):
             room = count_within(most - math.fsum(one.least for one in chains[i + 1 : j + 1]), below)
-            # What is then freed is freed by a W of k, where input gradients free nothing.
+            # The memory that is then freed is freed by a W of k, if input gradients free nothing.
             waits = min(one.weights for one in chains[: j + 1])
             if 0 < room < letters[chain.forward].count:
                 yield Precedence(chains[j].input_gradient, chain.forward, room, waits)
@@ -206,15 +206,15 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a micro-batch holds of one stage.
+    """Memory that a micro-batch holds of one stage.
 
     Attributes:
-        forward: the letter of its forward.
-        input_gradient: that of its backward, or input gradient.
-        last: the letter that ends it: of its backward, or weight gradients.
-        least: it holds at least so much until its input gradient has ended.
-        after: so much from then until the end.
-        weights: seconds of the weight gradients, where the input gradient frees nothing; else 0.
+        forward: letter of its forward.
+        input_gradient: letter of its backward, or input gradient.
+        last: letter that ends it: its backward, or weight gradients.
+        least: minimum memory until its input gradient has ended.
+        after: memory from then until the end.
+        weights: seconds of the weight gradients, if the input gradient frees nothing; otherwise 0.
     """
 
     forward: int
@@ -249,7 +249,7 @@ class _Held:
 
 
 def count_within(most: float, each: float) -> int:
-    """How many of something fit into a limit.
+    """Number of things of a size that fit into a limit.
 
     >>> count_within(0.3, 0.1)
     3

@@ -1,12 +1,14 @@
-"""A problem in whole numbers as a model of OR-tools' CP-SAT, which has all orders at or below a target.
+"""A problem in whole numbers as a model of OR-tools' CP-SAT, whose solutions are all orders at or below a
+target.
 
-What makes proofs quick is that the target is a constant: each op has a window, from its head to the target
-less its tail, and most pairs of ops of a worker can stand in one order only. The others have a literal each.
-Three things are linear in these literals: what a worker holds when an op starts, what it has done before it,
-and what it has still to do after it.
+Proofs are fast because the target is a constant: each op has a window, from its head to the target less its
+tail, and most pairs of ops of a worker have only one possible order. The others have a literal each. Three
+quantities are linear in these literals: a worker's memory when an op starts, its work before it, and its work
+after it.
 
-Invariant: the model has every schedule of the problem whose value, in whole units, is at or below the
-target. It may have others too, where durations or sizes were rounded. So where it has none, there is none.
+Invariant: the model contains every schedule of the problem whose value, in whole units, is at or below the
+target. It may contain others too if durations or sizes were rounded. So if it has no solution, no schedule
+exists.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ..problem import CLOSE, Problem, Store, Words
 from ..solver import answered, cp_model, either, one_at_a_time
 
 MOST_UNITS = 10**7
-"""Units of the longest schedule: where costs would need more, they are rounded down."""
+"""Maximum units of a schedule: if costs would need more, they are rounded down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class Whole:
     """A problem whose seconds are whole numbers of a unit.
 
     Attributes:
-        problem: it.
+        problem: the problem.
         unit: seconds of a unit.
-        exact: whether nothing was rounded; else durations were rounded down.
+        exact: whether nothing was rounded; otherwise durations were rounded down.
     """
 
     problem: Problem
@@ -43,7 +45,7 @@ class Whole:
 
 
 def whole(problem: Problem) -> Whole:
-    """The problem with all seconds as whole numbers, exactly where few decimals suffice.
+    """The problem with all seconds as whole numbers, exact if few decimals suffice.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
@@ -87,7 +89,7 @@ def whole(problem: Problem) -> Whole:
 
 
 def pairs(problem: Problem) -> int:
-    """Pairs of ops of one worker: the size of a model."""
+    """Number of pairs of ops of one worker: the size of a model."""
     own = (sum(problem.letters[n].count for n in problem.of_worker(w)) for w in range(problem.workers))
     return sum(count * (count - 1) // 2 for count in own)
 
@@ -105,7 +107,7 @@ class Model:
         self._first: list[Any] = []
         self._value = self._model.new_int_var(0, target, "value") if minimize else target
         self.refuted = not self._times()
-        """Whether some op has no window at all."""
+        """Whether an op has no window at all."""
         if self.refuted:
             return
         self._before: list[_Before] = []
@@ -119,11 +121,13 @@ class Model:
     # -- variables
 
     def _times(self) -> bool:
-        """A start for each op within its window, and the rules between them; whether all have a window."""
+        """A start for each op within its window, and the rules between them; returns whether all have a
+        window.
+        """
         problem, windows = self.problem, self._windows
         horizon = self.target
         if self._steady:
-            # Of each pipe, the first micro-batch's forwards lie in the span of its first stage's worker.
+            # For each pipe, the first micro-batch's forwards are in the span of its first stage's worker.
             horizon *= problem.workload.placement.pipes + 1
             self._first = [self._model.new_int_var(0, horizon, f"first {w}") for w in range(problem.workers)]
         for n, x in enumerate(problem.letters):
@@ -178,7 +182,7 @@ class Model:
             self._limit(store, worker, before, ops)
 
     def _limit(self, store: Store, worker: int, before: _Before, ops: list[tuple[int, int]]) -> None:
-        """What the worker holds when an op starts, and when it has ended, is within its limit."""
+        """Keep the worker's memory within its limit when an op starts and when it has ended."""
         if math.isinf(store.most[worker]):
             return
         own = {n for n, _ in ops}
@@ -278,11 +282,11 @@ class Model:
         """``infeasible``, ``optimal``, ``feasible`` or ``unknown``, and units that no order goes below.
 
         Args:
-            seconds: at most so long.
-            seed: of the search.
-            threads: of the search.
-            effort: at most so much of the solver's own, deterministic time.
-            found: told of each order and the least value so far that is known to hold; stops if true.
+            seconds: time limit.
+            seed: seed of the search.
+            threads: number of threads of the search.
+            effort: maximum of the solver's own, deterministic time.
+            found: called with each order and the current bound; true stops the search.
         """
         if self.refuted:
             return "infeasible", self.target + 1
@@ -316,7 +320,7 @@ class Model:
 
 
 class _Before:
-    """Which op of a worker stands before which: a constant, or a literal of the model."""
+    """Which op of a worker precedes which: a constant, or a literal of the model."""
 
     def __init__(self, model: Any, start: dict[tuple[int, int], Any], takes: dict[int, int]) -> None:
         self._model, self._start, self._takes = model, start, takes
@@ -325,7 +329,7 @@ class _Before:
         self.free: dict[tuple[int, int, int, int], Any] = {}
 
     def literal(self, a: int, j: int, b: int, k: int) -> Any:
-        """Whether the j-th op of letter a stands before the k-th of b."""
+        """Whether the j-th op of letter a precedes the k-th of b."""
         if a > b:
             other = self.literal(b, k, a, j)
             return 1 - other if isinstance(other, int) else ~other
@@ -341,7 +345,7 @@ class _Before:
         return made
 
     def _constant(self, a: int, j: int, b: int, k: int) -> int | None:
-        """The one order in which two ops can stand, by what they need and their windows."""
+        """The only possible order of two ops by their needs and windows; None if both are possible."""
         if a == b:
             return int(j < k)
         if (b in self.follow[a] and j <= k) or (self.window[b, k][0] + self._takes[b] > self.window[a, j][1]):
@@ -351,7 +355,7 @@ class _Before:
         return None
 
     def chains(self) -> None:
-        """Where an op stands before another, the earlier ops of its letter do too."""
+        """If an op precedes another, the earlier ops of its letter do too."""
         for b, k in self.window:
             for a, j in self.window:
                 if a != b and (a, j + 1) in self.window:
@@ -360,7 +364,7 @@ class _Before:
                         self._model.add(early >= late)
 
     def load(self, n: int, k: int) -> tuple[Any, Any]:
-        """Units of the other ops that stand before one, and after it."""
+        """Units of the other ops that precede an op, and of those that follow it."""
         earlier, later = [], []
         for m, j in self.window:
             if (m, j) != (n, k) and self._takes[m]:
@@ -380,7 +384,7 @@ class _Before:
 
 
 def _whole_sizes(store: Store, own: set[int], most: float) -> tuple[dict[int, int], dict[int, int], int]:
-    """Sizes as whole numbers of some unit, exactly where few digits suffice; else rounded in favour."""
+    """Sizes as whole numbers of some unit, exact if few digits suffice; otherwise rounded in favour."""
     found = {n: (Fraction(repr(store.at_start[n])), Fraction(repr(store.at_end[n]))) for n in own}
     denominator = math.lcm(*(part.denominator for pair in found.values() for part in pair))
     whole = [int(part * denominator) for pair in found.values() for part in pair]

@@ -1,13 +1,13 @@
 """The exact method: prove that no order beats the best one known, or find one that does.
 
-It asks the model (``model.py``) for orders at or below a target, from the lower bound upwards, since
-the smaller the target the easier the question. A target that is refuted raises the bound; an order that is
-found ends the search, or lowers the targets. After a target without an answer in time comes a smaller one.
+It asks the model (``model.py``) for orders at or below a target, from the lower bound upwards, since smaller
+targets are easier. A target that is refuted raises the bound; an order that is found ends the search, or
+lowers the targets. A target without an answer in time is followed by a smaller one.
 
-Invariant: what is returned is proved: the words were played with the true costs, and no order takes less than
-the bound. Where costs have too many decimals, durations are rounded down for the solver: then bounds hold all
-the same, and an optimum is missed by less than a millionth.
-With one thread, a seed and an ``effort`` but no end of ``seconds``, the result is always the same.
+Invariant: the result is proved: the words were played with the true costs, and no order takes less than the
+bound. If costs have too many decimals, durations are rounded down for the solver: bounds still hold, and an
+optimum is missed by less than a millionth. With one thread, a seed and an ``effort`` but no end of
+``seconds``, the result is always the same.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..problem import CLOSE, Problem, Words, value_of
 from .model import Model, Whole, pairs, whole
 
 MOST_PAIRS = 60_000
-"""Pairs of ops of one worker of the largest problem that is tried."""
+"""Maximum pairs of ops of one worker in a problem that is tried."""
 
 Report = Callable[[float, float, str], None]
-"""Told of the best value, the bound, and what is being done."""
+"""Called with the best value, the bound, and the current activity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the exact method found.
+    """Result of the exact method.
 
     Attributes:
-        words: an order that is better than the one given; None: there was none, or no time.
-        value: of the best order known, in seconds.
-        bound: no order takes less, in seconds.
-        stopped: whether Ctrl-C ended it.
+        words: an order that is better than the one given; None: none was found.
+        value: value of the best known order, in seconds.
+        bound: lower bound of all orders, in seconds.
+        stopped: whether Ctrl-C ended the search.
     """
 
     words: Words | None
@@ -46,7 +46,7 @@ class Solved:
 
     @property
     def proved(self) -> bool:
-        """Whether no order is better than the best one known."""
+        """Whether no order is better than the best known one."""
         return self.value <= self.bound * (1 + CLOSE)
 
 
@@ -71,12 +71,12 @@ def solve(
     Args:
         problem: the problem.
         words: an order within its limits.
-        least: a lower bound that is known already.
-        seconds: it ends after so long.
-        effort: or after so much of the solver's deterministic time.
-        seed: of the solver.
-        threads: of the solver.
-        report: told of progress.
+        least: a known lower bound.
+        seconds: time limit.
+        effort: limit of the solver's deterministic time.
+        seed: seed of the solver.
+        threads: number of threads of the solver.
+        report: called with the progress.
 
     Raises:
         ConfigError: OR-tools is not installed.
@@ -102,7 +102,7 @@ class _Search:
         (self._seed, self._threads), self._report = solver, report
 
     def run(self, seconds: float, effort: float | None) -> None:
-        """Ask for the bound, then for what is just better than the best, then from the bound upwards."""
+        """Ask for the bound, then for an order just better than the best, then from the bound upwards."""
         until = time.monotonic() + seconds
         first: int | None = self._bound
         asked: int | None = None
@@ -121,7 +121,7 @@ class _Search:
                     break
             asked = below if target == below else asked
             value, first = self._value, None
-            share = 0.5 if target == below else 0.25  # of what is left
+            share = 0.5 if target == below else 0.25  # of the remaining time
             status = self._ask(target, left * share, effort and effort * share, minimize=target == below)
             effort = effort and effort * (1 - share)
             if status == "infeasible":
@@ -134,16 +134,16 @@ class _Search:
                 step = max(1, (unanswered - self._bound) // 4)
 
     def solved(self, *, stopped: bool = False) -> Solved:
-        """What was found so far."""
+        """The result so far."""
         bound = min(float(self._bound * self._unit), self._value)
         return Solved(self._words if self._better else None, self._value, bound, stopped)
 
     def _below(self) -> int:
-        """The largest number of units that is less than the best value."""
+        """The largest number of units below the best value."""
         return math.ceil(Fraction(self._value) / self._unit * (1 - Fraction(CLOSE))) - 1
 
     def _raised(self, seconds: float) -> int:
-        """The units that a bound in seconds means: values are whole numbers of them, or more."""
+        """A bound in seconds as units: values are whole numbers of them, or more."""
         return (
             math.ceil(Fraction(seconds) / self._unit * (1 - Fraction(CLOSE)))
             if self._whole.exact
@@ -168,7 +168,7 @@ class _Search:
         return status
 
     def _found(self, words: Words, bound: int) -> bool:
-        """Keep an order if it is better; whether to stop, since it is much better than the target."""
+        """Keep an order if it is better; return whether to stop because it is much better than the target."""
         value = value_of(self._problem, words)
         if value < self._value * (1 - CLOSE) and self._problem.fits(words):
             self._words, self._value, self._better = words, value, True

@@ -1,1 +1,1 @@
-"""Local moves, over compiled plays."""
+"""Local moves, evaluated by compiled plays."""

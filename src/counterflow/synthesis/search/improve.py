@@ -1,8 +1,8 @@
-"""Search: the orders that are known, improved by local moves. Good at any size, without a proof.
+"""Search: known orders, improved by local moves. It works at any size, without a proof.
 
 The best of them are annealed (``moves.py``), fewer from round to round.
 
-Invariant: nothing worse than the best start that keeps the limits is returned. The same seed and number of
+Invariant: the result is never worse than the best start that keeps the limits. The same seed and number of
 moves give the same orders on any machine.
 """
 
@@ -32,22 +32,22 @@ from ..problem import CLOSE, Problem, Words, value_of
 from .moves import Plan, anneal, start, state_of
 
 SETTLED = 4
-"""Steps played until workers stand at the border of two steps as they will."""
+"""Number of steps played until the offsets of workers at the border of two steps have settled."""
 
 _ROUNDS = (8, 4, 2, 2)
-"""How many orders are annealed in each round; each round has as many moves in all."""
+"""Number of orders annealed in each round; all rounds have the same number of moves in total."""
 
 _WARM, _COLD = 0.1, 0.003
-"""How much may be lost by a move, at first and at last, in mean seconds of an op."""
+"""Loss by a move that is accepted at first and at last, in mean seconds of an op."""
 
 _SLICE_MOVES_OPS = 4_000_000
-"""Moves times ops between two looks at the clock: about a tenth of a second."""
+"""Moves times ops between two checks of the clock: about a tenth of a second."""
 
 _THREADS = 2
 
 
 class Search:
-    """What moves on orders of one problem share."""
+    """State shared by moves on orders of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -58,7 +58,7 @@ class Search:
         self._scratch: Scratch = scratch_of(self.numbers, problem.workers)
 
     def seconds(self, words: Words) -> float:
-        """The makespan or steady step of words, by the compiled play; infinite where they deadlock."""
+        """The makespan or steady step of words, by the compiled play; infinite if they deadlock."""
         flat, begin = flat_of(words), np.zeros(self.problem.workers)
         if self.steady:
             settle(self.numbers, self._scratch, flat, begin, SETTLED)
@@ -74,24 +74,26 @@ def improve(
     seed: int = 0,
     goal: float = 0.0,
 ) -> Iterator[tuple[str, Words]]:
-    """Orders that moves find, with how each was found: better than all before it.
+    """Orders found by moves, each better than all before, with the method that found it.
 
-    Ctrl-C is raised again once the best order was yielded.
+    Ctrl-C is raised again after the best order was yielded.
 
     Args:
-        problem: what is ordered.
-        starts: orders to begin with; those within the limits are taken, and there has to be one.
-        seconds: time for it; without ``moves`` as many are made as there is time for.
-        moves: how many moves are made in all. Then the result does not depend on the machine.
-        seed: of the chance.
-        goal: seconds that cannot be beaten; where they are reached, the search ends.
+        problem: the problem.
+        starts: orders to begin with; at least one has to keep the limits, others are ignored.
+        seconds: time limit; without ``moves`` as many are made as time allows.
+        moves: total number of moves. With it the result does not depend on the machine.
+        seed: seed of the random numbers.
+        goal: seconds that cannot be beaten; reaching them ends the search.
     """
     began = monotonic()
     search = Search(problem)
     least = inf
 
     def better(how: str, orders: Sequence[Words]) -> Iterator[tuple[str, Words]]:
-        """The best of some orders, if it is. Only that one is simulated, which takes longest."""
+        """The best of some orders, if it is better. Only this one is simulated, because simulation is
+        slow.
+        """
         nonlocal least
         if orders:
             words = min(orders, key=search.seconds)
@@ -123,18 +125,18 @@ def improve(
             try:
                 for job in jobs:
                     job.result()
-            finally:  # what was found until Ctrl-C counts
+            finally:  # orders that were found until Ctrl-C count
                 stop.set()
                 wait(jobs)
                 yield from better("local moves", [one.words for one in climbers])
 
 
 _BETTER = 1e-12
-"""What is better by less is as good."""
+"""Improvement below which two values count as equal."""
 
 
 class _Climber:
-    """One order on its way."""
+    """The annealing of one order."""
 
     def __init__(self, search: Search, words: Words, seed: int) -> None:
         self._search, self._numbers = search, search.numbers
@@ -145,7 +147,7 @@ class _Climber:
 
     @property
     def best(self) -> float:
-        """What the best order so far is worth."""
+        """Value of the best order so far."""
         return float(self._state.worth[1])
 
     @property
@@ -154,7 +156,7 @@ class _Climber:
         return words_of(Flat(self._state.best, self._flat.first))
 
     def _restart(self) -> None:
-        """Begin at the best order so far."""
+        """Restart at the best order so far."""
         self._flat.word[:] = self._state.best
         self._state.begin[:] = 0.0
         if self._search.steady:
@@ -165,10 +167,10 @@ class _Climber:
         """Anneal the order, from its best, in slices.
 
         Args:
-            moves: how many are made; None: as many as there is time for.
-            seconds: how much there is.
-            warm: at first, in mean seconds of an op.
-            stop: whether to end.
+            moves: number of moves; None: as many as time allows.
+            seconds: time limit.
+            warm: loss that is accepted at first, in mean seconds of an op.
+            stop: returns whether to end.
         """
         self._restart()
         unit = self._search.unit
@@ -183,7 +185,7 @@ class _Climber:
         while not stop.is_set() and (done := used(made)) < 1:
             if moves is not None:
                 count = min(slice_moves, moves - made)
-            else:  # a short one first, then none that is longer than what is left of the time
+            else:  # a short slice first, then none that is longer than the time left
                 left = int(made / done * (1 - done)) if done and made else slice_moves // 16
                 count = max(1, min(slice_moves, left))
             until = done if moves is None else used(made + count)

@@ -1,8 +1,8 @@
-"""Local moves on words, compiled: one op moved within its worker's word, kept if that is worth it.
+"""Compiled local moves on words: one op is moved within its worker's word, and the move kept if it pays.
 
-Simulated annealing. Most moves are tried where they can help: on the longest path, where an op waits for the
-one before it on its worker. A word always stays within the limits and keeps each stage's own needs in order;
-what makes workers wait in a circle is found by playing it.
+This is simulated annealing. Most moves are tried where they can help: on the longest path, where an op waits
+for the previous op of its worker. A word always stays within the limits and keeps each stage's own needs in
+order; deadlocks are found by playing the word.
 
 Invariant: the same numbers in, the same words out.
 """
@@ -30,18 +30,18 @@ from ..kernel import (
 
 
 class State(NamedTuple):
-    """A word and what follows from it.
+    """A word and the values that follow from it.
 
     Attributes:
-        how_many: by place, how many of its letter stand before it.
-        place: by op, where it stands.
-        held: by store and place, what the worker holds before it.
+        how_many: by place, number of earlier ops of the same letter.
+        place: by op, its place in the word.
+        held: by store and place, amount that the worker holds before it.
         critical: places on the longest path whose op waits for the one before it.
         random: the state of the random numbers.
         log: places of the moves tried last, from and to.
         best: the best word so far.
-        worth: what the word is worth, and the best.
-        begin: where workers stand when a step begins.
+        worth: value of the word, and the best value.
+        begin: offsets of workers when a step begins.
     """
 
     how_many: Ints
@@ -56,7 +56,7 @@ class State(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How many moves, how warm at first and at last (seconds that may be lost), and for what."""
+    """Number of moves, accepted loss at first and at last (seconds), and the objective."""
 
     moves: int
     warm: float
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 
 
 def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
-    """The state of a word; ``start`` fills it in."""
+    """The state of a word; ``start`` computes it."""
     ops = len(flat.word)
     return State(
         np.zeros(ops, dtype=np.int64),
@@ -82,7 +82,7 @@ def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
 
 @compiled
 def _fill(n: Any, flat: Any, x: Any) -> None:
-    """Fill in what follows from the word."""
+    """Compute the values that follow from the word."""
     done = np.zeros(len(n.worker), dtype=np.int64)
     for worker in range(len(flat.first) - 1):
         held = np.zeros(len(n.most))
@@ -98,7 +98,9 @@ def _fill(n: Any, flat: Any, x: Any) -> None:
 
 @compiled
 def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
-    """Whether an op moved still comes after what it needs of its own stage, and before what needs it."""
+    """Whether a moved op still follows the op of its own stage that it needs, and precedes those that need
+    it.
+    """
     letter, k = flat.word[source], x.how_many[source]
     step = 1 if target > source else -1
     at = source
@@ -113,7 +115,7 @@ def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 @compiled
 def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
-    """Whether the worker stays within its limits."""
+    """Whether the worker keeps its limits."""
     letter = flat.word[source]
     worker = n.worker[letter]
     for store in range(len(n.most)):
@@ -133,7 +135,7 @@ def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 @compiled
 def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
-    """Bring a state up to date after a move."""
+    """Update a state after a move."""
     low, high = min(source, target), max(source, target)
     shift(x.how_many, source, target)
     for at in range(low, high + 1):
@@ -153,7 +155,7 @@ def _took(s: Any, worker: int, steady: bool) -> float:
 
 @inlined
 def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
-    """What a letter's op takes last, and when it is there; -1 where it takes nothing."""
+    """The last input of a letter's op, and the time when it exists; -1 if it has none."""
     made, arrived = -1, 0.0
     for edge in range(n.into[letter], n.into[letter + 1]):
         maker = n.base[n.maker[edge]] + k
@@ -164,7 +166,7 @@ def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
 
 @compiled
 def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
-    """Collect the places on the longest path whose op waits for the one before; how many there are."""
+    """Collect the places on the longest path whose op waits for the one before; return their number."""
     worker = 0
     for other in range(len(s.ended)):
         if _took(s, other, steady) > _took(s, worker, steady):
@@ -172,7 +174,7 @@ def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
     last = flat.first[worker + 1] - 1
     if last < flat.first[worker]:
         return 0
-    # Where a sum ends last, one of the gradients that it waits for is the end of the path.
+    # If a sum ends last, one of the gradients that it waits for is the end of the path.
     found, place = 0, last
     crossed = np.zeros(len(s.ended), dtype=np.bool_)
     while found < len(x.critical):
@@ -203,12 +205,14 @@ def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
 
 @compiled
 def _move(n: Any, flat: Any, x: Any, source: int, move: tuple[int, int]) -> int:
-    """Move an op, and as many after it of its letter, all as far; how many could be, noted in ``x.log``."""
+    """Move an op, and ops of its letter after it, by the same distance; return how many, noted in
+    ``x.log``.
+    """
     by, many = move
     letter, k = flat.word[source], x.how_many[source]
     worker, moved = n.worker[letter], 0
     many = min(many, n.ops[letter] - k)
-    for number in range(many):  # so that none is in the way of the next
+    for number in range(many):  # so none is in the way of the next
         k_now = k + number if by < 0 else k + many - 1 - number
         source = x.place[n.base[letter] + k_now]
         target = max(flat.first[worker], min(flat.first[worker + 1] - 1, source + by))
@@ -225,7 +229,7 @@ def _move(n: Any, flat: Any, x: Any, source: int, move: tuple[int, int]) -> int:
 
 @compiled
 def _undo(n: Any, flat: Any, x: Any, moved: int) -> None:
-    """Take back what ``_move`` did."""
+    """Undo ``_move``."""
     for number in range(moved - 1, -1, -1):
         source, target = x.log[2 * number], x.log[2 * number + 1]
         shift(flat.word, target, source)
@@ -234,7 +238,7 @@ def _undo(n: Any, flat: Any, x: Any, moved: int) -> None:
 
 @compiled
 def start(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> float:
-    """Fill in the state of words; what they are worth."""
+    """Compute the state of words; return their value."""
     _fill(n, flat, x)
     x.worth[0] = worth(n, s, flat, x.begin, steady)
     x.worth[1] = x.worth[0]
@@ -244,16 +248,16 @@ def start(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> float:
 
 @compiled
 def anneal(n: Any, s: Any, flat: Any, x: Any, plan: Any) -> float:
-    """Improve words by moves; leaves the best so far in ``x.best``, and returns what it is worth.
+    """Improve words by moves; leave the best so far in ``x.best``, and return its value.
 
-    It goes on where an earlier call ended, after ``start``.
+    It continues where an earlier call ended, after ``start``.
 
     Args:
         n: the problem.
         s: scratch.
         flat: the words; changed.
         x: their state.
-        plan: how many moves, and how warm.
+        plan: number of moves, and accepted losses.
     """
     now = worth(n, s, flat, x.begin, plan.steady)
     if now == NEVER:
@@ -295,13 +299,13 @@ def anneal(n: Any, s: Any, flat: Any, x: Any, plan: Any) -> float:
 
 
 _BETTER = 1e-12
-"""What is better by less is as good."""
+"""Improvement below which two values count as equal."""
 
 _GUIDED = 0.7
-"""The share of moves on the longest path."""
+"""Share of moves on the longest path."""
 
 _REPEATED = 0.3
-"""The share of moves of several ops of one letter."""
+"""Share of moves of several ops of one letter."""
 
 _FAR = 16
-"""How far an op is moved at most."""
+"""Maximum distance of a move."""

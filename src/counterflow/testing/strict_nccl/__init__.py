@@ -1,4 +1,6 @@
-"""NCCL's rules for tensors on the CPU: what would hang on GPUs is reported, without a GPU or a clock."""
+"""NCCL's rules for tensors on the CPU: calls that would hang on GPUs are reported, without a GPU or a
+clock.
+"""
 
 from .fabric import AbortedError, Fabric, NcclRuleError
 from .group import StrictGroup, StrictWork

@@ -1,17 +1,16 @@
-"""A pretended device: on a CPU, the compute device is another place than the host.
+"""A pretended device: on a CPU, the compute device is separate from the host.
 
-What a GPU does and a CPU does not, and what breaks programs that were tested on CPUs alone:
+It imitates the following behaviour of GPUs, which breaks programs that were tested on CPUs alone:
 
-* ``tensor.device`` is ``pretended:RANK``, so what the engine does on a device is what runs here; an operator
-  does not take tensors of the host and of the device together, but for numbers and indices of the host.
-* A copy to the host with ``non_blocking=True`` has no values before its event, stream or device is
-  synchronised. A copy out of pinned memory reads it when the device comes to it.
-* Memory of the device is read by a host that waits (``item``, ``tolist``, ``cpu``), or is refused
-  (``numpy``).
-* Events come a drawn number of looks later; an error of the device comes up in whatever is called next.
+* ``tensor.device`` is ``pretended:RANK``, so the runtime's code for devices runs here; an operator does not
+accept tensors of the host and of the device together, except for numbers and indices of the host. * A copy to
+the host with ``non_blocking=True`` has no values before its event, stream or device is synchronised. A copy
+out of pinned memory reads it when the device reaches the copy. * Reading memory of the device makes the host
+wait (``item``, ``tolist``, ``cpu``), or is refused (``numpy``). * Events complete after a random number of
+queries; an error of the device is raised by whichever call follows.
 
-A thread computes at once. So the lag is in what the host may see, not in when the device computes. What it
-does not do: races between two streams of one device, memory that is freed while another stream reads it, and
+A thread computes at once, so the lag affects what the host sees, not when the device computes. It does not
+imitate races between two streams of one device, memory that is freed while another stream reads it, or
 functions of torch that ask C++ for the device (autocast is that of the CPU: ``devices.autocast_type``).
 """
 
@@ -35,7 +34,7 @@ from .streams import Stream
 
 NAME = "pretended"
 _MOST_LAG = 3
-"""An event comes after at most so many looks at it."""
+"""Maximum number of queries before an event completes."""
 
 _naming = threading.Lock()
 
@@ -44,9 +43,9 @@ class Device:
     """One worker's pretended device.
 
     Args:
-        index: its number: the worker's rank.
-        wait: holds the host until something has run.
-        doing: tells what the worker does, for ``fails``.
+        index: number of the device, which is the worker's rank.
+        wait: function that blocks the host until launches have run.
+        doing: returns what the worker does, for ``fails``.
     """
 
     def __init__(
@@ -59,28 +58,27 @@ class Device:
         self.stream = self.new_stream()
         self.doing = doing
         self.fails: Callable[[object], bool] | None = None
-        """Whether what is launched while the worker does this ends with an error of the device."""
+        """Whether launches while the worker does this end with an error of the device."""
         self.error: torch.AcceleratorError | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Two of one number are the same: what an earlier run left on it is on it still."""
+        """Devices with the same number are equal: tensors of an earlier run are still on the device."""
         return isinstance(other, Device) and other.handle == self.handle
 
     def __hash__(self) -> int:
-        """As it is compared."""
         return hash(self.handle)
 
     def __repr__(self) -> str:
-        """As torch writes its name."""
+        """The device's name in torch's form."""
         return str(self.handle)
 
     def look(self) -> None:
-        """Raise the device's error, if it has had one: whatever is called of it does."""
+        """Raise the device's error if there was one, as any call would."""
         if self.error is not None:
             raise torch.AcceleratorError(*self.error.args)
 
     def launched(self) -> None:
-        """An operator is launched; its error comes up later."""
+        """Note that an operator is launched; its error is raised later."""
         self.look()
         if self.fails is not None and self.fails(self.doing()):
             self.error = torch.AcceleratorError(
@@ -89,7 +87,7 @@ class Device:
             )
 
     def synchronize(self, why: str = "waits for its device") -> None:
-        """Hold the host until the device has come to its end."""
+        """Block the host until the device has finished."""
         (streams.current_stream() or self.stream).synchronize(why)
 
 
@@ -107,7 +105,7 @@ def current() -> Device | None:
 
 @contextmanager
 def on(device: Device | None) -> Iterator[None]:
-    """Compute on a device; None: on the host alone, as around a copy between the two."""
+    """Compute on a device; None: on the host alone, as during a copy between the two."""
     before, _thread.device = _thread.device, device
     try:
         yield
@@ -116,59 +114,59 @@ def on(device: Device | None) -> Iterator[None]:
 
 
 def refuse_elsewhere(tensor: Tensor) -> None:
-    """Refuse a tensor that is not on this thread's device, as a process group of devices does.
+    """Refuse a tensor that is not on this thread's device, like a process group of devices.
 
     Raises:
-        RuntimeError: it is on the host, or on another worker's device.
+        RuntimeError: the tensor is on the host, or on another worker's device.
     """
     device, place = _thread.device, place_of(tensor)
     if device is None or place is None or place == device:
         return
     if isinstance(place, Device):
         raise RuntimeError(f"a tensor of {place} was given to a process group of {device}")
-    raise RuntimeError("No backend type associated with device type cpu")  # as torch.distributed says
+    raise RuntimeError("No backend type associated with device type cpu")  # the message of torch.distributed
 
 
 def refuse_on_device(tensor: Tensor) -> None:
-    """Refuse a tensor that is on a device, as a process group of the host does.
+    """Refuse a tensor that is on a device, like a process group of the host.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the tensor is on a device.
     """
     if isinstance(place_of(tensor), Device):
         raise RuntimeError(f"No backend type associated with device type {NAME}")
 
 
-# -- what torch.get_device_module gives
+# -- the module that torch.get_device_module returns
 
 
 class TimedEvent:
-    """As ``torch.cuda.Event``."""
+    """Imitates ``torch.cuda.Event``."""
 
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         del enable_timing, blocking
         self.recorded: streams.Event | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Put it at the end of a stream."""
+        """Record the event at the end of a stream."""
         self.recorded = (stream or current_stream()).record_event()
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether the event has completed."""
         return self.recorded is None or self.recorded.query()
 
     def synchronize(self) -> None:
-        """Hold the host until it comes."""
+        """Block the host until the event completes."""
         if self.recorded is not None:
             self.recorded.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for it."""
+        """Let a stream wait for the event."""
         if self.recorded is not None:
             (stream or current_stream()).wait_event(self.recorded)
 
     def elapsed_time(self, end_event: TimedEvent) -> float:
-        """Milliseconds until another one."""
+        """Milliseconds until another event."""
         assert self.recorded is not None
         assert end_event.recorded is not None
         return (end_event.recorded.recorded_seconds - self.recorded.recorded_seconds) * 1e3
@@ -188,7 +186,7 @@ def current_stream(device: object = None) -> Stream:
 
 
 def new_stream(device: object = None, **_: Any) -> Stream:
-    """Another stream of this thread's device."""
+    """A new stream of this thread's device."""
     del device
     return _here().new_stream()
 
@@ -199,7 +197,7 @@ def stream(one: Stream) -> AbstractContextManager[None]:
 
 
 def synchronize(device: object = None) -> None:
-    """Hold the host until the device has come to its end; a thread without one has nothing to wait for.
+    """Block the host until the device has finished; a thread without a device does not wait.
 
     torch's profiler calls it on every thread, once the device is registered.
     """
@@ -209,7 +207,7 @@ def synchronize(device: object = None) -> None:
 
 
 class _Module:
-    """What ``torch.get_device_module("pretended")`` gives."""
+    """The module that ``torch.get_device_module("pretended")`` returns."""
 
     Event = TimedEvent
     autocast_type = "cpu"
@@ -220,33 +218,33 @@ class _Module:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this thread has one."""
+        """Whether this thread has a device."""
         return _thread.device is not None
 
     @staticmethod
     def is_initialized() -> bool:
-        """As ``is_available``."""
+        """Whether this thread has a device."""
         return _thread.device is not None
 
     @staticmethod
     def device_count() -> int:
-        """A worker sees its own."""
+        """Number of devices: a worker sees its own."""
         return 1
 
     @staticmethod
     def current_device() -> int:
-        """Its number."""
+        """Number of the current device."""
         return _here().handle.index
 
     @staticmethod
     def get_rng_state(device: object = None) -> Tensor:
-        """Draws are made by the CPU's generator."""
+        """State of the CPU's generator, which makes the draws."""
         del device
         return torch.get_rng_state()
 
     @staticmethod
     def set_rng_state(state: Tensor, device: object = None) -> None:
-        """As ``get_rng_state``."""
+        """Set the state of the CPU's generator."""
         del device
         torch.set_rng_state(state)
 
@@ -256,16 +254,16 @@ class _Module:
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
-        """The CPU's generator, which is the device's, has been seeded."""
+        """Do nothing: the CPU's generator, which is the device's, has been seeded."""
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
-        """What autocast may compute in."""
+        """Dtypes in which autocast may compute."""
         return [torch.bfloat16, torch.float16]
 
 
 def register() -> None:
-    """Give torch the name of the pretended device, once in a process."""
+    """Register the pretended device with torch, once per process."""
     with _naming:
         if getattr(torch, NAME, None) is None:
             rename_spare_backend(NAME)

@@ -1,17 +1,17 @@
-"""What NCCL would do with what the ranks launch: communicators, streams, matching; and who waits for what.
+"""NCCL's behaviour for launches of the ranks: communicators, streams, matching, and waits.
 
 The rules:
 
-* A communicator is made at its first use, and its making holds the host until all members have entered.
-* What a rank launches on one stream runs in that order, and not before the events it was told to wait for.
-* Messages of two ranks on one communicator match by their order alone. A message ends when both its sides
-  run: a send whose receive stands behind something else holds its stream.
-* A collective runs when all members run it: the n-th of one rank on a communicator is the n-th of the others.
-* Nothing of this waits on a host: only making a communicator, and waiting for a stream, do.
+* A communicator is made at its first use, which blocks the host until all members have entered. * Launches of
+a rank on one stream run in that order, and not before the events that they wait for. * Messages of two ranks
+on one communicator match by their order alone. A message ends when both its sides run: a send whose receive
+is queued behind another launch blocks its stream. * A collective runs when all members run it: the n-th of
+one rank on a communicator is the n-th of the others. * None of this blocks a host, except making a
+communicator and waiting for a stream.
 
-Invariant: all that can happen has happened when a call returns. So where every host waits and none of what
-they wait for has happened, nothing ever will: that is reported at once, with the circle, instead of a hang.
-No clock is read. It moves no tensors itself (``move`` does) and knows nothing of torch.
+Invariant: when a call returns, everything that can happen has happened. So if every host waits and none of
+these waits is over, none ever will be: this is reported at once, with the circle, instead of a hang. No clock
+is read. Tensors are moved by ``move``, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NcclRuleError(RuntimeError):
 
 
 class AbortedError(RuntimeError):
-    """A communicator is used after it was aborted."""
+    """A communicator was used after it was aborted."""
 
 
 SEND, RECEIVE = "send", "receive"
@@ -41,13 +41,13 @@ class Part:
 
     Attributes:
         kind: ``SEND``, ``RECEIVE`` or a collective's name, which all ranks have to agree on.
-        rank: whose it is.
-        communicator: its name.
-        size: what both sides of a message, or all of a collective, have to agree on.
-        peer: of a message, the other rank.
-        how: of a collective, what is made of what all give.
-        data: for ``move``.
-        number: which of its kind it is on the communicator (and with the peer), from 0.
+        rank: rank of the operation.
+        communicator: name of the communicator.
+        size: size on which both sides of a message, or all of a collective, have to agree.
+        peer: the other rank of a message.
+        how: reduction of a collective.
+        data: data for ``move``.
+        number: its number among operations of its kind on the communicator (and with the peer), from 0.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Part:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What its number counts."""
+        """Key that its number counts."""
         if self.kind in (SEND, RECEIVE):
             return self.communicator, self.kind, self.rank, self.peer
         return self.communicator, self.rank
@@ -75,13 +75,13 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """What is launched at once on a rank's stream: one operation, or a group of them.
+    """A launch on a rank's stream: one operation, or a group of them.
 
     Attributes:
-        rank: whose.
-        stream: on which it runs.
-        parts: the operations; without any it is an event.
-        after: what it waits for beside its stream.
+        rank: rank of the launch.
+        stream: stream on which it runs.
+        parts: the operations; an event has none.
+        after: launches that it waits for in addition to its stream.
         over: whether it has run, or was aborted.
         aborted: whether its communicators were aborted before it had run.
     """
@@ -101,7 +101,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Blocked:
-    """A host that waits: until when, why, for which launches and ranks; and how its wait ended."""
+    """A host that waits: the condition, the reason, the launches and ranks; and how its wait ended."""
 
     ready: Callable[[], bool]
     why: str
@@ -111,21 +111,22 @@ class Blocked:
     error: Exception | None = None
 
     def wake(self, error: Exception | None = None) -> None:
-        """Let the host go on, with an error or without."""
+        """Let the host continue, with an error or without."""
         self.error = error
         self.woken.set()
 
 
 _Node = Launch | int
-"""What can wait: a launch, or a rank's host."""
+"""A waiting node: a launch, or a rank's host."""
 
 
 class Fabric:
-    """What connects the ranks of one run.
+    """Connects the ranks of one run.
 
     Args:
-        ranks: how many there are.
-        move: carries out a message, given its send and its receive, or a collective, given all parts by rank.
+        ranks: number of ranks.
+        move: function that carries out a message, given its send and its receive, or a collective, given all
+            parts by rank.
     """
 
     def __init__(self, ranks: int, move: Callable[[Sequence[Part]], None]) -> None:
@@ -137,7 +138,7 @@ class Fabric:
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._streams: dict[tuple[int, str], list[Launch]] = defaultdict(list)
         self._parts: dict[tuple[Any, ...], dict[int, Part]] = defaultdict(dict)
-        """By what their numbers count, those that have not run."""
+        """Parts that have not run, by key."""
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._of: dict[Part, Launch] = {}
         self._blocked: dict[int, Blocked] = {}
@@ -145,10 +146,10 @@ class Fabric:
         self._aborted: set[int] = set()
         self._advancing = False
 
-    # -- what hosts do
+    # -- calls of hosts
 
     def enter(self, rank: int, communicator: str, members: Sequence[int]) -> Blocked:
-        """Make a communicator; the host goes on when all members have entered."""
+        """Make a communicator; the host continues when all members have entered."""
         with self.lock:
             self._members[communicator] = tuple(members)
             entered = self._entered[communicator]
@@ -165,11 +166,11 @@ class Fabric:
             return blocked
 
     def launch(self, launch: Launch) -> None:
-        """Put something on a stream; the host goes on.
+        """Enqueue a launch on a stream; the host continues.
 
         Raises:
             AbortedError: the rank's communicators were aborted.
-            NcclRuleError: a rule was broken before, or is by this.
+            NcclRuleError: a rule was broken before, or this launch breaks one.
         """
         with self.lock:
             if launch.rank in self._aborted:
@@ -185,7 +186,7 @@ class Fabric:
             self._advance()
 
     def wait(self, rank: int, launches: Sequence[Launch], why: str) -> Blocked:
-        """The host goes on when something has run, or was aborted."""
+        """Let the host continue when the launches have run, or were aborted."""
         waited = tuple(launches)
         blocked = Blocked(lambda: all(one.over for one in waited), why, waited)
         with self.lock:
@@ -194,7 +195,7 @@ class Fabric:
 
     @contextmanager
     def elsewhere(self, rank: int, ready: Callable[[], bool], why: str) -> Iterator[None]:
-        """Around a wait of a host for something else, which has come when ``ready`` says so."""
+        """Surround a host's wait for another condition, which ``ready`` checks."""
         with self.lock:
             self._block(rank, Blocked(ready, why))
         try:
@@ -203,18 +204,18 @@ class Fabric:
             self.give_up(rank)
 
     def give_up(self, rank: int) -> None:
-        """A host waits no more."""
+        """End a host's wait."""
         with self.lock:
             self._blocked.pop(rank, None)
 
     def leave(self, rank: int) -> None:
-        """A host has ended."""
+        """Note that a host has ended."""
         with self.lock:
             self._left.add(rank)
             self._advance()
 
     def abort(self, rank: int) -> None:
-        """Abort all communicators of a rank: what it launched ends, and its host goes on."""
+        """Abort all communicators of a rank: its launches end, and its host continues."""
         with self.lock:
             self._aborted.add(rank)
             for (whose, _), stream in self._streams.items():
@@ -230,11 +231,11 @@ class Fabric:
             self._advance()
 
     def unfinished(self) -> list[str]:
-        """What was launched and has not run."""
+        """Launches that have not run."""
         with self.lock:
             return [str(launch) for stream in self._streams.values() for launch in stream]
 
-    # -- what happens then
+    # -- effects
 
     def _block(self, rank: int, blocked: Blocked) -> None:
         if self.broken is not None or blocked.ready():
@@ -244,7 +245,7 @@ class Fabric:
         self._advance()
 
     def _break(self, text: str) -> None:
-        """End all waits with what is wrong; only the first counts."""
+        """End all waits with an error; only the first counts."""
         if self.broken is None:
             self.broken = NcclRuleError(text)
             for blocked in list(self._blocked.values()):
@@ -252,8 +253,8 @@ class Fabric:
             self._blocked.clear()
 
     def _advance(self) -> None:
-        """Let all happen that can."""
-        if self._advancing:  # called by what happens: the loop below goes on
+        """Let everything happen that can."""
+        if self._advancing:  # called by an effect: the loop below continues
             return
         self._advancing = True
         try:
@@ -265,7 +266,9 @@ class Fabric:
             self._advancing = False
 
     def _run(self) -> bool:
-        """Start what may start, and move what has met; whether anything happened."""
+        """Start launches that may start, and move operations that have met; return whether anything
+        happened.
+        """
         happened = False
         for stream in list(self._streams.values()):
             while stream and stream[0].over:
@@ -285,7 +288,7 @@ class Fabric:
         return happened
 
     def _meet(self, part: Part) -> bool:
-        """Move what an operation is one side of, if all sides run; whether they do."""
+        """Move an operation if all its sides run; return whether they do."""
         sides = self._sides(part)
         if any(side is None or not self._of[side].started or self._of[side].over for side in sides.values()):
             return False
@@ -308,7 +311,7 @@ class Fabric:
         return True
 
     def _sides(self, part: Part) -> dict[int, Part | None]:
-        """By rank what takes part; None where it is not launched yet. A send comes before its receive."""
+        """Participants by rank; None if not launched yet. A send precedes its receive."""
         if part.kind in (SEND, RECEIVE):
             other = RECEIVE if part.kind == SEND else SEND
             theirs = self._parts[part.communicator, other, part.peer, part.rank].get(part.number)
@@ -318,13 +321,13 @@ class Fabric:
         return {member: self._parts[part.communicator, member].get(part.number) for member in members}
 
     def _wake(self) -> bool:
-        """Let hosts go on whose wait is over."""
+        """Let hosts continue whose wait is over."""
         ready = [rank for rank, blocked in self._blocked.items() if blocked.ready()]
         for rank in ready:
             self._blocked.pop(rank).wake()
         return bool(ready)
 
-    # -- who waits for what
+    # -- waits
 
     def _look(self) -> None:
         """Report a deadlock, if there is one: every host waits, or has ended, and nothing can happen."""
@@ -353,7 +356,7 @@ class Fabric:
         return "the ranks wait for what never comes:\n  " + "\n  ".join(lines)
 
     def _waits(self, node: _Node) -> tuple[str, _Node | None]:
-        """What something waits for, in words, and who that is."""
+        """What a node waits for, in words, and that node."""
         if isinstance(node, int):
             return self._host_waits(node)
         stream = self._streams[node.rank, node.stream]

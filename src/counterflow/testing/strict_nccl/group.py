@@ -1,13 +1,13 @@
-"""A process group with NCCL's rules, for tensors on the CPU; for tests, and to see that a program keeps them.
+"""A process group with NCCL's rules, for tensors on the CPU; for tests of whether a program keeps them.
 
-Its calls are those of ``torch.distributed.ProcessGroup`` over NCCL. Messages of two ranks go by a
-communicator of these two, grouped ones (``batch_isend_irecv``) by that of the whole group; ``Work.wait`` lets
-the stream wait and returns. There is a stream for each communicator of two. All collectives of a rank,
-whatever their group, run on one stream: a GPU need not have room for two at once, and NCCL asks that all
-ranks launch them in one order.
+Its methods are those of ``torch.distributed.ProcessGroup`` over NCCL. Messages of two ranks use a
+communicator of these two, grouped ones (``batch_isend_irecv``) that of the whole group; ``Work.wait`` makes
+the stream wait and returns. Each communicator of two has a stream. All collectives of a rank, in any group,
+run on one stream, because a GPU need not have room for two at once, and NCCL requires that all ranks launch
+them in one order.
 
-What is received into holds nothing (NaN, or the least integer) until the message comes; a message's tensors
-are read as late as can be, and must not change before. Tensors of the host are refused.
+A receive buffer is invalid (NaN, or the smallest integer) until the message is received; a message's tensors
+are read as late as possible, and must not change before. Tensors of the host are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLLECTIVES = "collectives"
 
 
 class StrictWork(Work):
-    """What was launched."""
+    """Work of a launch."""
 
     def __init__(self, launch: Launch, stream: Stream) -> None:
         super().__init__()
@@ -42,21 +42,21 @@ class StrictWork(Work):
         self.stream = stream
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the current stream wait; the host goes on."""
+        """Make the current stream wait; the host continues."""
         del timeout
         (streams.current_stream() or self.stream).wait_for(self.launch)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has run."""
+        """Whether the launch has run."""
         return self.launch.over
 
     def is_success(self) -> bool:
-        """Whether it has run and was not aborted."""
+        """Whether the launch has run and was not aborted."""
         return self.launch.over and not self.launch.aborted
 
     def exception(self) -> BaseException | None:
-        """Why it has not run to its end."""
+        """Why the launch has not run to its end."""
         return dist.DistBackendError("NCCL communicator was aborted") if self.launch.aborted else None
 
 
@@ -64,9 +64,9 @@ class StrictGroup(ProcessGroup):
     """One rank's end of a group.
 
     Args:
-        endpoint: of this rank.
-        ranks: the members, in their order.
-        name: by which all members know it.
+        endpoint: endpoint of this rank.
+        ranks: the members, in order.
+        name: name of the group on all members.
     """
 
     def __init__(self, endpoint: ThreadEndpoint, ranks: Sequence[int], name: str) -> None:
@@ -165,12 +165,12 @@ class StrictGroup(ProcessGroup):
         part.how, part.data = how, (tensor, -1, rows)
         return self._launch(_COLLECTIVES, (part,))
 
-    # -- their parts
+    # -- parts of launches
 
     def _part(self, kind: str, tensor: Tensor, communicator: str, peer: int = -1) -> Part:
         refuse_elsewhere(tensor)
         if not tensor.is_contiguous():
-            raise ValueError("Tensors must be contiguous")  # as ProcessGroupNCCL says
+            raise ValueError("Tensors must be contiguous")  # the message of ProcessGroupNCCL
         size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
         data = (tensor, _version(tensor))
         return Part(kind, self.endpoint.rank, communicator, size, peer, data=data)
@@ -196,7 +196,7 @@ class StrictGroup(ProcessGroup):
 
 
 class _Later(Work):
-    """Of what is in a group: the group's own work counts."""
+    """Work of an operation in a group: the group's own work is used."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See ``Work``."""
@@ -229,7 +229,7 @@ def _way(op: Any) -> str:
 
 
 def move(parts: Sequence[Part]) -> None:
-    """Carry out what met, between threads of one process.
+    """Carry out operations that met, between threads of one process.
 
     Raises:
         NcclRuleError: a tensor was changed while it was sent.

@@ -1,6 +1,6 @@
 """The strict transport between threads: NCCL's data plane on the strict groups, the rest as among threads.
 
-What the engine does over NCCL runs here on the CPU, call by call; only the process groups are others.
+The runtime's NCCL path runs here on the CPU, call by call; only the process groups differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .threads import ThreadEndpoint, thread_fabric
 
 
 class NcclHub(Hub):
-    """See ``Hub``; with the fabric that connects the threads' devices."""
+    """A ``Hub`` with the fabric that connects the threads' devices."""
 
     kind = STRICT_NCCL
 
@@ -43,14 +43,14 @@ class NcclHub(Hub):
 
     def transport(self, rank: int, device: torch.device | str = "cpu") -> StrictLocalTransport:
         """See ``Hub``."""
-        del device  # each has a pretended one
+        del device  # each has a pretended device
         return StrictLocalTransport(self, rank)
 
     def ended(self) -> None:
-        """See ``Hub``.
+        """Check that everything ran, see ``Hub``.
 
         Raises:
-            NcclRuleError: something was launched and never ran.
+            NcclRuleError: a launch never ran.
         """
         if left := self.fabric.unfinished():
             raise NcclRuleError("at the end these had not run: " + "; ".join(left))
@@ -62,7 +62,7 @@ class NcclHub(Hub):
 
 
 class StrictControl(ThreadControl):
-    """One thread's end of a ``NcclHub``, which takes no memory of a device.
+    """One thread's end of a ``NcclHub``, which accepts no memory of a device.
 
     Attributes:
         pretended: the device on which the thread computes.
@@ -83,14 +83,14 @@ class StrictControl(ThreadControl):
         return super().send_described(tensors, peer, tag)
 
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Control.gather_objects``; what travels is what is in memory now."""
+        """Gather values as they are in memory now, see ``Control.gather_objects``."""
         written = BytesIO()
         _Pickler(written).dump(value)
         told = cast("list[bytes]", super().gather_objects(written.getvalue()))
         return [pickle.loads(one) for one in told]  # noqa: S301 - from a thread of this process
 
     def fail(self, error: BaseException) -> None:
-        """See ``Control.fail``; as the watch of each worker does, end what its device waits for."""
+        """Fail, see ``Control.fail``; end what the device waits for, as each worker's watch does."""
         super().fail(error)
         for rank in range(self.world_size):
             self.fabric.abort(rank)
@@ -142,27 +142,27 @@ class StrictLocalTransport(OrderedTransport):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what is in the host's memory now."""
+    """Pickles values as they are in the host's memory now."""
 
     def reducer_override(self, value: object) -> Any:
-        """Refuse memory of a device, of which another process would have to have some."""
+        """Refuse memory of a device, which another process could not have."""
         if isinstance(value, Tensor):
             refuse_on_device(value)
         return NotImplemented
 
 
 class _Endpoint(ThreadEndpoint):
-    """A thread's end, whose waits are seen and have a limit."""
+    """A thread's end, whose waits are observed and limited."""
 
     def __init__(self, control: StrictControl) -> None:
         super().__init__(control.fabric, control.rank)
         self.control = control
 
     def held(self, woken: threading.Event, peer: int) -> None:
-        """See ``ThreadEndpoint``.
+        """Block the host, see ``ThreadEndpoint``.
 
         Raises:
-            TimedOut: it took longer than the timeout.
+            TimedOut: the wait exceeded the timeout.
         """
         control = self.control
         control.status.waiting_for = peer

@@ -1,9 +1,9 @@
-"""Where memory is: on the host, in pinned host memory, or on a pretended device; and copies on their way.
+"""Places of memory: on the host, in pinned host memory, or on a pretended device; and copies in flight.
 
 All of it is memory of the CPU. A mark on a tensor's storage says which of the three it stands for, so views
-and detached tensors have the same. Memory without a mark (what torch's own C++ makes) fits everywhere.
+and detached tensors have the same place. Memory without a mark (made by torch's own C++) fits everywhere.
 
-Invariant: nothing here computes for a worker: it looks and marks, outside of all modes.
+Invariant: nothing here computes for a worker: functions read and mark, outside of all modes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ HOST, PINNED = "host", "pinned"
 _MARK = "counterflow_place"
 
 Place = Any
-"""``HOST``, ``PINNED``, a ``Device``; None where nothing is known."""
+"""A place: ``HOST``, ``PINNED``, a ``Device``; None if unknown."""
 
 
 class CopyError(RuntimeError):
-    """A copy between the host and a device would have carried other values on a GPU."""
+    """A copy between the host and a device would have had other values on a GPU."""
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -36,13 +36,13 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where a tensor's memory is."""
+    """Place of a tensor's memory."""
     with without_functions():
         return getattr(_storage(tensor), _MARK, None)
 
 
 def mark(tensor: Tensor, place: Place, *, again: bool = False) -> None:
-    """Note where a tensor's memory is; memory that has a mark keeps it, unless ``again``."""
+    """Mark the place of a tensor's memory; marked memory keeps its mark, unless ``again``."""
     with without_functions():
         storage = _storage(tensor)
         if storage is not None and (again or getattr(storage, _MARK, None) is None):
@@ -50,7 +50,7 @@ def mark(tensor: Tensor, place: Place, *, again: bool = False) -> None:
 
 
 def same_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether a tensor has the memory of one of the others."""
+    """Whether a tensor shares memory with one of the others."""
     with without_functions():
         storage = _storage(tensor)
         if storage is None:
@@ -71,7 +71,9 @@ def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def spoil(tensor: Tensor) -> None:
-    """Fill memory whose content has not come yet: NaN in numbers, what no index or count is in integers."""
+    """Fill memory whose content is not there yet with invalid values: NaN in numbers, an impossible index in
+    integers.
+    """
     with without_modes(), torch.no_grad(), torch.inference_mode(mode=False):
         plain = tensor.data
         if plain.is_floating_point() or plain.is_complex():
@@ -89,27 +91,26 @@ class Copy:
     over = False
 
     def finish(self) -> None:
-        """The device has come to it, and the host has waited for that."""
+        """Finish the copy: the device has reached it, and the host has waited."""
         if not self.over:
             self.over = True
             with without_modes(), torch.no_grad(), torch.inference_mode(mode=False):
                 self.come()
 
     def come(self) -> None:
-        """What the host finds from here on."""
+        """Make the values visible to the host."""
         raise NotImplementedError
 
     def order(self) -> None:
-        """Another stream waits for it: what that is given later runs after it."""
+        """Order another stream's later work behind the copy."""
 
 
 class ToHost(Copy):
-    """A copy from a device into host memory, which has none of the values before it is waited for.
+    """A copy from a device into host memory, whose values are invalid before a wait.
 
     Args:
         target: the host memory, with the values in it already.
-        source: the memory of the device, where the copy is made on another stream than the one that changes
-            it; else None.
+        source: the memory of the device, if another stream than the copying one changes it; otherwise None.
     """
 
     def __init__(self, target: Tensor, source: Tensor | None = None) -> None:
@@ -120,31 +121,32 @@ class ToHost(Copy):
         spoil(target)
 
     def come(self) -> None:
-        """The values are there.
+        """Make the values visible.
 
         Raises:
-            CopyError: as ``order``.
+            CopyError: as in ``order``.
         """
         self.order()
         self._target.copy_(self._values)
 
     def order(self) -> None:
-        """From here on the memory of the device may change.
+        """Allow changes of the device's memory from here on.
 
         Raises:
-            CopyError: it has.
+            CopyError: it has changed before.
         """
         found, self._source = self._source, None
         if found is not None and not _bytes(found[0]).equal(found[1]):
             raise CopyError(
                 f"device memory of shape {tuple(found[0].shape)} was changed while another stream copied "
-                "it: on a GPU the copy would have parts of both; let the stream that changes it wait for the "
+                "it: on a GPU the copy would contain parts of both; let the stream that changes it wait for "
+                "the "
                 "copy's event first"
             )
 
 
 class FromHost(Copy):
-    """A copy out of pinned host memory, which is read when the device comes to it.
+    """A copy out of pinned host memory, which is read when the device reaches it.
 
     Args:
         source: the pinned memory.
@@ -156,7 +158,7 @@ class FromHost(Copy):
             self._values = self._source.clone()
 
     def come(self) -> None:
-        """The device reads the memory.
+        """Read the memory on the device.
 
         Raises:
             CopyError: the host changed the memory meanwhile.

@@ -1,8 +1,8 @@
-"""What operators and calls of torch do on a pretended device: where their tensors are, and who waits.
+"""Operators and calls of torch on a pretended device: places of their tensors, and waits.
 
-An operator is seen below autograd, in forwards and backwards alike; a call is seen as Python makes it, before
-its arguments are looked at. Without a pretended device a thread still waits, before it computes, for what its
-stream waits for.
+Operators are intercepted below autograd, in forwards and backwards alike; calls are intercepted as Python
+makes them, before their arguments are processed. Without a pretended device a thread still waits, before it
+computes, for what its stream waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .streams import Stream
 
 @contextmanager
 def computing(stream: Stream, device: Device | None = None) -> Iterator[None]:
-    """Around all that a thread does as a worker: it computes when what its stream waits for has run."""
+    """Surrounds a worker's thread: it computes only after everything its stream waits for has run."""
     with on(device), streams.on(stream), _Calls(), _Operators():  # type: ignore[no-untyped-call]
         yield
 
@@ -51,10 +51,10 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"
 """Operators of a device for whose result the host waits."""
 
 _ACROSS = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
-"""Operators that take tensors of the host and of a device together."""
+"""Operators that accept tensors of the host and of a device together."""
 
 _names: dict[Any, str] = {}
-"""By operator its name."""
+"""Names of operators."""
 
 
 def _name(operator: Any) -> str:
@@ -65,11 +65,13 @@ def _name(operator: Any) -> str:
 
 
 class _Operators(TorchDispatchMode):
-    """Before an operator that touches memory its stream is waited for; and its tensors are in one place."""
+    """Makes operators that touch memory wait for their stream, and checks that their tensors are in one
+    place.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without a wrapper around every operator, which imports torch.compile."""
+        """Skip the wrapper around every operator, which imports torch.compile."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +81,7 @@ class _Operators(TorchDispatchMode):
         name = _name(func)
         if stream is not None and name not in _AS_IT_IS:
             stream.run(f"computes {func}")
-        with without_functions():  # they have seen the call, if it was one of Python's
+        with without_functions():  # these have seen the call, if Python made it
             if device is None:
                 return func(*args, **kwargs)
             return _computed(device, name, func, args, kwargs)
@@ -108,10 +110,10 @@ def _computed(device: Device, name: str, func: Any, args: Any, kwargs: Any) -> A
 
 
 def _where(device: Device, name: str, given: list[Tensor], places: list[Place]) -> Device | None:
-    """Where an operator runs: on the device (None: on the host).
+    """Where an operator runs: on the device, or None for the host.
 
     Raises:
-        RuntimeError: its tensors are in several places, as torch says it.
+        RuntimeError: its tensors are in several places; the message is torch's.
     """
     there = [place for place in places if isinstance(place, Device)]
     if not there:
@@ -149,7 +151,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any, places: list[Place]
 # -- calls
 
 _ANY: Any = Tensor
-"""Its attributes are read and written by calls, of which its annotations know nothing."""
+"""Its attributes are read and written by calls, which annotations do not describe."""
 
 _Handler = Callable[[Device, Any, Any, Any], Any]
 _HANDLERS: dict[Any, _Handler] = {}
@@ -164,7 +166,7 @@ def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 class _Calls(TorchFunctionMode):
-    """What has no operator of its own: where a tensor is, moves, and reads of its memory."""
+    """Calls without an operator of their own: a tensor's place, moves, and reads of its memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -190,7 +192,9 @@ class _Calls(TorchFunctionMode):
 
 
 def _by_autograd(frame: FrameType) -> bool:
-    """Whether a call is torch.autograd's: it makes a loss's gradient where C++ has the loss, on the CPU."""
+    """Whether torch.autograd makes the call: it makes a loss's gradient on the CPU, where C++ has the
+    loss.
+    """
     return frame.f_globals.get("__name__") == "torch.autograd"
 
 
@@ -198,7 +202,7 @@ _HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__}
 
 
 def _made(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function makes where it is told to."""
+    """Result of a factory function, on the device that it asks for."""
     pinned = bool(kwargs.pop("pin_memory", False))
     wanted = kwargs.get("device")
     place = _place(device, wanted)
@@ -224,7 +228,7 @@ def _made(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _place(device: Device, wanted: Any) -> Place:
-    """Where a device's name is; None: neither on the host nor on the pretended device."""
+    """Place of a device's name; None: neither the host nor the pretended device."""
     if wanted is None:
         return HOST
     name = device.handle if isinstance(wanted, int) else torch.device(wanted)

@@ -1,9 +1,9 @@
-"""A CPU worker's streams: what is computed waits for what came, though the host does not.
+"""A CPU worker's streams: computation waits for launches, although the host does not.
 
 A thread computes at once, so it *is* its stream's device. A wait (``Stream.wait_event``, ``Work.wait``)
-returns at once, and is made up for before the next operator that touches memory: until then the host may
-launch further work, as with a GPU. Copies between the host and a pretended device are different: who has not
-waited for them (``synchronize``) finds nothing, or has overwritten what is still to be read.
+returns at once, and is carried out before the next operator that touches memory: until then the host may
+launch further work, as with a GPU. Copies between the host and a pretended device differ: without a wait
+(``synchronize``) their result is invalid, or their source was overwritten too early.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .fabric import Launch
 from .memory import Copy
 
 Wait = Callable[[Sequence[Launch], str], None]
-"""Holds the host until something has run."""
+"""Blocks the host until launches have run."""
 
 
 def _healthy() -> None:
-    """No device has an error."""
+    """Do nothing: no device has an error."""
 
 
 class Event:
-    """A place in a stream: all that it waited for and copied until then.
+    """A place in a stream: all waits and copies up to it.
 
     Args:
-        launches: what the stream waited for.
-        wait: holds the host.
-        copies: what was on its way.
-        lag: so many looks at the event find that the device has not come to it.
-        look: raises the device's error, if it has had one.
+        launches: launches that the stream waited for.
+        wait: function that blocks the host.
+        copies: copies in flight.
+        lag: number of queries for which the event is not yet reached.
+        look: function that raises the device's error, if there was one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Event:
         self.recorded_seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether the event is reached."""
         self._look()
         if not all(launch.over for launch in self._launches):
             return False
@@ -69,7 +69,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Hold the host until it comes."""
+        """Block the host until the event."""
         self._look()
         self._wait(self._launches, "synchronizes with an event")
         self._lag = 0
@@ -82,18 +82,18 @@ class Event:
 
 
 class Recorded(Protocol):
-    """What was put at a place in a stream, and can be put at another."""
+    """A recorded place in a stream, for which another stream can wait."""
 
     recorded: Event | None
 
 
 class Stream:
-    """What is computed in order; of what it waits for, what has not run yet is ``pending``.
+    """Work in order; ``pending`` contains launches it waits for that have not run.
 
     Args:
-        wait: holds the host.
-        lag: draws how far an event is behind the host.
-        look: raises the device's error, if it has had one.
+        wait: function that blocks the host.
+        lag: function that draws the lag of an event behind the host.
+        look: function that raises the device's error, if there was one.
     """
 
     def __init__(self, wait: Wait, lag: Callable[[], int] = int, look: Callable[[], None] = _healthy) -> None:
@@ -105,28 +105,28 @@ class Stream:
 
     @property
     def pending(self) -> tuple[Launch, ...]:
-        """What has to run before anything further does."""
+        """Launches that have to run before anything further does."""
         return tuple(launch for launch in self._pending if not launch.over)
 
     def wait_for(self, launch: Launch) -> None:
-        """Let all that follows wait; the host does not."""
+        """Make all further work wait; the host does not."""
         if not launch.over:
             self._pending[launch] = None
 
     def copy(self, copy: Copy) -> None:
-        """Note a copy that the host does not wait for."""
+        """Note a copy for which the host does not wait."""
         self._copies.append(copy)
 
     def holds(self, tensor: Tensor) -> None:
-        """Memory is not given to anybody else while the CPU's allocator has it in use."""
+        """Do nothing: memory is not reused while the CPU's allocator has it in use."""
 
     def record_event(self) -> Event:
-        """An event that comes when all before it has run."""
+        """An event that completes when all before it has run."""
         self._copies = [copy for copy in self._copies if not copy.over]
         return Event(self._pending, self._wait, tuple(self._copies), self._lag(), self._look)
 
     def wait_event(self, event: Event | Recorded) -> None:
-        """As ``wait_for``."""
+        """Make the stream wait for an event."""
         found = event if isinstance(event, Event) else event.recorded
         if found is None:
             return
@@ -140,18 +140,18 @@ class Stream:
         self._copies += coming
 
     def wait_stream(self, stream: Stream) -> None:
-        """As ``wait_for``, for all that another stream waits for."""
+        """Make the stream wait for everything that another stream waits for."""
         self.wait_event(stream.record_event())
 
     def run(self, why: str) -> None:
-        """Let the device come to its next operator: the thread that is it waits, for its host none does."""
+        """Let the device reach its next operator: the thread that is the device waits."""
         if self._pending:
             launches, self._pending = tuple(self._pending), {}
             if not all(launch.over for launch in launches):
                 self._wait(launches, why)
 
     def synchronize(self, why: str = "synchronizes with its stream") -> None:
-        """Hold the host until all has run."""
+        """Block the host until everything has run."""
         self._look()
         self.run(why)
         copies, self._copies = self._copies, []
@@ -173,7 +173,7 @@ def current_stream() -> Stream | None:
 
 @contextmanager
 def on(stream: Stream) -> Iterator[None]:
-    """Compute on a stream: as ``with torch.cuda.stream(stream):``."""
+    """Compute on a stream, as in ``with torch.cuda.stream(stream):``."""
     before, _thread.stream = _thread.stream, stream
     try:
         yield
@@ -182,13 +182,13 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 def settle(why: str = "computes") -> None:
-    """Hold the host until what the current stream waits for has run."""
+    """Block the host until everything that the current stream waits for has run."""
     if _thread.stream is not None:
         _thread.stream.run(why)
 
 
 @contextmanager
 def as_the_network() -> Iterator[None]:
-    """Around what is no worker's: it moves data, whatever thread it is done in."""
+    """Surrounds work of the network: it moves data, in whatever thread."""
     with without_modes(), torch.no_grad(), torch.inference_mode(mode=False):
         yield

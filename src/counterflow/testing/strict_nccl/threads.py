@@ -18,27 +18,27 @@ class ThreadEndpoint:
     """One rank's end of a fabric.
 
     Args:
-        fabric: what connects the threads.
-        rank: this one's number.
+        fabric: fabric that connects the threads.
+        rank: number of this rank.
     """
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank
         self.stream = Stream(self.wait)
-        """On which the rank computes unless it says otherwise."""
+        """Default stream of the rank's computation."""
 
     def enter(self, communicator: str, members: Sequence[int]) -> None:
-        """Make a communicator; waits until all members have entered."""
+        """Make a communicator; wait until all members have entered."""
         self._hold(self.fabric.enter(self.rank, communicator, members), -1)
 
     def wait(self, launches: Sequence[Launch], why: str) -> None:
-        """Hold the host until something has run."""
+        """Block the host until launches have run."""
         peers = {part.peer for launch in launches if not launch.over for part in launch.parts}
         peer = peers.pop() if len(peers) == 1 else -1
         self._hold(self.fabric.wait(self.rank, launches, why), peer)
 
     def held(self, woken: threading.Event, peer: int) -> None:
-        """Hold the host, for a rank or (-1) several."""
+        """Block the host, for a rank or, with -1, for several."""
         del peer
         woken.wait()
 
@@ -58,12 +58,12 @@ class ThreadEndpoint:
 
 
 def thread_fabric(ranks: int) -> Fabric:
-    """What connects so many threads."""
+    """A fabric for this many threads."""
     return Fabric(ranks, move)
 
 
 def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
-    """What a function gives on each of so many ranks; the first rank's error, if it raises.
+    """Results of a function on each of this many ranks; raises the first rank's error.
 
     Raises:
         NcclRuleError: the ranks would hang on GPUs, or left something that never runs.
@@ -78,7 +78,7 @@ def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
             with modes.computing(endpoint.stream):
                 results[rank] = function(endpoint)
                 endpoint.stream.synchronize("is at its end")
-        except BaseException as error:  # told to the caller
+        except BaseException as error:  # reported to the caller
             errors[rank] = error
         finally:
             fabric.leave(rank)

@@ -1,1 +1,1 @@
-"""The tables of a config: a record each, with every key's type, default, meaning and legal values."""
+"""The tables of a config: one record per table, with every key's type, default, meaning and legal values."""

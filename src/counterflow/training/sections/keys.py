@@ -1,6 +1,6 @@
 """What the tables of a config are made of: keys with a default, a meaning and legal values.
 
-Invariant: what a key means is said where it stands, and nowhere else. torch is not imported.
+Invariant: the meaning of a key is stated where it is defined, and nowhere else. torch is not imported.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 from counterflow.execution import option, phrase, said
 
 AUTO = "auto"
-"""``train.resume``: go on in the run's own folder, wherever it got to. ``pipeline.transport``: what fits."""
+"""``train.resume``: resume in the run's own folder. ``pipeline.transport``: choose by the machine."""
 
 MANY = 1_000_000_000
-"""The most of what takes neither time nor memory before it is reached."""
+"""Upper bound of numbers that cost neither time nor memory before they are reached."""
 
 PATH = "a path, in quotes"
 SHARE = "a number from 0 to less than 1"
 
 
 def as_path(value: object) -> Path:
-    """A path, of a text that can be one.
+    """A text as a path.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the text cannot be a path.
     """
     if isinstance(value, Path):
         return value
@@ -40,19 +40,19 @@ WholeNumbers = Annotated[tuple[int, ...], Strict(False)]
 
 
 def count(default: int | None, most: int, *, least: int = 1) -> Any:
-    """A key that is a whole number, with the most that can be meant: more is refused before it is built."""
+    """A key that is a whole number, with a maximum; more is refused before anything is built."""
     return option(default, f"a whole number, {least} to {most:,}", ge=least, le=most)
 
 
 class Key(NamedTuple):
-    """What is said of a key: what it means, and what it may be in the words of an error."""
+    """Metadata of a key: its meaning, and its legal values as errors say them."""
 
     about: str
     legal: str
 
 
 class Section(BaseModel):
-    """One table of the config file. Keys are checked strictly: ``"4"`` is no number, 1 is not true."""
+    """One table of the config file. Keys are checked strictly: ``"4"`` is not a number, 1 is not true."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -60,7 +60,7 @@ class Section(BaseModel):
 
     @classmethod
     def keys_known(cls) -> dict[str, Key]:
-        """Every key that it may have."""
+        """Every key of the table."""
         return {
             name: Key(phrase(info), str(said(info, "legal")))
             for name, info in cls.model_fields.items()
@@ -74,5 +74,5 @@ class Section(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
     def about(self, key: str) -> str:
-        """What a key of it means."""
+        """Meaning of a key."""
         return self.keys_known()[key].about

@@ -17,7 +17,7 @@ from .keys import PATH, SHARE, PathKey, Section, count
 
 
 class ModelSection(Section):
-    """What is trained. A model with a name has a shape, which may be changed key by key."""
+    """The model that is trained. The shape of a model with a name may be changed key by key."""
 
     kind: str = option("gpt", f"{', '.join(registry.kinds())}, or one of {', '.join(registry.named())}")
     """Architecture, or the name of a model."""
@@ -26,10 +26,10 @@ class ModelSection(Section):
     """huggingface: a folder with a model and its tokenizer, or its name on the hub"""
 
     fresh: bool | None = option(None, "true or false")
-    """huggingface: whether weights are made anew by the model's rules; read from the folder if not"""
+    """huggingface: whether to make fresh weights; default: read them from the folder"""
 
     dtype: Literal["float32", "bfloat16"] | None = option(None, "float32 or bfloat16, in quotes")
-    """huggingface: what weights are trained in, however they are stored; float32 where not given"""
+    """huggingface: type in which weights are trained, however they are stored; default: float32"""
 
     layers: int = count(EXAMPLE.layers, 10_000)
     """Transformer blocks, without embedding and head."""
@@ -44,7 +44,7 @@ class ModelSection(Section):
     """Tokens of a sample."""
 
     vocabulary: int = count(BYTE_VALUES, 100_000_000)
-    """Number of different tokens; as many as the data has where not given."""
+    """Number of different tokens; default: as many as the data has."""
 
     dropout: float = option(EXAMPLE.dropout, SHARE, ge=0, lt=1)
     """Share of activations set to zero in training."""
@@ -55,7 +55,7 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        """Take what is not given from where the model comes from."""
+        """Fill in values that follow from the model's source."""
         kind = data.get("kind", "gpt") if isinstance(data, dict) else None
         if not isinstance(kind, str):
             return data
@@ -69,35 +69,35 @@ class ModelSection(Section):
         return self
 
     def given(self) -> dict[str, Any]:
-        """The keys that have a value, but for those that follow from where the model comes from."""
+        """The keys that have a value, except those that follow from the model's source."""
         return self.source.written(super().given())
 
     @property
     def source(self) -> ModelSource:
-        """Where the model comes from."""
+        """The source of the model."""
         return registry.source_of(self.kind)
 
     @property
     def all_layers(self) -> int:
-        """Layers between which it can be cut into stages: embedding, blocks, head."""
+        """Number of layers between which the model can be cut into stages: embedding, blocks, head."""
         return self.layers + 2
 
 
 class DataSection(Section):
-    """What it is trained on."""
+    """The data that the model is trained on."""
 
     path: PathKey | None = option(None, PATH)
-    """A text file, or a folder of them; the text that ships with Python where not given."""
+    """A text file, or a folder of them; default: the text that ships with Python."""
 
     field: str | None = option(None, "a text, in quotes")
-    """huggingface: of a line of a JSONL file, which has its text; "text" where not given"""
+    """huggingface: key of a JSONL line that contains the text; default: text"""
 
     label: str | None = option(None, "a text, in quotes")
-    """huggingface: of a row, which has the class of its text; "label" where not given"""
+    """huggingface: key of a row that contains the class of its text; default: label"""
 
     samples: Literal["packed", "padded"] | None = option(None, "packed or padded, in quotes")
-    """huggingface: whether a sample is full, of texts one after another, or one text and padding; packed
-    where not given, but padded for classifiers
+    """huggingface: whether a sample is packed with several texts or is one text with padding; default:
+    packed, for classifiers padded
     """
 
 
@@ -105,21 +105,21 @@ class LoraSection(Section):
     """Adapters of peft in place of the model's own weights; only with a rank."""
 
     rank: int | None = count(None, 1_000_000)
-    """Of the adapters; the model itself is trained where not given."""
+    """Rank of the adapters; default: none, the model itself is trained."""
 
     alpha: float | None = option(None, "a number, more than 0", gt=0)
-    """Adapters count alpha over rank; twice the rank where not given."""
+    """Adapters are scaled by alpha over rank; default: twice the rank."""
 
     dropout: float | None = option(None, SHARE, ge=0, lt=1)
-    """Share of what goes into adapters that is dropped."""
+    """Share of an adapter's input that is dropped."""
 
     targets: Annotated[tuple[str, ...], Strict(False)] | None = option(None, "a list of names")
-    """The modules that get one; those that peft knows for the model where not given."""
+    """Modules that get an adapter; default: those that peft knows for the model."""
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:
         if self.rank is None and self.given():
             raise ConfigError(
-                f"lora.{next(iter(self.given()))}: there are no adapters without lora.rank; give it"
+                f"lora.{next(iter(self.given()))}: lora.rank is not given, so there are no adapters; give it"
             )
         return self

@@ -29,23 +29,23 @@ class PipelineSection(Section, Configured):
     model_config = Section.model_config
 
     if not TYPE_CHECKING:
-        __init__ = BaseModel.__init__  # what is wrong is told for the whole config
+        __init__ = BaseModel.__init__  # errors are reported for the whole config
 
     replicas: int = count(1, 100_000)
     """W: copies of the whole pipeline group"""
 
     transport: TransportKey = option("auto", f"one of {', '.join(_TRANSPORTS)}")
-    """What carries messages; auto: nccl where there is a GPU for each worker, else gloo on the CPU; local:
+    """Transport of messages; auto: nccl if there is a GPU for each worker, otherwise gloo on the CPU; local:
     workers are threads of one process.
     """
 
     cuts: WholeNumbers | None = option(None, "a list of whole numbers")
-    """The layers at which a new stage begins, counted from 0; balanced where not given."""
+    """Layers at which a new stage begins, counted from 0; default: balanced."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_keys(cls, data: Any) -> Any:
-        """Refuse options of ``Pipeline`` that are no keys."""
+        """Refuse options of ``Pipeline`` that are not keys."""
         known = cls.keys_known()
         wrong = [
             InitErrorDetails(type="extra_forbidden", loc=(name,), input=data[name])

@@ -1,4 +1,4 @@
-"""The table ``[schedule]``: in which order, by a scheme with its options or by a file."""
+"""The table ``[schedule]``: the order of ops, by a scheme with its options or by a file."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SCHEME = "chimera"
 """The scheme of the built-in example, and of any config that names none."""
 
 WORKERS = 4
-"""Workers of the built-in example, and of any scheme that is given no depth."""
+"""Workers of the built-in example, and of any scheme without a depth."""
 
 
 class ScheduleSection(Section):
-    """In which order: a scheme with its options, or a schedule file, which fixes them.
+    """The order of ops: a scheme with its options, or a schedule file, which fixes them.
 
-    The options are keys beside those here; the schemes' records say which there are.
+    The schemes' options are further keys, which the schemes' records define.
     """
 
     model_config = ConfigDict(extra="allow")
 
     scheme: str | None = option(
-        None, "a name, in quotes", description=f"name of the scheme; {SCHEME} where not given"
+        None, "a name, in quotes", description=f"name of the scheme; default: {SCHEME}"
     )
 
     file: PathKey | None = option(None, PATH)
@@ -45,28 +45,28 @@ class ScheduleSection(Section):
 
     @classmethod
     def keys_known(cls) -> dict[str, Key]:
-        """Its own keys, and every option of every scheme."""
+        """The table's own keys, and every option of every scheme."""
         options = registry.options().items()
         return super().keys_known() | {
             name: Key(registry.about(known), _legal(next(iter(known.values())))) for name, known in options
         }
 
     def given(self) -> dict[str, Any]:
-        """The keys that have a value: its own, then the scheme's options in their order."""
+        """The keys that have a value: the table's own, then the scheme's options in their order."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         known = registry.find(self.scheme) if self.scheme is not None else None
         order = [option.name for option in known.options] if known else []
         return super().given() | {name: extra[name] for name in [*order, *extra] if name in extra}
 
     def about(self, key: str) -> str:
-        """What a key means; an option, for this scheme."""
+        """Meaning of a key; an option's meaning for this scheme."""
         option = registry.option(self.scheme, key) if self.scheme is not None else None
         return option.help if option else super().about(key)
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        """The built-in scheme, depth and number of micro-batches, where none are given."""
+        """Fill in the built-in scheme, depth and number of micro-batches if none are given."""
         if not isinstance(data, dict) or data.get("file") is not None:
             return data
         given = {name: value for name, value in data.items() if value is not None}
@@ -86,7 +86,7 @@ class ScheduleSection(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> ScheduleSection:
-        """Refuse keys that are no option of any scheme, and values of another kind."""
+        """Refuse keys that are an option of no scheme, and values of the wrong type."""
         known = registry.options()
         wrong: list[InitErrorDetails] = []
         for name, value in (self.model_extra or {}).items():
@@ -114,7 +114,7 @@ class ScheduleSection(Section):
 
     @cached_property
     def built(self) -> Schedule:
-        """The schedule; made once, so that what was checked is what runs.
+        """The schedule; built once, so the schedule that was checked is the one that runs.
 
         Raises:
             ConfigError: the scheme cannot be built with these options; the file cannot be read, is damaged,
@@ -138,21 +138,21 @@ class ScheduleSection(Section):
 
 
 def _legal(option: Option) -> str:
-    """What an option may be in a file, in the words of an error."""
+    """The legal values of an option in a file, as errors say them."""
     if option.kind is OptionType.WORD:
         return f"one of {', '.join(option.words)}, in quotes"
     return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
 
 
 def _is_of_kind(option: Option, value: object) -> bool:
-    """Whether a file's value can be one of the option; whether it is legal the scheme tells."""
+    """Whether a file's value has a type that the option accepts; the scheme checks the value itself."""
     if isinstance(value, str):
         return bool(option.words)
     return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)
 
 
 def _in_keys(message: str) -> str:
-    """A scheme's message with the options it names as keys of the file.
+    """A scheme's message in which options are spelled as keys of the file.
 
     >>> _in_keys("stages=3: must be even")
     'schedule.stages = 3: must be even'

@@ -15,7 +15,8 @@ from .. import registry
 from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, WholeNumbers, as_path, count
 
 MOST_TOKENS = 2**27
-"""Of the mini-batch of a replica: a gigabyte; the largest models are trained on some 2²⁴ in all."""
+"""Maximum tokens of a replica's mini-batch: a gigabyte; the largest models are trained on about 2²⁴ in total.
+"""
 
 
 def _as_resumed(value: object) -> Path | str:
@@ -32,17 +33,17 @@ class OptimizerSection(Section):
     """How weights are updated."""
 
     name: Literal["adamw", "adam", "sgd"] = option("adamw", "one of adamw, adam, sgd")
-    """Which optimiser of torch."""
+    """Optimiser of torch."""
 
     learning_rate: float | None = option(
         None,
         "a finite number, more than 0",
         gt=0,
-        description=f"largest learning rate; {', '.join(source.usual_rate for source in registry.sources())}",
+        description=f"maximum learning rate; {', '.join(source.usual_rate for source in registry.sources())}",
     )
 
     weight_decay: float = option(0.01, "a finite number, 0 or more", ge=0)
-    """Decay of weights; norms and biases have none."""
+    """Weight decay; norms and biases do not decay."""
 
     betas: Betas = option((0.9, 0.99), "a list of 2 numbers, each from 0 to less than 1")
     """adam, adamw: decay of both averages"""
@@ -51,10 +52,10 @@ class OptimizerSection(Section):
     """sgd: momentum"""
 
     warmup_steps: int | None = count(None, MANY, least=0)
-    """Steps in which the learning rate rises to its largest; a quarter of all where not given."""
+    """Steps in which the learning rate rises to its maximum; default: a quarter of all steps."""
 
     schedule: Literal["constant", "cosine", "linear"] = option("cosine", "one of constant, cosine, linear")
-    """How the learning rate goes on, down to 0 but for constant."""
+    """Course of the learning rate after the warm-up; all but constant fall to 0."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
@@ -63,14 +64,14 @@ class OptimizerSection(Section):
         if value != type(self).model_fields[unused].default:
             uses = "momentum" if self.name == "sgd" else "betas"
             raise ConfigError(
-                f"optimizer.{unused} = {toml.shown(value)}: {self.name} has none (it has {uses}); "
+                f"optimizer.{unused} = {toml.shown(value)}: {self.name} has no such key (it has {uses}); "
                 f"leave it out, or choose another optimizer.name"
             )
         return self
 
 
 class TrainSection(Section):
-    """For how long, and what is kept."""
+    """Length of the training, and what is saved."""
 
     steps: int = count(400, MANY)
     """Mini-batches to train on, one update each."""
@@ -79,7 +80,7 @@ class TrainSection(Section):
     """Samples of a mini-batch for each replica."""
 
     seed: int = option(0, "a whole number, 0 to 4294967295", ge=0, lt=2**32)
-    """Of the weights, the data and dropout."""
+    """Seed of the weights, the data and dropout."""
 
     evaluate_every: int = count(50, MANY, least=0)
     """Steps between validation losses; 0: at the end only."""
@@ -88,54 +89,56 @@ class TrainSection(Section):
     """Steps between checkpoints; 0: at the end only."""
 
     memory_every: int | None = count(None, MANY, least=0)
-    """Steps between copies of the weights in the machines' memory, for restarts; 0: never; where not given,
-    as often as takes 5 % of the time at most, if restarts are allowed.
+    """Steps between copies of the weights to the machines' memory, for restarts; 0: never; default: as often
+    as takes at most 5 % of the time, if restarts are allowed.
     """
 
     fewer_after: float | None = option(None, "a number of seconds, 0 or more, at most 1000000", ge=0, le=1e6)
-    """restarts: go on with fewer workers, as the planner chooses, when one does not come back within this
-    many seconds; where not given all are waited for
+    """restarts: continue with fewer workers, as the planner chooses, if one does not return within this many
+    seconds; default: wait for all
     """
 
     ema_decay: float | None = option(None, SHARE, ge=0, lt=1)
-    """Keep an exponential moving average of the weights, which keeps this share of itself at an update; where
-    not given there is none.
+    """Keep an exponential moving average of the weights, with this share of itself at each update; default:
+    no average.
     """
 
     keep_last: int = count(2, MANY)
-    """Checkpoints that are kept, the last ones."""
+    """Number of last checkpoints that are kept."""
 
     keep_best: bool = option(True, "true or false")
-    """Whether the checkpoint of the least validation loss is kept too."""
+    """Whether the checkpoint with the lowest validation loss is kept too."""
 
     out: PathKey | None = option(None, PATH)
-    """Folder of the results, that all machines see; the next free runs/SCHEME-NUMBER where not given."""
+    """Folder of the results, which all machines see; default: the next free runs/SCHEME-NUMBER."""
 
     resume: ResumeKey | None = option(None, 'a path, in quotes, or "auto"')
-    """A run's folder, to go on from its last checkpoint, in it where train.out is not given; auto: in
-    train.out, from its last one or from the begin; fresh weights where not given.
+    """Folder of a run to resume from its last checkpoint, in place unless train.out is given; auto: resume in
+    train.out, or start there if it has no checkpoint; default: fresh weights.
     """
 
     loggers: Annotated[tuple[Literal["tensorboard"], ...], Strict(False)] | None = option(
         None, 'a list; known: "tensorboard"'
     )
-    """What else writes the metrics, into a folder of its name in the run's; needs its extra."""
+    """Further writers of metrics, each into a folder of its name in the run's folder; needs their extra."""
 
     threads: int | None = count(None, 1_024)
-    """Threads a worker computes with; the cores shared out where not given."""
+    """Threads per worker; default: the cores divided by the workers."""
 
 
 class PlanSection(Section):
-    """What ``counterflow plan`` expects of the run, told in its summary; but ``devices`` decides."""
+    """What ``counterflow plan`` predicts for the run, shown in its summary; only ``devices`` changes the
+    run.
+    """
 
     cluster: str | None = option(None, "a text, in quotes")
-    """The devices it was planned for."""
+    """Devices that the run was planned for."""
 
     profile: str | None = option(None, "a text, in quotes")
-    """What layers cost there."""
+    """Costs of layers on these devices."""
 
     mini_batch: int | None = count(None, MANY)
-    """Samples of an update, of all replicas."""
+    """Samples of an update, over all replicas."""
 
     micro_batch: int | None = count(None, MANY)
     """Samples of a micro-batch."""
@@ -144,10 +147,12 @@ class PlanSection(Section):
     """Which workers share a node: pipeline-inside, replicas-inside or copies-inside."""
 
     devices: WholeNumbers | None = option(None, "a list of whole numbers")
-    """The device, or rank, counted from 0 node by node, of each worker of replica 0, of replica 1, …."""
+    """The device, which is the rank, of each worker of replica 0, of replica 1, …; counted from 0 node by
+    node.
+    """
 
     step_seconds: float | None = option(None, "a number", ge=0)
-    """One update."""
+    """Seconds of one update."""
 
     samples_per_second: float | None = option(None, "a number", ge=0)
     """Throughput of all replicas."""
@@ -162,13 +167,14 @@ class PlanSection(Section):
     def _check(self) -> PlanSection:
         if self.devices is not None and sorted(self.devices) != list(range(len(self.devices))):
             raise ConfigError(
-                f"plan.devices = {toml.shown(self.devices)}: must have each device from 0 on once; leave it "
+                f"plan.devices = {toml.shown(self.devices)}: must contain each device from 0 on once; leave "
+                "it "
                 "out to place the workers of a replica side by side"
             )
         return self
 
     def ranks(self, workers: int, replicas: int) -> list[tuple[int, ...]] | None:
-        """The rank of each worker, by replica; None where the plan is of another layout."""
+        """The rank of each worker, by replica; None if the plan has another layout."""
         found = self.devices
         if found is None or len(found) != workers * replicas:
             return None

@@ -1,1 +1,1 @@
-"""The model sources that come with Counterflow: a file each, with its ``SOURCE``."""
+"""The model sources that come with Counterflow: one file per source, with its ``SOURCE``."""

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from ..config import RunConfig
     from ..sections.model import ModelSection
 
-_RATE_TIMES_WIDTH = 0.64  # what narrow and wide models are both trained well with: 0.01 at 64, 0.0005 at 1280
+_RATE_TIMES_WIDTH = 0.64  # narrow and wide models both train well with it: 0.01 at 64, 0.0005 at 1280
 
 _DEVIATION_AT_WIDTH_1 = 0.8
-"""Fresh weights deviate by this over √hidden: 0.02 at GPT-2 XL's width of 1600, more in narrower models."""
+"""Standard deviation of fresh weights times √hidden: 0.02 at GPT-2 XL's width of 1600, more in narrower
+models.
+"""
 
 
 def family_of(kind: str) -> Family:
@@ -41,10 +43,10 @@ class BuiltIn(ModelSource):
 
     kinds = tuple(family.value for family in Family)
     named = tuple(SHAPES)
-    usual_rate = f"{_RATE_TIMES_WIDTH:g} over the model's width where not given"
+    usual_rate = f"{_RATE_TIMES_WIDTH:g} divided by the model's width by default"
 
     def filled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """A model with a name has its shape; another one the vocabulary of the data."""
+        """A model with a name has that model's shape; any other has the vocabulary of the data."""
         kind = keys.get("kind", Family.GPT)
         preset = SHAPES.get(kind)
         if preset is None:
@@ -54,7 +56,7 @@ class BuiltIn(ModelSource):
         return {name: shape[name] for name in names} | keys
 
     def check(self, model: ModelSection) -> None:
-        """Heads divide the width, and the vocabulary has all of the data."""
+        """Check that heads divide the width and the vocabulary covers the data."""
         if model.hidden % model.heads:
             below = max(model.heads, model.hidden - model.hidden % model.heads)
             raise ConfigError(
@@ -69,11 +71,11 @@ class BuiltIn(ModelSource):
             )
 
     def learning_rate(self, config: RunConfig) -> float:
-        """Narrow models take more."""
+        """Narrow models have larger learning rates."""
         return usual_rate_of(config.model.hidden)
 
     def make(self, config: RunConfig) -> Made:
-        """A list of layers, and windows of bytes."""
+        """Make a list of layers, and windows of bytes."""
         import torch
 
         from counterflow.data.batches import MaskedByte, NextByte
@@ -98,12 +100,12 @@ class BuiltIn(ModelSource):
 
 
 def _least_vocabulary(kind: str) -> int:
-    """As many tokens as the data has: the bytes, and BERT's mask token."""
+    """Number of tokens of the data: the bytes, and BERT's mask token."""
     return BYTE_VALUES + (family_of(kind) is Family.BERT)
 
 
 def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
-    """The model's shape. One with a name keeps what of it is no key of the config."""
+    """The model's shape. A model with a name keeps what no key of the config changes."""
     from counterflow.models.bert import BERTConfig
     from counterflow.models.gpt import GPTConfig
     from counterflow.models.presets import PRESETS
@@ -114,7 +116,7 @@ def _shape(section: ModelSection) -> GPTConfig | BERTConfig:
     if named is not None:
         return dataclasses.replace(named.config, **shape)  # type: ignore[return-value]
     if family_of(section.kind) is Family.BERT:
-        return BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to tell apart
+        return BERTConfig(**shape, next_sentence=False)  # a text has no second sentences to distinguish
     return GPTConfig(**shape, deviation=_DEVIATION_AT_WIDTH_1 / math.sqrt(section.hidden))
 
 

@@ -26,10 +26,10 @@ _SIZES = {
     "heads": "num_attention_heads",
     "vocabulary": "vocab_size",
 }
-"""By key of ``[model]``, what the model's own config calls it."""
+"""Names in the model's own config of keys of ``[model]``."""
 
 _READ = *_SIZES, "dropout", "tied"
-"""The keys that it says in place of ours."""
+"""Keys that the model's own config defines."""
 
 
 class HuggingFace(ModelSource):
@@ -41,7 +41,7 @@ class HuggingFace(ModelSource):
         "data": ("field", "label", "samples"),
         "lora": ("rank", "alpha", "dropout", "targets"),
     }
-    usual_rate = f"of a model of transformers {_FINE_TUNING_RATE:g}, with adapters {_ADAPTERS_RATE:g}"
+    usual_rate = f"{_FINE_TUNING_RATE:g} for a model of transformers, {_ADAPTERS_RATE:g} with adapters"
     exports: ClassVar[Mapping[str, str]] = {
         "model": "the model, as from_pretrained of transformers reads it",
         "adapter": "the adapters, as from_pretrained of peft reads them",
@@ -50,12 +50,10 @@ class HuggingFace(ModelSource):
     }
 
     def filled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """What the model's own config says."""
+        """The values in the model's own config."""
         for name, value in keys.items():
             if name in _READ and value is not None:
-                raise ConfigError(
-                    f"model.{name}: the config of the model in model.path says it; leave it out"
-                )
+                raise ConfigError(f"model.{name}: the model in model.path defines it; leave it out")
         if not isinstance(keys.get("path"), str) or not keys["path"]:
             raise ConfigError(f'model.kind = "{_KIND}": needs model.path, a folder or a name on the hub')
         from counterflow.models.hf.weights import most_positions, read_config
@@ -65,12 +63,13 @@ class HuggingFace(ModelSource):
         positions = keys.get("positions")
         if type(most) is int and type(positions) is int and positions > most:
             raise ConfigError(
-                f"model.positions = {positions}: the model in {keys['path']} takes {most} or fewer"
+                f"model.positions = {positions}: the model in {keys['path']} accepts {most} or fewer"
             )
         if missing := [name for name in _SIZES.values() if not hasattr(found, name)]:
             raise ConfigError(
-                f"model.path = {keys['path']!r}: its {type(found).__name__} tells no {missing[0]}; models of "
-                "attention layers are cut, as docs/hugging-face.md lists them; train another from Python, "
+                f"model.path = {keys['path']!r}: its {type(found).__name__} has no {missing[0]}; only models "
+                "of "
+                "attention layers are cut, see docs/hugging-face.md; train others from Python, "
                 "with list_layers"
             )
         told = {key: getattr(found, name) for key, name in _SIZES.items()}
@@ -82,29 +81,29 @@ class HuggingFace(ModelSource):
         } | told
 
     def written(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Without those that the model's config says."""
+        """The keys without those that the model's own config defines."""
         return {name: value for name, value in keys.items() if name not in _READ}
 
     def refusal(self, config: RunConfig, schedule: Schedule) -> str | None:
-        """There is no text that ships with it, and its loss is divided by all labels."""
+        """Refuse a run without a text, and schemes that update before all labels are counted."""
         if config.data.path is None:
             return f'model.kind = "{_KIND}": needs data.path, a text or JSONL file, or a folder of them'
         if not schedule.synchronous:
             return (
                 f"schedule.scheme = {toml.shown(schedule.scheme)}: updates weights before all labels of a "
-                "mini-batch are counted, by which the loss of a model of transformers is divided; take a "
-                "synchronous scheme"
+                "mini-batch are counted, but the loss of a model of transformers is divided by their number; "
+                "choose a synchronous scheme"
             )
         return None
 
     def learning_rate(self, config: RunConfig) -> float:
-        """That of fine-tuning, but for fresh weights."""
+        """The learning rate of fine-tuning, or of fresh weights."""
         if config.model.fresh:
             return usual_rate_of(config.model.hidden)
         return _FINE_TUNING_RATE if config.lora.rank is None else _ADAPTERS_RATE
 
     def name(self, config: RunConfig) -> str:
-        """The folder, and what is trained of it."""
+        """The folder, and which part of the model is trained."""
         rank, fresh = config.lora.rank, "fresh " if config.model.fresh else ""
         return f"{fresh}{config.model.path}{f' with adapters of rank {rank}' if rank is not None else ''}"
 

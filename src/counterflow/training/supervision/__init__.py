@@ -1,1 +1,1 @@
-"""Keeping a run whole: one writer at a time, signals, failures, restarts, fewer workers."""
+"""Supervision of a run: a single writer, signals, failures, restarts, fewer workers."""

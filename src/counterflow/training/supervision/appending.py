@@ -1,7 +1,7 @@
-"""A file that grows by whole lines while storage may be full, slow or hang: who adds a line goes on.
+"""A file that grows by whole lines, although storage may be full, slow or hang: adding a line does not block.
 
-Invariant: the file has the lines in their order, each one whole or not at all; what it does not have yet
-waits here. Knows no torch.
+Invariant: the file contains the lines in their order, each one whole or not at all; lines that are not
+written yet wait here. torch is not imported.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pathlib import Path
 _LOG = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 1.0
-"""How long a line is waited for, so that it is in the file whatever happens next to this process."""
+"""Seconds that a line is waited for, so it is in the file whatever happens to this process next."""
 
 _SETTLE_SECONDS = 60.0
 
 _PIECE_BYTES = 65_536
-"""What of the file is read at once."""
+"""Bytes of the file that are read at once."""
 
 
 class Appending:
-    """Adds to a file by a thread of its own.
+    """Appends to a file in a thread of its own.
 
     Args:
-        path: of a file that is there; if it is gone, or is another one by now, nothing is written.
-        patience_seconds: how long whoever adds a line waits for it.
-        over: asked before something is written, whether nothing is to be written any more.
+        path: an existing file; if it is removed or replaced, nothing is written.
+        patience_seconds: maximum wait for a line.
+        over: called before each write; returns whether nothing more may be written.
     """
 
     def __init__(
@@ -48,31 +48,33 @@ class Appending:
         self._waiting = b""
         self._busy = False
         self._told = False
-        """Whether somebody knows that lines wait."""
+        """Whether a warning said that lines wait."""
 
     def add(self, line: bytes) -> None:
-        """Add a line; returns when it is in the file, or when that takes long or cannot be done now.
+        """Add a line; return when the line is in the file, or when that takes long or is impossible now.
 
-        What waits is told once, and tried again with the next line.
+        A warning reports waiting lines once; they are tried again with the next line.
         """
         with self._changed:
             self._waiting += line
-            patience = 0.0 if self._busy else self.patience_seconds  # who hangs is not waited for twice
+            patience = (
+                0.0 if self._busy else self.patience_seconds
+            )  # storage that hangs is not waited for twice
             self._begin()
             self._changed.wait_for(lambda: not self._busy, patience)
             if self._busy and not self._told:
                 self._tell(f"it takes more than {self.patience_seconds:g} s")
 
     def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
-        """Try once more, and wait for it so long at most."""
+        """Try once more, and wait at most this long."""
         with self._changed:
             self._begin()
             self._changed.wait_for(lambda: not self._busy, seconds)
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """The first bytes of what is in the file and what waits, piece by piece.
+        """The first ``size`` bytes of the file and the waiting lines, piece by piece.
 
-        A run's history grows with its steps, and whoever copies it in a thread would keep as much memory.
+        A run's history grows with its steps, so a thread that copied it whole would need that much memory.
         """
         with self._changed:
             written, waiting = self._written, self._waiting
@@ -86,7 +88,7 @@ class Appending:
 
     @property
     def size(self) -> int:
-        """Bytes of that; storage is not asked."""
+        """Bytes of the file and the waiting lines; storage is not accessed."""
         with self._changed:
             return self._written + len(self._waiting)
 
@@ -114,7 +116,7 @@ class Appending:
                     return
 
     def _append(self, lines: bytes) -> str:
-        """Write at the end of what is there; what went wrong, if anything."""
+        """Append to the file; return the error, if any."""
         if self._over():
             return ""
         try:
@@ -128,8 +130,10 @@ class Appending:
                 return ""
             done = os.pwrite(handle, lines, self._written)
             if done < len(lines):
-                done += os.pwrite(handle, lines[done:], self._written + done)  # says what is wrong
-            return "" if done == len(lines) else "it takes a part of a line only"
+                done += os.pwrite(
+                    handle, lines[done:], self._written + done
+                )  # raises the error that stopped the write
+            return "" if done == len(lines) else "only a part of a line was written"
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(handle, self._written)
@@ -139,4 +143,4 @@ class Appending:
 
     def _tell(self, problem: str) -> None:
         self._told = True
-        _LOG.warning("%s cannot be written: %s; training goes on", self.path, problem)
+        _LOG.warning("%s cannot be written: %s; training continues", self.path, problem)

@@ -1,7 +1,7 @@
-"""What happened to a run beside its steps: failures, restarts, the end. A line of JSON each, in its folder.
+"""Events of a run other than its steps: failures, restarts, the end; one line of JSON each, in its folder.
 
-Invariant: a line is written in one piece by the process that knows of it, and stays; what is shown of a
-failure is what is written. Knows no torch.
+Invariant: a line is written in one piece by the process that knows of the event, and is never changed; what
+is shown about a failure is what is written. torch is not imported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LOG = logging.getLogger(__name__)
 Event = dict[str, Any]
 """``time`` (ISO 8601, UTC), ``event``, and by event:
 
-* ``began``: ``run``, a name of its own.
+* ``began``: ``run``, a unique name.
 * ``started``: ``restarts`` that this command allows.
 * ``failed``: ``attempt``, from 0; ``step`` in flight; ``worker`` to blame and its ``action``, as far as is
   known; ``message``; ``lost``, whether a worker, a device or a link was gone, and not the run's own doing.
-* ``restarted``: ``attempt``; ``step`` that it goes on from; ``source``: ``memory``, ``checkpoint`` or
+* ``restarted``: ``attempt``; ``step`` that the run resumes from; ``source``: ``memory``, ``checkpoint`` or
   ``beginning``.
-* ``fewer``: ``workers`` that are left, of all replicas together; ``runs``, what they run, in words.
+* ``fewer``: ``workers`` that are left, over all replicas; ``runs``, what they run, in words.
 * ``gave up``: ``message``.
 * ``stopped``: ``signal``, ``step``.
 """
@@ -39,7 +39,7 @@ FEWER = "fewer"
 
 
 def note(folder: Path, event: str, **more: Any) -> Event:
-    """Add an event; where it cannot be written, that is logged and nothing else."""
+    """Add an event; an error of writing is only logged."""
     line: Event = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **more}
     try:
         handle = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -53,7 +53,7 @@ def note(folder: Path, event: str, **more: Any) -> Event:
 
 
 def read(folder: Path) -> list[Event]:
-    """All events of a run, in order; without a line that is not whole."""
+    """All events of a run, in order, without incomplete lines."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
@@ -63,20 +63,20 @@ def read(folder: Path) -> list[Event]:
 
 
 def of_this_start(folder: Path) -> list[Event]:
-    """The events since the command that allows restarts was given."""
+    """The events since the last command that allows restarts."""
     events = read(folder)
     starts = [index for index, event in enumerate(events) if event["event"] == STARTED]
     return events[starts[-1] if starts else 0 :]
 
 
 def run_of(folder: Path) -> str:
-    """The name of the run in a folder; it is given one where it has none."""
+    """The name of the run in a folder; a run without a name gets one."""
     names = [str(event["run"]) for event in read(folder) if event["event"] == BEGAN]
     return names[0] if names else str(note(folder, BEGAN, run=uuid.uuid4().hex)["run"])
 
 
 def in_words(event: Event) -> str:
-    """An event in a sentence; empty for those that begin a run."""
+    """An event as a sentence; empty for events that begin a run."""
     if event["event"] == FAILED:
         action = f" (in {event['action']})" if event.get("action") else ""
         return f"step {event['step']} failed: {event['message']}{action}"
@@ -84,10 +84,10 @@ def in_words(event: Event) -> str:
         source = {"memory": "from the workers' memory", "checkpoint": "from its checkpoint"}
         where = source.get(event["source"])
         place = f"after step {event['step']}, {where}" if where else "from the beginning"
-        return f"restart {event['attempt']}: going on {place}"
+        return f"restart {event['attempt']}: resuming {place}"
     if event["event"] == FEWER:
         left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
-        return f"{left}: going on with {event['runs']}"
+        return f"{left}: continuing with {event['runs']}"
     if event["event"] == GAVE_UP:
         return f"gave up: {event['message']}"
     if event["event"] == STOPPED:

@@ -1,11 +1,11 @@
-"""Whether an attempt at a run is over, for its workers that cannot know: those that were frozen or cut off.
+"""Whether an attempt at a run is over, for workers that cannot know: those that were frozen or cut off.
 
-Each attempt has a mark in a file of the run's folder; the next one puts its own there, the end of the run
-takes it away. Whoever is about to write asks whether the mark is still that of its own attempt.
+Each attempt has a mark in a file of the run's folder; the next attempt replaces it, and the end of the run
+removes it. A worker that is about to write checks that the mark is still that of its own attempt.
 
-Invariant: an attempt is over as soon as another has begun, or the run has ended; storage that cannot be asked
-says nothing. Between the answer and what is written there is a moment: so drafts have names of their own and
-are asked about again once they are there, and metrics are a new file in each attempt.
+Invariant: an attempt is over as soon as another has begun, or the run has ended; storage that cannot be read
+says nothing. Time passes between the check and the write, so drafts have names of their own and are checked
+again once they exist, and each attempt has a new file of metrics.
 """
 
 from __future__ import annotations
@@ -20,42 +20,45 @@ ATTEMPT = ".attempt"
 
 
 class Fence:
-    """Between one attempt at a run and those after it.
+    """Keeps one attempt at a run from writing after the next one has begun.
 
     Args:
-        folder: of the run, on storage that all workers share; until ``join`` what this worker takes it for.
+        folder: folder of the run, on storage that all workers share; until ``join`` the one that this worker
+            expects.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark: str | None = None
-        """Of this attempt; None: not known yet, and never over."""
+        """Mark of this attempt; None: unknown, and never over."""
 
     @property
     def _path(self) -> Path:
         return self.folder / ATTEMPT
 
     def join(self, folder: Path, mark: str | None) -> None:
-        """Learn from who began the attempt where it is, and its mark: a name may have got a number there."""
+        """Take folder and mark from rank 0, which may have numbered the folder."""
         self.folder, self.mark = folder, mark
 
     def begin(self) -> None:
-        """Begin an attempt, with which those before are over; only who holds the folder's lock may."""
+        """Begin an attempt, which ends those before; only the process that holds the folder's lock may call
+        it.
+        """
         self.mark = secrets.token_hex(8)
         draft = self._path.with_name(f"{ATTEMPT}.{self.mark}")
         try:
             draft.write_text(self.mark, encoding="ascii")
             draft.replace(self._path)
-        except OSError:  # a full disk: without a mark those before are over too
+        except OSError:  # on a full disk: without a mark earlier attempts are over too
             self.mark = None
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        finally:  # also if a signal ends it here
+        finally:  # also if a signal ends the process here
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
 
     def found(self) -> str | None:
-        """The mark that is there; None if there is none, or storage does not tell."""
+        """The mark in the folder; None if there is none, or storage cannot be read."""
         try:
             return self._path.read_text(encoding="ascii")
         except (OSError, ValueError):
@@ -73,10 +76,10 @@ class Fence:
             return False
 
     def check(self) -> None:
-        """Refuse to write for an attempt that is over.
+        """Raise an error if the attempt is over.
 
         Raises:
-            WorkerError: it is.
+            WorkerError: the attempt is over.
         """
         if self.over():
             raise WorkerError(
@@ -85,7 +88,7 @@ class Fence:
             )
 
     def end(self) -> None:
-        """Take the mark away, unless it is another attempt's."""
+        """Remove the mark, unless it is another attempt's."""
         if self.mark is not None and not self.over():
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

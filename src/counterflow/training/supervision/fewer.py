@@ -1,8 +1,8 @@
-"""A run goes on with fewer workers: when one stays away, and what those that are left run.
+"""Continuing a run with fewer workers: when a worker stays away, and what the remaining ones run.
 
-Invariant: mini-batches stay the same, and micro-batches as large, so that the curve does too. The planner
-chooses among synchronous schemes, by what layers are estimated to cost: nothing is measured, for who would
-measure has just failed.
+Invariant: mini-batches and the size of micro-batches stay the same, so the learning curve does too. The
+planner chooses among synchronous schemes by estimated costs of layers; nothing is measured, because the
+workers have just failed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ..sections.training import PlanSection
 from .events import FAILED, RESTARTED, Event, of_this_start, read
 
 _TRIES = 4
-"""Attempts within the time that a worker may stay away, after the first one."""
+"""Further attempts within the time that a worker may stay away."""
 
 _OPS_A_SECOND, _MESSAGE_SECONDS, _BYTES_A_SECOND, _OP_SECONDS = 1e10, 1e-4, 1e9, 1e-4
-"""Of a core, and of Gloo; of GPUs all are more, in about the same proportions."""
+"""Estimates for a core and Gloo; for GPUs all are larger, in about the same proportions."""
 
 _STATES = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 
 
 class Absence:
-    """How long a worker has stayed away, for whoever starts the workers.
+    """Measures how long a worker has stayed away, in the process that starts the workers.
 
     Args:
-        folder: of the run.
-        after_seconds: how long one may; None: for ever.
+        folder: folder of the run.
+        after_seconds: how long a worker may stay away; None: for ever.
         now: the time, in seconds.
-        sleep: waits so many seconds.
+        sleep: waits this many seconds.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Absence:
         self._since = 0.0
 
     def over(self, failed: Event) -> bool:
-        """After a failure: whether to go on without a worker now; if not, waits before another attempt.
+        """Whether to continue without a worker after a failure; if not, wait before another attempt.
 
         Args:
-            failed: as it was noted.
+            failed: the event of the failure.
         """
         if self.after_seconds is None or not failed["lost"]:
             return False
@@ -84,9 +84,9 @@ class Absence:
 
 
 def wait_for_others(folder: Path, after_seconds: float) -> None:
-    """As one of too few workers: wait until those that are missing have been away for so long.
+    """As one of too few workers: wait until the missing ones have been away for this long.
 
-    torchrun starts all of them again when they come meanwhile.
+    torchrun restarts all workers if the missing ones return meanwhile.
     """
     failures = [event for event in read(folder) if event["event"] == FAILED]
     since = datetime.fromisoformat(failures[-1]["time"]).timestamp() if failures else time.time()
@@ -94,14 +94,14 @@ def wait_for_others(folder: Path, after_seconds: float) -> None:
 
 
 def with_fewer(config: RunConfig, processes: int) -> RunConfig:
-    """A config that trains the same with fewer workers, as the planner chooses.
+    """A config with the same training for fewer workers, as the planner chooses it.
 
     Args:
-        config: of the run.
-        processes: how many workers there are, of all replicas together.
+        config: config of the run.
+        processes: number of workers, over all replicas.
 
     Raises:
-        ConfigError: there is no plan for so many.
+        ConfigError: no plan exists for this many workers.
     """
     job = prepare(config, ())
     pipeline, train = config.pipeline, config.train
@@ -137,23 +137,23 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
     try:
         found = search(model, profile, cluster, mini_batch, constraints, count=1)
     except PlanError as error:
-        raise ConfigError(f"{processes} workers are left, and nothing runs on them: {error}") from error
+        raise ConfigError(f"{processes} workers are left, but no plan runs on them: {error}") from error
     planned = planned_config(model, profile, cluster, found.best[0].play.prediction())
     same = {"transport": pipeline.transport, "sync": pipeline.sync}
     return planned.but(pipeline=same).model_copy(update={"plan": PlanSection()})
 
 
 def without_device(visible: str | None, count: int, gone: int | None, left: int) -> str:
-    """What CUDA_VISIBLE_DEVICES is to be when a device is gone.
+    """The value of CUDA_VISIBLE_DEVICES without a device that is gone.
 
     >>> without_device(None, 4, 1, 3), without_device("4,5,6", 3, 2, 2), without_device(None, 3, None, 3)
     ('0,2,3', '4,5', '0,1,2')
 
     Args:
-        visible: what it is; None: not set.
-        count: how many devices are seen.
-        gone: the rank of the worker whose device it was, if that is known.
-        left: how many are needed.
+        visible: current value; None: not set.
+        count: number of visible devices.
+        gone: rank of the worker whose device is gone; None: unknown.
+        left: number of devices that are needed.
     """
     every = visible.split(",") if visible else [str(number) for number in range(count)]
     if gone is not None and len(every) > left:
@@ -162,14 +162,14 @@ def without_device(visible: str | None, count: int, gone: int | None, left: int)
 
 
 def leave_out(worker: int | None, left: int) -> None:
-    """Let the workers that are started next see other GPUs than that of a worker."""
+    """Hide the GPU of a worker from the workers that are started next."""
     if torch.cuda.is_available():
         name = "CUDA_VISIBLE_DEVICES"
         os.environ[name] = without_device(os.environ.get(name), torch.cuda.device_count(), worker, left)
 
 
 def _profile(job: Job) -> Profile:
-    """What layers cost for one sample, by their operations and the widths of their matrices."""
+    """Costs of layers for one sample, estimated from their operations and the widths of their matrices."""
     positions, hidden = job.made.batches.positions, job.config.model.hidden
     costs = operations(job.made, job.layers, 1)
     layers = {}

@@ -1,9 +1,10 @@
-"""Who writes a run's folder: one process at a time, however many are started for it and however one ends.
+"""The lock of a run's folder: one process writes at a time, however many are started for it and however one
+ends.
 
-A lock of the operating system on a file in the folder, which says by whom it is held. It ends with the
-process that holds it, so that a killed run leaves none behind.
+It is a lock of the operating system on a file in the folder, which names the holder. It ends with the process
+that holds it, so a killed run leaves none behind.
 
-Invariant: while a lock is held its file is there, and it is the one that everybody else would open.
+Invariant: while a lock is held its file exists and is the one that every other process would open.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ LOCK = ".lock"
 
 
 class Lock:
-    """Held from when it is made until ``release``.
+    """A lock that is held from its construction until ``release``.
 
     Args:
-        folder: of a run.
+        folder: folder of a run.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
         OSError: the folder cannot be written.
     """
 
@@ -48,7 +49,9 @@ class Lock:
                 ) from None
             except OSError as error:
                 _LOG.warning(
-                    "%s cannot be locked (%s): let no other run write there", folder, error.strerror or error
+                    "%s cannot be locked (%s): make sure that no other run writes there",
+                    folder,
+                    error.strerror or error,
                 )
             try:
                 if os.path.samestat(self._path.stat(), os.fstat(handle)):
@@ -56,12 +59,12 @@ class Lock:
                     break
             except FileNotFoundError:
                 pass
-            os.close(handle)  # whoever held it took its file away
+            os.close(handle)  # the last holder removed its file
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others write there, and take the file away."""
+        """Release the lock and remove its file."""
         if self._handle is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._handle)

@@ -1,7 +1,7 @@
-"""Whether a run that failed is begun again, and what is kept so that it can be.
+"""Whether a failed run is restarted, and the copies that make a restart possible.
 
-Invariant: what fails in the same step in the same way twice is not tried a third time, unless a worker, a
-device or a link was gone; and a failure is noted once, by one process.
+Invariant: a run that fails twice in the same step in the same way is not restarted, unless a worker, a device
+or a link was gone. A failure is noted once, by one process.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from .fence import Fence
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Whether a run that failed is to be tried again.
+    """Decides whether a failed run is restarted.
 
     Attributes:
-        folder: of the run.
-        most: so many times.
+        folder: folder of the run.
+        most: maximum restarts.
     """
 
     folder: Path
     most: int
 
     def refusal(self) -> str | None:
-        """Why not, after the last failure that was noted; None: try again.
+        """Why the run is not restarted after the last noted failure; None: restart it.
 
-        A failure that is the run's own doing (an error in its code or data, a loss that is not finite) is
-        tried once more: the same in the same step is no accident.
+        A failure that is the run's own doing (an error in its code or data, a non-finite loss) is tried once
+        more: the same failure in the same step is no accident.
         """
         failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
         own = [failure for failure in failures[-2:] if not failure["lost"]]
         if len(own) > 1 and len({(failure["step"], _words(failure["message"])) for failure in own}) == 1:
-            return f"step {failures[-1]['step']} failed twice in the same way, so that it is not tried again"
+            return f"step {failures[-1]['step']} failed twice in the same way, so it is not tried again"
         count, most = len(failures), self.most
         if count > most:
-            return f"this was failure {count}, and {most} restarts were allowed" if most else ""
+            return f"this was failure {count}, and restarts were limited to {most}" if most else ""
         return None
 
 
 def _words(message: str) -> str:
-    """A message without what differs each time: numbers, of workers and addresses too."""
+    """A message without the parts that differ each time: numbers of workers, addresses and other numbers."""
     return re.sub(r"0x[0-9a-f]+|[\d.]+", "#", message)
 
 
@@ -73,9 +73,9 @@ def note_failure(folder: Path, error: CounterflowError, attempt: int, step: int)
 
 @contextlib.contextmanager
 def telling(attempt: int, fence: Fence) -> Iterator[None]:
-    """As a worker of torchrun or Slurm: tell the others of a failure; the first one to fail notes it.
+    """As a worker of torchrun or Slurm: report a failure to the others; the first one to fail notes it.
 
-    Nothing is noted for an attempt that is over, but for one that ends between the question and the line.
+    Nothing is noted for an attempt that is over, unless it ends between the check and the write.
     """
     try:
         yield
@@ -100,11 +100,11 @@ def telling(attempt: int, fence: Fence) -> Iterator[None]:
 
 
 def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
-    """A config that says how often weights are copied to memory; None: as often as time allows.
+    """A config with the number of steps between copies to memory; None: as often as time allows.
 
     Raises:
-        ConfigError: copies were asked for, and between steps there is nothing whole to copy, or there is no
-            memory to copy to.
+        ConfigError: copies were asked for, but no update is complete between steps, or the system keeps no
+            files in memory.
     """
     every = config.train.memory_every
     schedule = config.build_schedule()
@@ -112,14 +112,15 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
     if every and not whole:
         raise ConfigError(
             f"train.memory_every = {every}: between steps of {schedule.scheme} without a "
-            f"{'barrier' if schedule.synchronous else 'flush'} no update is whole on all workers; leave it "
-            "out, and a restart goes on from the last checkpoint"
+            f"{'barrier' if schedule.synchronous else 'flush'} no update is complete on all workers; leave "
+            "it "
+            "out to restart from the last checkpoint"
         )
     there = memory.ROOT.is_dir()
     if every and not there:
         raise ConfigError(
             f"train.memory_every = {every}: this system keeps no files in memory ({memory.ROOT}); leave it "
-            "out, and a restart goes on from the last checkpoint"
+            "out to restart from the last checkpoint"
         )
     wanted = max_restarts and whole and there and config.pipeline.transport != "local"
     if every is None and not wanted:

@@ -1,6 +1,6 @@
 """Whether all workers were given the same run: under torchrun or Slurm each reads its own config and data.
 
-Invariant: it is agreed upon before anything is made; workers that differ would train on, each on its own.
+Invariant: workers compare before anything is made; workers with different runs would each train on.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from counterflow.runtime.transport.base import Transport
 from ..config import RunConfig, by_key
 
 _MAY_DIFFER = {"train.out", "train.resume", "train.threads"}
-"""Rank 0's folder counts; machines may have other numbers of cores."""
+"""Keys that may differ: rank 0's folder is used, and machines may have different numbers of cores."""
 
 _DATA = "the data"
 
 
 def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
-    """Refuse workers with other configs or data than rank 0's; all workers call it.
+    """Refuse workers with other configs or data than rank 0; all workers call it.
 
     Args:
-        config: this worker's.
-        data: a digest of what it trains on.
-        transport: how to reach the others.
+        config: config of this worker.
+        data: digest of the data it trains on.
+        transport: transport to the other workers.
 
     Raises:
-        ConfigError: there are some; the message names what differs.
+        ConfigError: workers differ; the message names the key.
     """
     mine = {_DATA: data} | by_key(config.model_dump(mode="json"))
     rows = cast("list[dict[str, Any]]", transport.gather_objects(mine))

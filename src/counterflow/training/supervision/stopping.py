@@ -1,12 +1,12 @@
-"""How a run is ended early: by a signal, which means something else in each phase of a run.
+"""How a signal ends a run early; its effect depends on the phase of the run.
 
-Before anything is begun it ends the process; while workers start it unwinds what was begun, for nothing was
-made that could be kept; and while they train it only leaves a note, which whoever trains looks at between
-steps, agrees on with the other workers, and writes what was reached.
+Before anything is begun it ends the process. While workers start it unwinds, because there is nothing to
+save. While workers train it only leaves a note: between steps they look for it, agree to end, and write what
+was reached.
 
-Invariant: a process that a signal is to end ends within seconds, whatever it is in. What Python does at a
-signal it does between two instructions of the main thread, and that may be waiting in torch for minutes: so
-a thread of its own sees to it.
+Invariant: a process that a signal shall end ends within seconds, whatever it is doing. Python handles a
+signal between two instructions of the main thread, which may wait in torch for minutes, so a separate thread
+ends the process.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ from typing import Any
 from counterflow.runtime.workers.outside import FROM_OUTSIDE, end_server
 
 RESUBMIT = os.EX_TEMPFAIL
-"""Exit code of a run that something other than Ctrl-C ended early: the same command goes on with it."""
+"""Exit code of a run that something other than Ctrl-C ended early: the same command resumes it."""
 
 _SIGNALLED = 128
-"""Exit codes above it tell which signal ended a command, as in a shell."""
+"""Exit codes above it say which signal ended a command, as in a shell."""
 
 _STREAMS = (1, 2)
 
 PATIENCE_SECONDS = 3.0
-"""How long what was begun may take to unwind."""
+"""Seconds that unwinding may take."""
 
 
 class Phase(enum.Enum):
-    """What a signal does."""
+    """The effect of a signal."""
 
     NOTE = enum.auto()
-    """It is noted, however often it comes."""
+    """The signal is noted, however often it comes."""
     FINISH = enum.auto()
-    """It is noted; Ctrl-C after it raises ``KeyboardInterrupt``."""
+    """The signal is noted; Ctrl-C after it raises ``KeyboardInterrupt``."""
     UNWIND = enum.auto()
-    """It raises ``KeyboardInterrupt`` in the main thread; what has not unwound in time is left."""
+    """The signal raises ``KeyboardInterrupt`` in the main thread; the process ends if unwinding takes too
+    long.
+    """
     LEAVE = enum.auto()
-    """It ends the process where it is."""
+    """The signal ends the process at once."""
 
 
 class Stop:
-    """Whether the end of the run was asked for, and by which signal. One for a process and its threads."""
+    """Whether the end of the run was requested, and by which signal. One per process, shared by its
+    threads.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -58,7 +62,7 @@ class Stop:
         self._then = Phase.NOTE
         self._trains: Callable[[], bool] | None = None
         self.early = False
-        """Whether it was asked for, and everything unwound, while workers started."""
+        """Whether the end was requested while workers started, so everything was unwound."""
         self.unwinds = False
         """Whether ``KeyboardInterrupt`` was raised."""
 
@@ -67,24 +71,24 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Of the signal."""
+        """Name of the signal."""
         return "" if self.signal is None else signal.Signals(self.signal).name
 
     @property
     def exit_code(self) -> int:
-        """That of a run which was ended early: by Ctrl-C 130, by any other signal 75 ("resubmit me")."""
+        """Exit code of a run that was ended early: 130 by Ctrl-C, 75 by any other signal ("resubmit me")."""
         by_hand = self.signal in (None, signal.SIGINT)
         return _SIGNALLED + signal.SIGINT if by_hand else RESUBMIT
 
     def forget(self) -> None:
-        """Begin anew: nobody has asked."""
+        """Forget earlier requests."""
         self.signal, self.early, self.unwinds = None, False, False
 
     def take(self, number: int) -> None:
-        """Do what a signal means in this phase.
+        """Handle a signal as this phase requires.
 
         Raises:
-            KeyboardInterrupt: what was begun is to be unwound.
+            KeyboardInterrupt: unwind what was begun.
         """
         self.look()
         again = self.signal is not None
@@ -99,15 +103,16 @@ class Stop:
     def during(
         self, phase: Phase, then: Phase = Phase.NOTE, trains: Callable[[], bool] | None = None
     ) -> Iterator[None]:
-        """Let signals mean what they mean in a phase; in ``UNWIND`` also one that came before.
+        """Handle signals as a phase requires; in ``UNWIND`` also one that came before.
 
         Args:
-            phase: which.
-            then: which one follows within the context, once something is ``made``.
-            trains: whether something is, asked at a signal; for who learns it late, from other processes.
+            phase: the phase.
+            then: phase that follows within the context, once ``made`` was called.
+            trains: called at a signal, returns whether a step was made; for a process that learns it late,
+                from others.
 
         Raises:
-            KeyboardInterrupt: one came before.
+            KeyboardInterrupt: a signal came before.
         """
         before = self.phase, self._then, self._trains
         self.phase, self._then, self._trains = phase, then, trains
@@ -119,12 +124,12 @@ class Stop:
             self.phase, self._then, self._trains = before
 
     def look(self) -> None:
-        """Ask whether a step was made, where nobody said so yet."""
+        """Ask whether a step was made, if that is not known yet."""
         if self.phase is Phase.UNWIND and self._trains is not None and self._trains():
             self.made()
 
     def made(self) -> None:
-        """A step was made: from now on there is something to finish, and not to unwind."""
+        """Note that a step was made: from now on a signal finishes the step instead of unwinding."""
         if self.phase is Phase.UNWIND:
             self.phase = self._then
 
@@ -133,13 +138,13 @@ STOP = Stop()
 
 
 def listen() -> dict[int, Any]:
-    """Take signals as ``STOP.phase`` says from now on; elsewhere than in a main thread nothing is changed.
+    """Handle signals as ``STOP.phase`` says from now on; outside the main thread nothing is changed.
 
-    Those are Ctrl-C, SIGTERM, SIGUSR1 (Slurm's warning before the end) and SIGHUP (a terminal is gone), but
-    not the last where it was ignored, as nohup wants it.
+    The signals are Ctrl-C, SIGTERM, SIGUSR1 (Slurm's warning before the end) and SIGHUP (a terminal is gone);
+    SIGHUP stays ignored under nohup.
 
     Returns:
-        The handlers there were.
+        The previous handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -160,7 +165,7 @@ def listen() -> dict[int, Any]:
 
 
 def _leave(terminals: Sequence[int]) -> None:
-    """Print to nowhere what went to a terminal that is gone, where printing would be an error."""
+    """Discard output to a terminal that is gone, where printing would be an error."""
     for stream in terminals:
         if not os.isatty(stream):
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -170,7 +175,7 @@ def _leave(terminals: Sequence[int]) -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Take signals within this context only, and end the process in time; see ``listen``."""
+    """Handle signals within this context only, and end the process in time; see ``listen``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -184,7 +189,7 @@ def listening() -> Iterator[None]:
 
 
 class _Guard:
-    """Ends the process if a signal is to, and the main thread does not come to it.
+    """Ends the process if a signal requires it and the main thread does not.
 
     Every signal that Python has a handler for is also written into a pipe, at once.
     """
@@ -217,7 +222,7 @@ class _Guard:
             again = asked and number == signal.SIGINT and phase is Phase.FINISH
             if phase is Phase.LEAVE:
                 self._end(number, 0.0)
-            elif phase is Phase.UNWIND or STOP.unwinds or again:  # the main thread unwinds, or is to
+            elif phase is Phase.UNWIND or STOP.unwinds or again:  # the main thread unwinds, or is about to
                 self._end(number, PATIENCE_SECONDS)
             asked = True
 
