@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 import counterflow as cf
+from counterflow.schedule.formats import dumps, loads
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis.compute import one_by_one
 from counterflow.synthesis.named import named
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import peaks
+
+from .exact.test_solve import least
 
 
 def directions(placement: Placement, count: int) -> Workload:
@@ -74,6 +78,31 @@ def test_it_is_never_worse_than_the_best_named_scheme_within_the_limits() -> Non
     again = cf.synthesize(plain(linear(4), 6, split=True), uneven, peak=(4, 4, 3, 3), moves=200)
     assert again.schedule == found.schedule
     assert again.bound == found.bound
+
+
+@pytest.mark.parametrize(("peak", "makespan"), [(2, 9), (3, 7.5), (4, 7.5)])
+def test_the_best_order_of_slices_at_each_memory(peak: int, makespan: float) -> None:
+    """Two stages, two micro-batches of two slices: Seq1F1B holds 3 slices, and there it is the best."""
+    pytest.importorskip("ortools")
+    workload = sliced_workload(plain(linear(2), 2), 2)
+    found = cf.synthesize(workload, peak=peak / 2, moves=100)
+    assert (found.makespan, found.lower_bound, found.proved) == (makespan, makespan, True)
+    best, _ = least(problem_of(workload, peak=peak / 2))
+    assert best == makespan
+    assert max(found.peak) <= peak / 2
+    cf.check(found.schedule)
+    assert loads(dumps(found.schedule), "mine.json") == found.schedule
+    if peak > 2:
+        assert found.method == "dapple(stages=2, micro_batches=2, slices=2)"
+
+
+def test_an_order_of_slices_is_searched_for_between_the_memories_of_seq1f1b() -> None:
+    """Four stages hold 5 of two slices each with Seq1F1B, in 16.5; with 4 the best takes 18."""
+    workload = sliced_workload(plain(linear(4), 4), 2)
+    found = cf.synthesize(workload, peak=4 / 2, moves=20_000)
+    assert (found.makespan, found.lower_bound, found.proved) == (18, 18, True)
+    assert found.named is None
+    cf.check(found.schedule)
 
 
 def test_the_steady_step_is_improved_and_proved_by_the_solver() -> None:

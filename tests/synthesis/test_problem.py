@@ -4,6 +4,7 @@ import pytest
 
 import counterflow as cf
 from counterflow.schedule import schemes
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import plain
 from counterflow.synthesis.posing import problem_of
@@ -37,8 +38,11 @@ def test_letters_of_a_straight_pipeline() -> None:
         schemes.zb_h2(stages=4, micro_batches=9),
         schemes.chimera(stages=4, micro_batches=8, split=True),
         schemes.hanayo(workers=2, waves=2, micro_batches=4),
+        schemes.dapple(stages=4, micro_batches=6, slices=3),
+        schemes.zb_v(workers=3, micro_batches=4, slices=2),
+        schemes.chimera(stages=4, micro_batches=8, split=True, slices=2),
     ],
-    ids=lambda schedule: schedule.scheme,
+    ids=str,
 )
 def test_a_schedule_is_its_words(schedule: cf.Schedule) -> None:
     problem = problem_of(schedule.workload, peak=100)
@@ -46,6 +50,29 @@ def test_a_schedule_is_its_words(schedule: cf.Schedule) -> None:
     assert words is not None
     assert problem.schedule(words).orders == schedule.orders
     assert peaks(problem.stores[0], words) == cf.simulate(schedule).peak_activations
+
+
+def test_letters_of_slices() -> None:
+    """Each costs its part; a forward needs that of the slice before, a backward that of the slice after."""
+    costs = cf.Costs(p2p=0.25, p2p_per_byte=0.5, message_bytes=4)
+    problem = problem_of(sliced_workload(plain(linear(2), 3), 2), costs, peak=2)
+    letters = ["F.0:0/2", "F.0:1/2", "B.0:0/2", "B.0:1/2", "F.1:0/2", "F.1:1/2", "B.1:0/2", "B.1:1/2"]
+    assert [str(x) for x in problem.letters] == letters
+    assert [x.seconds for x in problem.letters] == [0.5, 0.5, 1, 1] * 2
+    assert [x.count for x in problem.letters] == [3] * 8
+    assert [x.needs for x in problem.letters] == [
+        (),
+        (Need(0),),
+        (Need(0), Need(6, 1.25, 0), Need(3)),
+        (Need(1), Need(7, 1.25, 0)),
+        (Need(0, 1.25, 1),),
+        (Need(1, 1.25, 1), Need(4)),
+        (Need(4), Need(7)),
+        (Need(5),),
+    ]
+    (store,) = problem.stores
+    assert list(store.at_start) == [0.5, 0.5, 0, 0] * 2
+    assert list(store.at_end) == [0, 0, -0.5, -0.5] * 2
 
 
 def test_sums_of_stages_with_copies() -> None:

@@ -218,7 +218,8 @@ class TimedSchedule:
         stages = range(self.schedule.stages)
         kinds, of, batches, _, _, parts, _ = self.nodes.columns
         each = [1] * len(self.ops)
-        if any(several > 1 for several in shares.values()):
+        # A sliced forward has one backward: that of its own slice.
+        if self.schedule.workload.slices == 1 and any(several > 1 for several in shares.values()):
             each = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
         numbers: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)
         keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, each, strict=True)

@@ -77,7 +77,8 @@ def synthesize(
     proves and improves orders of small problems; without it only bounds that need no solver are computed.
 
     Args:
-        workload: the workload to order; it must be synchronous, with micro-batches one by one.
+        workload: the workload to order; it must be synchronous, with micro-batches one by one, whole or in
+            slices.
         costs: seconds and bytes; default: a forward costs 1, a backward 2, messages nothing.
         peak: maximum activations that a worker stashes, in (stage x micro-batch) units; one number, or one
             per worker.
@@ -258,6 +259,8 @@ def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
     """Options that a computed schedule records in addition to its orders: sizes, limits and objective."""
     yield "workers", problem.workers
     yield "micro_batches", problem.workload.micro_batches
+    if problem.workload.slices > 1:
+        yield "slices", problem.workload.slices
     for store in problem.stores:
         ends = sorted({min(store.most), max(store.most)})
         told = " to ".join(f"{most:,.10g}" for most in ends)
@@ -288,11 +291,11 @@ def one_by_one(problem: Problem) -> Words:
     """One micro-batch after another, through all its stages and back: an order that every limit allows."""
     letters = problem.letters
 
-    def place(n: int) -> tuple[int, int, int, bool]:
+    def place(n: int) -> tuple[int, ...]:
         x = letters[n]
-        forward = x.kind.whole
-        weights = x.kind.takes is None
-        return x.pipe, not forward, x.stage if forward else -x.stage, weights
+        if x.kind.whole:
+            return x.pipe, 0, x.stage, x.part
+        return x.pipe, 1, -x.stage, -x.part, x.kind.takes is None
 
     words: list[list[int]] = [[] for _ in range(problem.workers)]
     for k in range(max(x.count for x in letters)):

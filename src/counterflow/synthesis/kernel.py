@@ -79,7 +79,8 @@ class Numbers(NamedTuple):
         slot: of each edge, where the arrivals of its messages begin in ``Scratch.there``.
         out: the edges that leave letter l are ``sent[out[l]:out[l + 1]]``, by takers.
         sent: see ``out``.
-        own: of each letter, the one of the same stage that it needs; -1: none.
+        own: of each letter, the two of the same stage that it needs: of its own slice, and of the slice
+            before or after; -1: none.
         chain: of each letter, its place on the way through its pipe and back.
         pipe: of each letter.
         at_start: by store and letter, what an op adds when it starts.
@@ -132,13 +133,13 @@ def numbers_of(problem: Problem) -> Numbers:
     """The problem as arrays."""
     letters, stages = problem.letters, problem.workload.placement.stages
     needs = [(taker, need) for taker, x in enumerate(letters) for need in x.needs]
-    own = [-1] * len(letters)
+    own = np.full((len(letters), 2), -1, dtype=np.int64)
     keeps = [x.seconds for x in letters]
     after = []
     for taker, need in needs:
         maker, letter = letters[need.letter], letters[taker]
         if (maker.pipe, maker.stage) == (letter.pipe, letter.stage):
-            own[taker] = need.letter
+            own[taker, int(maker.part != letter.part)] = need.letter
         arrives = maker.seconds
         if need.link is not None:
             if problem.busy:
@@ -170,8 +171,11 @@ def numbers_of(problem: Problem) -> Numbers:
         slot=_borders(letters[taker].count for taker, _ in needs),
         out=_borders(np.bincount(makers, minlength=len(letters))),
         sent=np.argsort(makers, kind="stable"),
-        own=_ints(own),
-        chain=_ints(x.stage if x.kind.whole else 2 * stages - x.stage for x in letters),
+        own=own,
+        chain=_ints(
+            x.stage + x.part if x.kind.whole else 2 * (stages + x.parts - 1) - x.stage - x.part
+            for x in letters
+        ),
         pipe=_ints(x.pipe for x in letters),
         at_start=at_start,
         takes=at_start + np.maximum(at_end, 0.0),

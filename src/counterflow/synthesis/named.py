@@ -9,8 +9,9 @@ from dataclasses import replace
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.scheme import SPLIT, Scheme
+from counterflow.schedule.scheme import SLICES, SPLIT, Scheme
 from counterflow.schedule.workload import Workload
 
 from .problem import Problem, Words
@@ -45,13 +46,13 @@ def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator
 
 def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
     """The orders of one scheme."""
-    wanted = _likeness(problem.workload)
+    wanted, slices = _likeness(problem.workload), problem.workload.slices
     for options in reversed(list(_options(scheme, problem.workload))):
         try:
             scheme.refuse_too_large(options)
-            if _likeness(scheme.workload_of(options)) != wanted:
+            if _likeness(sliced_workload(scheme.workload_of(options), slices)) != wanted:
                 continue
-            schedule = scheme.build(**options)
+            schedule = scheme.schedule({**options, SLICES: slices} if slices > 1 else options)
         except ConfigError:  # no schedule of this size
             continue
         if _likeness(schedule.workload) != wanted:

@@ -30,7 +30,7 @@ def problem_of(
     """The problem of ordering a workload.
 
     Args:
-        workload: a synchronous workload, with micro-batches one by one.
+        workload: a synchronous workload, with micro-batches one by one, whole or in slices.
         costs: seconds and bytes; default: a forward costs 1, a backward 2, messages nothing.
         peak: maximum activations that a worker stashes, in (stage x micro-batch) units, from a forward's
             start to the end of its weight gradients.
@@ -83,17 +83,17 @@ def _refuse(workload: Workload) -> None:
         raise ConfigError("orders are computed for training, but this workload has no backwards")
     if any(skip.once for skip in workload.skips):
         raise ConfigError("orders are not computed for values that are sent once per step; leave these out")
-    shares = set()
+    shares: set[tuple[int, ...]] = set()
     for one in workload.passes:
-        if len(one.micro_batches) != 1 or len(one.shares) != 1 or one.shares[0].parts != 1:
+        if len(one.micro_batches) != 1 or any(share.parts != workload.slices for share in one.shares):
             raise ConfigError(
                 "orders are computed for micro-batches that run one by one, but this workload has doubled "
                 "forwards or divided backwards"
             )
-        shares.add(one.shares[0].split)
+        shares.update(share.split for share in one.shares)
     if len(shares) > 1:
         raise ConfigError(
-            "orders are computed only if all micro-batches split the backwards of the same stages"
+            "orders are computed only if all micro-batches, and slices, split the backwards of the same stages"
         )
 
 
@@ -108,8 +108,8 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
     ops = [op for op in workload.ops() if first[op.pipe] == op.micro_batches[0]]
     kinds = list(OpKind)
 
-    def place(op: Op) -> tuple[int, int, int, int]:
-        return placement.worker(op.pipe, op.stage), op.pipe, op.stage, kinds.index(op.kind)
+    def place(op: Op) -> tuple[int, ...]:
+        return placement.worker(op.pipe, op.stage), op.pipe, op.stage, kinds.index(op.kind), op.part
 
     ops.sort(key=place)
     number = {op: n for n, op in enumerate(ops)}
@@ -119,7 +119,7 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
     letters = []
     for op in ops:
         worker = placement.worker(op.pipe, op.stage)
-        takes = seconds.seconds(Piece(op.kind, op.stage, worker))
+        takes = seconds.seconds(Piece(op.kind, op.stage, worker, parts=op.parts))
         if not 0 <= takes < math.inf:
             raise ConfigError(f"{op} takes {takes} seconds: must be finite, 0 or more")
         needs = []
@@ -130,7 +130,10 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
             else:
                 link = links.setdefault((sender, costs.way(sender, worker)), len(links))
                 needs.append(Need(number[need], travels(need, op), link))
-        letters.append(Letter(op.kind, op.pipe, op.stage, worker, count[op.pipe], takes, tuple(needs)))
+        many = count[op.pipe]
+        letters.append(
+            Letter(op.kind, op.pipe, op.stage, worker, many, takes, tuple(needs), op.part, op.parts)
+        )
     return tuple(letters), len(links)
 
 
@@ -146,7 +149,7 @@ def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
         each, per_byte = (_of_link(x, sender, receiver) for x in (costs.p2p, costs.p2p_per_byte))
         lower, upper = sorted((maker.stage, taker.stage))
         size = sizes[lower] if upper == lower + 1 else skip_sizes[skips[lower, upper]]
-        return each + per_byte * size
+        return each + per_byte * size * maker.work
 
     return seconds
 
@@ -167,7 +170,7 @@ def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
 
 
 def _activations(letters: Sequence[Letter], most: tuple[float, ...]) -> Store:
-    change = [stash_change(Op(x.kind, x.stage, (0,))) for x in letters]
+    change = [stash_change(Op(x.kind, x.stage, (0,), parts=x.parts)) for x in letters]
     at_start = tuple(max(c, 0.0) for c in change)
     return Store(ACTIVATIONS, at_start, tuple(min(c, 0.0) for c in change), most)
 
@@ -187,7 +190,7 @@ def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: L
             )
         most.append(all_bytes - base)
     ops = costs.of_ops(placement.stages)
-    changes = [ops.bytes(Piece(x.kind, x.stage, x.worker)) for x in letters]
+    changes = [ops.bytes(Piece(x.kind, x.stage, x.worker, parts=x.parts)) for x in letters]
     return Store(BYTES, tuple(a for a, _ in changes), tuple(b for _, b in changes), tuple(most))
 
 
@@ -199,7 +202,9 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
             if not own:
                 continue
             forwards = [n for n in own if letters[n].kind.whole]
-            word = forwards + sorted((n for n in own if n not in forwards), key=lambda n: -letters[n].stage)
+            word = forwards + sorted(
+                (n for n in own if n not in forwards), key=lambda n: (-letters[n].stage, -letters[n].part)
+            )
             held = replace(store, most=(most,))
             (need,) = peaks(held, (tuple(word),))
             if need > most * (1 + CLOSE):

@@ -1,9 +1,10 @@
 """The problem: the ops to order, as letters and numbers. Plain, frozen data.
 
 Micro-batches of one pipe are alike. Take any schedule, and on each stage assign the k-th forward to
-micro-batch k, and the same for each other kind of op: no op has to start later, and memory is the same. So
-only schedules that run micro-batches in their order on every stage need to be considered. A worker's order is
-then a word: it says only *which* stage's forward, backward, … is next. A word consists of ``Letter``s.
+micro-batch k, and the same for each other kind of op, and for each slice if there are slices: no op has to
+start later, and memory is the same. So only schedules that run micro-batches in their order on every stage
+need to be considered. A worker's order is then a word: it says only *which* stage's forward, backward, …
+(of which slice) is next. A word consists of ``Letter``s.
 
 Invariant: a problem contains no order and no times; every op of the workload is the k-th of exactly one
 letter. Workloads that it cannot express (doubled forwards, divided backwards, several periods) are refused.
@@ -55,7 +56,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """One kind of op of one stage of one pipe. Its k-th op is that of the pipe's k-th micro-batch.
+    """One kind of op of one stage and slice of one pipe. Its k-th op is that of the pipe's k-th micro-batch.
 
     Attributes:
         kind: kind of its ops.
@@ -65,6 +66,8 @@ class Letter:
         count: number of its ops: the micro-batches of the pipe.
         seconds: duration of one op.
         needs: inputs of its ops.
+        part: its slice.
+        parts: number of slices of a micro-batch.
     """
 
     kind: OpKind
@@ -74,9 +77,17 @@ class Letter:
     count: int
     seconds: float
     needs: tuple[Need, ...]
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        """Pipe, stage and slice: what the letters of one forward and its backward have in common."""
+        return self.pipe, self.stage, self.part
 
     def __str__(self) -> str:
-        return f"{self.kind.value}.{self.stage}" + (f"p{self.pipe}" if self.pipe else "")
+        text = f"{self.kind.value}.{self.stage}" + (f"p{self.pipe}" if self.pipe else "")
+        return text if self.parts == 1 else f"{text}:{self.part}/{self.parts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +195,13 @@ class Problem:
         """
         if schedule.workload != self.workload:
             raise ConfigError(f"{schedule}: has another workload; give a schedule of this one")
-        number = {(x.kind, x.pipe, x.stage): n for n, x in enumerate(self.letters)}
+        number = {(x.kind, *x.unit): n for n, x in enumerate(self.letters)}
         words = []
         for order in schedule.orders:
             last: dict[int, int] = {}
             word = []
             for op in order:
-                letter = number[op.kind, op.pipe, op.stage]
+                letter = number[op.kind, op.pipe, op.stage, op.part]
                 if op.micro_batches[0] < last.get(letter, -1):
                     return None
                 last[letter] = op.micro_batches[0]
@@ -213,7 +224,8 @@ class Problem:
             order = []
             for number in word:
                 x = self.letters[number]
-                order.append(Op(x.kind, x.stage, (batches[x.pipe][done[number]],), x.pipe))
+                batch = batches[x.pipe][done[number]]
+                order.append(Op(x.kind, x.stage, (batch,), x.pipe, x.part, x.parts))
                 done[number] += 1
             orders.append(tuple(order))
         return Schedule(scheme, tuple(options), self.workload, tuple(orders))

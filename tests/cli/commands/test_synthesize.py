@@ -100,6 +100,21 @@ def test_a_computed_order_says_what_it_is_for(run: Run, tmp_path: Path) -> None:
     assert [lane.name for lane in chart_of(cf.simulate(schedule)).lanes] == ["leg 0", "leg 1"]
 
 
+def test_slices_are_ordered_within_a_memory(run: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "mine.json")
+    given = "--placement straight --workers 4 --micro-batches 8 --no-split --slices 4 --moves 0"
+    found = run(f"synthesize {given} --peak 1.75 --json --out", path).json
+    assert (found["makespan"], found["lower_bound"], found["proved"]) == (26.25, 26.25, True)
+    assert found["method"] == "dapple(stages=4, micro_batches=8, slices=4)"
+    assert found["peak"] == [1.75, 1.5, 1.25, 1]
+    assert str(loads(Path(path).read_text(), path)) == (
+        "synthesized(workers=4, micro_batches=8, slices=4, peak=1.75)"
+    )
+    assert run("check", path).code == 0
+    assert run("simulate --json", path).json["makespan"] == 26.25
+    assert "8 micro-batches of 4 slices" in run(f"synthesize {given} --peak 1.75").out
+
+
 def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> None:
     assert "--chunks 2: only for --placement loop" in refused(f"{STRAIGHT} --chunks 2")
     assert "--micro-batches 0: must be 1 or more" in refused(
@@ -107,6 +122,9 @@ def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> No
     )
     assert "--workers 99999999" in refused("synthesize --placement vee --workers 99999999 --micro-batches 1")
     assert "24,000,000 ops" in refused("synthesize --placement vee --workers 4 --micro-batches 1000000")
+    too_many = "synthesize --placement vee --workers 4 --micro-batches 1000 --slices 1000"
+    assert "1000 micro-batches of 1000 slices are 24,000,000 ops" in refused(too_many)
+    assert "--slices 2: a profile has times of whole" in refused(f"{STRAIGHT} --slices 2 --profile p.toml")
     assert "--peak x: cannot read 'x'; give a number" in refused(f"{STRAIGHT} --peak x")
     assert "--peak: 2 numbers for 4 workers" in refused(f"{STRAIGHT} --peak 4,4")
     assert "--memory: needs the bytes of each stage" in refused(f"{STRAIGHT} --memory 1GiB")

@@ -119,6 +119,12 @@ SCHEDULES = [
     schemes.v_half(4, 9),
     schemes.v_min(4, 12),
     schemes.interleaved_zb(4, 8, chunks=2),
+    schemes.dapple(stages=4, micro_batches=3, slices=2),
+    schemes.gpipe(stages=3, micro_batches=1, slices=5),
+    schemes.zb_h1(stages=3, micro_batches=4, slices=3),
+    schemes.zb_v(workers=2, micro_batches=3, slices=2),
+    schemes.interleaved(workers=2, micro_batches=4, chunks=2, slices=2),
+    schemes.chimera(stages=4, micro_batches=4, slices=2),
 ]
 
 

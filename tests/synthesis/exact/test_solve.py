@@ -13,6 +13,7 @@ import pytest
 
 import counterflow as cf
 from counterflow.schedule import schemes
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import ByteCosts
@@ -52,6 +53,9 @@ def least(problem: Problem) -> tuple[float, Words]:
 
 
 TINY = {
+    "sliced": sliced_workload(plain(linear(2), 2), 2),
+    "sliced and split": sliced_workload(plain(linear(2), 1, split=True), 2),
+    "sliced vee": sliced_workload(plain(wave(2, 1), 1), 2),
     "straight": plain(linear(3), 2, split=True),
     "straight, whole": plain(linear(2), 3),
     "vee": plain(wave(2, 1), 1, split=True),

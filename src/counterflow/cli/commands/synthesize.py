@@ -16,6 +16,7 @@ from counterflow.planning.play import Play
 from counterflow.planning.predict import Predictor
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis import Limit, Objective, Synthesis
@@ -47,6 +48,7 @@ class Work(Record):
     waves: int | None = asked(None, "Down-and-up passes, for wave. Default 2.")
     pairs: int | None = asked(None, "Pairs of pipes, for two-way. Default 1.")
     split: bool = asked(True, "Split each backward into input gradient and weight gradients.")
+    slices: int = asked(1, "Slices of the sequence of each micro-batch.", metavar="NUMBER", least=1)
 
     def workload(self) -> Workload:
         """All ops and what each needs.
@@ -59,13 +61,15 @@ class Work(Record):
         )
         if self.micro_batches < 1:
             raise ConfigError(f"--micro-batches {self.micro_batches}: must be 1 or more")
-        ops = placed.stages * self.micro_batches * (3 if self.split else 2)
+        ops = placed.stages * self.micro_batches * self.slices * (3 if self.split else 2)
         if ops > MOST_OPS:
+            sliced = f" of {self.slices} slices" if self.slices > 1 else ""
             raise ConfigError(
-                f"{placed.stages} stages and {self.micro_batches} micro-batches are {ops:,} ops, and at most "
-                f"{MOST_OPS:,} are ordered; choose smaller numbers"
+                f"{placed.stages} stages and {self.micro_batches} micro-batches{sliced} are {ops:,} ops, and "
+                f"at most {MOST_OPS:,} are ordered; choose smaller numbers"
             )
-        return plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
+        whole = plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
+        return sliced_workload(whole, self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,11 @@ class Profiled(Record):
             ConfigError: only some of the files are given, costs are given as well, or a file is damaged.
         """
         files = asdict(self)
+        if workload.slices > 1 and any(value is not None for value in files.values()):
+            raise ConfigError(
+                f"--slices {workload.slices}: a profile has times of whole micro-batches and halves, none of "
+                "slices; give --forward and --backward instead, or leave out --slices"
+            )
         missing = [flag(name) for name, value in files.items() if value is None]
         if len(missing) == len(files):
             return None
@@ -213,10 +222,11 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
     from rich.table import Table
 
     schedule, unit = found.schedule, found.costs.time_unit
+    sliced = f" of {schedule.workload.slices} slices" if schedule.workload.slices > 1 else ""
     out = console()
     out.print(
         f"[bold]Order for {schedule.workers} workers, {schedule.stages} stages ({escape(placement)}), "
-        f"{schedule.micro_batches} micro-batches[/]"
+        f"{schedule.micro_batches} micro-batches{sliced}[/]"
     )
     peak, memory = limits
     limited = [

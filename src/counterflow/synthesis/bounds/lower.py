@@ -183,10 +183,14 @@ class _Side:
         self.before_first = min(self._heads[n][0] for n in self.own)
         self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
         self._forwards = [n for n in self.own if letters[n].kind.whole]
-        # The first backward belongs to the highest stage of some pipe, since the others need it; likewise
-        # the last forward.
+        # The first backward belongs to the highest stage of some pipe, and to its last slice, since the
+        # others need it; likewise the last forward.
         highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
-        last = [n for n in self._forwards if letters[n].stage == highest[letters[n].pipe]]
+        last = [
+            n
+            for n in self._forwards
+            if letters[n].stage == highest[letters[n].pipe] and letters[n].part == letters[n].parts - 1
+        ]
         self._last_forwards = last
         self.before_backward = min(self._heads[self._of_stage(n)[0]][0] for n in last)
         self.after_forward = min(letters[n].seconds + self._tails[n][-1] for n in last)
@@ -207,10 +211,9 @@ class _Side:
                 yield head, takes, tail - busy
 
     def _of_stage(self, forward: int) -> list[int]:
-        """The backwards of a forward's stage, in their order."""
+        """The backwards of a forward's stage and slice, in their order."""
         letters = self._problem.letters
-        x = letters[forward]
-        own = [n for n in self.own if (letters[n].pipe, letters[n].stage) == (x.pipe, x.stage)]
+        own = [n for n in self.own if letters[n].unit == letters[forward].unit]
         return sorted((n for n in own if n != forward), key=lambda n: letters[n].kind.takes is None)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:

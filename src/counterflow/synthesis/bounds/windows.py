@@ -176,28 +176,38 @@ def windows_of(problem: Problem) -> Windows:
 
 
 def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> Iterator[Precedence]:
-    """Rules that follow from a limit on a worker, for the stages s1 < s2 < … that it holds of one pipe.
+    """Rules that follow from a limit on a worker, for the stages of one pipe that it holds, and their slices.
 
-    Say the forward of s_i for micro-batch k + c has started and the input gradient of s_j for k (j >= i) has
-    not ended. Then all micro-batches from k to k + c hold s1 to s_i, and k holds s_(i+1) to s_j as well, now
-    or later while the others still do. If that exceeds the limit, it is impossible.
+    Say u <= v if neither the stage nor the slice of u is later than that of v: then the forward of u comes
+    before that of v, and its backward after that of v. Say the forward of u for micro-batch k + c has started
+    and the input gradient of v (u <= v) for k has not ended. Then all micro-batches from k to k + c hold all
+    up to u, and k holds the rest of all up to v as well, now or later while the others still do. If that
+    exceeds the limit, it is impossible.
     """
     letters = problem.letters
     own = [n for n in problem.of_worker(worker) if letters[n].pipe == pipe]
-    number = {(letters[n].stage, letters[n].kind): n for n in own}
-    stages = sorted({letters[n].stage for n in own})
-    chains = [_Held.of(problem, store, number, stage) for stage in stages]
+    number: dict[tuple[int, int], dict[OpKind, int]] = {}
+    for n in own:
+        number.setdefault((letters[n].stage, letters[n].part), {})[letters[n].kind] = n
+    units = sorted(number)
+    chains = [_Held.of(problem, store, number[unit]) for unit in units]
     if any(chain.least <= 0 for chain in chains):
         return
     most = store.most[worker]
-    for i, chain in enumerate(chains):
-        below = math.fsum(one.least for one in chains[: i + 1])
-        for j in range(i, len(chains)):
-            room = count_within(most - math.fsum(one.least for one in chains[i + 1 : j + 1]), below)
+    up_to = [
+        {place for place, other in enumerate(units) if other[0] <= unit[0] and other[1] <= unit[1]}
+        for unit in units
+    ]
+    for chain, low in zip(chains, up_to, strict=True):
+        below = math.fsum(chains[place].least for place in low)
+        for last, high in zip(chains, up_to, strict=True):
+            if not low <= high:
+                continue
+            room = count_within(most - math.fsum(chains[place].least for place in high - low), below)
             # The memory that is then freed is freed by a W of k, if input gradients free nothing.
-            waits = min(one.weights for one in chains[: j + 1])
+            waits = min(chains[place].weights for place in high)
             if 0 < room < letters[chain.forward].count:
-                yield Precedence(chains[j].input_gradient, chain.forward, room, waits)
+                yield Precedence(last.input_gradient, chain.forward, room, waits)
         if chain.after > 0 and chain.last != chain.input_gradient:
             room = count_within(most, min(chain.least, chain.after))
             if room < letters[chain.forward].count:
@@ -206,7 +216,7 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Memory that a micro-batch holds of one stage.
+    """Memory that a micro-batch holds of one stage and slice.
 
     Attributes:
         forward: letter of its forward.
@@ -225,12 +235,10 @@ class _Held:
     weights: float
 
     @classmethod
-    def of(
-        cls, problem: Problem, store: Store, number: Mapping[tuple[int, OpKind], int], stage: int
-    ) -> _Held:
-        forward = number[stage, OpKind.FORWARD]
-        weights = number.get((stage, OpKind.WEIGHT_GRADIENTS))
-        middle = number[stage, OpKind.BACKWARD if weights is None else OpKind.INPUT_GRADIENT]
+    def of(cls, problem: Problem, store: Store, number: Mapping[OpKind, int]) -> _Held:
+        forward = number[OpKind.FORWARD]
+        weights = number.get(OpKind.WEIGHT_GRADIENTS)
+        middle = number[OpKind.BACKWARD if weights is None else OpKind.INPUT_GRADIENT]
         held = store.at_start[forward] + store.at_end[forward]
         least = min(store.at_start[forward], held, held + store.at_start[middle])
         after = held + store.at_start[middle] + store.at_end[middle]

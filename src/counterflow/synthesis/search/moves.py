@@ -107,7 +107,8 @@ def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
     while at != target:
         at += step
         other = flat.word[at]
-        mine = n.own[letter] == other if step < 0 else n.own[other] == letter
+        taker, maker = (letter, other) if step < 0 else (other, letter)
+        mine = n.own[taker, 0] == maker or n.own[taker, 1] == maker
         if other == letter or (mine and x.how_many[at] == k):
             return False
     return True
