@@ -138,6 +138,26 @@ def test_what_it_cannot_say_is_refused_by_name(schedule: Schedule, fault: str) -
         dumps(schedule)
 
 
+def test_sliced_orders_are_read_back_here_and_refused_by_torch(tmp_path: Path) -> None:
+    """In torch they would be other orders, of whole micro-batches."""
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=2)
+    text = dumps(schedule)
+    assert text == (
+        "0/2:0F0,1/2:0F0,0/2:0F1,1/2:0B0,1/2:0F1,0/2:0B0,1/2:0B1,0/2:0B1\n"
+        "0/2:1F0,1/2:1F0,1/2:1B0,0/2:1F1,0/2:1B0,1/2:1F1,1/2:1B1,0/2:1B1\n"
+    )
+    for sliced in (schedule, schemes.zb_v(workers=2, micro_batches=1, slices=3)):
+        found = loads(dumps(sliced), "x.csv")
+        assert (found.workload, found.orders) == (sliced.workload, sliced.orders)
+        assert inspect(found).ok
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(RuntimeError, match="Invalid action string: 0/2:0F0"):
+        theirs._Action.from_str("0/2:0F0")
+    runtime: Any = theirs._PipelineScheduleRuntime([Stage(0, RANKS)], 2, loss_fn=lambda *_: None)
+    with pytest.raises(RuntimeError, match="Invalid action string: 0/2:0F0"):
+        runtime._load_csv(tmp_path / "x.csv")
+
+
 GROUPED = '{"format": "counterflow-schedule", "format_version": 1, "scheme": "own", "options": {}, '
 
 
@@ -164,6 +184,10 @@ def test_ops_that_it_cannot_say_are_refused_by_name(orders: str, fault: str) -> 
         ("0F0\n2F0", "x.csv: no op of stage 1, but one of stage 2"),
         ("0F0,0F2", "x.csv: no op of micro-batch 1, but one of micro-batch 2"),
         ("0F1111111111", "is not an action"),
+        ("2/2:0F0", "'2/2:0F0' is not an action"),
+        ("0/999999999:0F0", "1 micro-batches in 999999999 slices, but 1 forwards in total"),
+        ("0/0:0F0", "'0/0:0F0' is not an action"),
+        ("0/2:0F0,1/2:0F0,0B0", "x.csv: ops of micro-batches in 1 and in 2 slices; all are cut alike"),
         ("(0F0;0B0)OVERLAP", "is not an action"),
         ('0F0,"', "x.csv: no CSV: "),
     ],

@@ -148,6 +148,7 @@ def test_thirds_are_one_whole() -> None:
             '"B1.0v100000000"',
             r"\[3\]: B1\.0v100000000 uses version 100000000, and 1",
         ),
+        ('"F1.0"', '"F1.0:0/100000000"', "in 100000000 slices, but the orders run 4 forwards in total"),
         ('"periods": 1', '"periods": 1000000', "the orders run 4 forwards in total"),
         ('"periods": 1', '"periods": ' + "9" * 5000, "a number has thousands of digits"),
         ('"periods": 1', '"periods": 1, "versions": [[0], [0]]', "a synchronous schedule has one version"),

@@ -169,11 +169,17 @@ def _schedule(file: _File, name: str) -> Schedule:
         for w, order in enumerate(file.orders)
     )
     _refuse_versions(orders, file.periods, name)
-    there = sum(len(op.micro_batches) for order in orders for op in order if op.kind.whole and not op.part)
-    if file.micro_batches * file.periods > there:
+    forwards = [op for order in orders for op in order if op.kind.whole]
+    there, slices = (
+        sum(len(op.micro_batches) for op in forwards),
+        max((op.parts for op in forwards), default=1),
+    )
+    if file.micro_batches * file.periods * slices > there:
+        sliced = f", in {slices} slices," if slices > 1 else ""
+        each = "slice of a micro-batch" if slices > 1 else "micro-batch"
         raise ConfigError(
-            f"{name}: micro_batches={file.micro_batches} and periods={file.periods}, but the orders run "
-            f"{there} forwards in total; each micro-batch needs one on every stage"
+            f"{name}: micro_batches={file.micro_batches} and periods={file.periods}{sliced or ','} but the "
+            f"orders run {there} forwards in total; each {each} needs one on every stage"
         )
     workload = Workload(
         placement=Placement(workers, tuple(map(tuple, file.placement))),
@@ -183,7 +189,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         synchronous=file.synchronous,
         versions=_versions(file, stages, name),
         skips=_skips(file, stages, name),
-        slices=max((op.parts for order in orders for op in order if op.kind.whole), default=1),
+        slices=slices,
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
 

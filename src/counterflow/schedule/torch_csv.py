@@ -4,8 +4,12 @@
 is idle. Pairs that torch overlaps, ``(0F1;4B0)OVERLAP_F_B``, are read one after the other. Messages and
 FSDP's actions between ops are ignored, because every schedule's own are made anew.
 
-Invariant: a written schedule is read back with the same orders, here and by torch. Schedules that the format
-cannot express are refused: each stage must be on one rank, and there must be one update.
+torch has no slices of a sequence. A sliced op has its slice in front, ``1/4:2F0``: it is read here, and torch
+refuses it. After the action, torch would ignore it and run a whole micro-batch for each slice.
+
+Invariant: a written schedule is read back with the same orders, here and, unless it is sliced, by torch.
+Schedules that the format cannot express are refused: each stage must be on one rank, and there must be one
+update.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ SCHEME = "csv"
 
 SUFFIX = ".csv"
 
-_OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OP = re.compile(r"(?:(\d{1,9})/(\d{1,9}):)?(\d{1,9})([FBIW])(\d{1,9})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _BETWEEN = re.compile(r"\d{1,9}(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
 
@@ -51,8 +55,13 @@ def dumps(schedule: Schedule) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     for order in schedule.orders:
-        rows.writerow(f"{op.stage}{op.kind.value}{op.micro_batches[0]}" for op in order)
+        rows.writerow(map(_cell, order))
     return text.getvalue()
+
+
+def _cell(op: Op) -> str:
+    part = f"{op.part}/{op.parts}:" if op.parts > 1 else ""
+    return f"{part}{op.stage}{op.kind.value}{op.micro_batches[0]}"
 
 
 def _beyond(schedule: Schedule) -> str | None:
@@ -65,7 +74,7 @@ def _beyond(schedule: Schedule) -> str | None:
         return "skip connections"
     if any(len(op.micro_batches) > 1 for op in schedule.ops()):
         return "micro-batches that run together"
-    if any(op.parts > 1 for op in schedule.ops()):
+    if any(op.parts != schedule.workload.slices for op in schedule.ops()):
         return "micro-batches that are halved"
     return None
 
@@ -78,8 +87,8 @@ def loads(text: str, name: str) -> Schedule:
         name: name of the text in errors, for example its file's name.
 
     Raises:
-        ConfigError: a cell is not an action, a stage or a micro-batch is missing, or a stage is on several
-            rows.
+        ConfigError: a cell is not an action, a stage or a micro-batch is missing, a stage is on several rows,
+            or ops have different numbers of slices.
     """
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))
@@ -97,13 +106,26 @@ def loads(text: str, name: str) -> Schedule:
                     f"{name}: stage {op.stage} is on row {where[op.stage]} and on row {rank}; each stage "
                     "must be on one rank"
                 )
+    slices = {op.parts for order in orders for op in order}
+    if len(slices) > 1:
+        raise ConfigError(
+            f"{name}: ops of micro-batches in {' and in '.join(map(str, sorted(slices)))} slices; all are "
+            "cut alike"
+        )
     forwards = {op.micro_batches[0] for order in orders for op in order if op.kind.whole}
     _refuse_gaps(where, "stage", name)
     _refuse_gaps(forwards, "micro-batch", name)
+    runs = sum(op.kind.whole for order in orders for op in order)
+    if len(forwards) * max(slices) > runs:
+        raise ConfigError(
+            f"{name}: {len(forwards)} micro-batches in {max(slices)} slices, but {runs} forwards in total; "
+            "each slice needs one on every stage"
+        )
     workload = Workload(
         placement=Placement(len(orders), (tuple(where[stage] for stage in range(len(where))),)),
         micro_batches=len(forwards),
         passes=passes_of(op for order in orders for op in order),
+        slices=max(slices),
     )
     return Schedule(SCHEME, (), workload, orders)
 
@@ -113,14 +135,15 @@ def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
     if pair := _PAIR.fullmatch(cell):
         for part in pair[1].split(";"):
             yield from _ops(part.strip(), place)
-    elif op := _OP.fullmatch(cell):
-        yield Op(OpKind(op[2]), int(op[1]), (int(op[3]),))
+    elif (op := _OP.fullmatch(cell)) and int(op[1] or 0) < int(op[2] or 1):
+        part, parts = int(op[1] or 0), int(op[2] or 1)
+        yield Op(OpKind(op[4]), int(op[3]), (int(op[5]),), part=part, parts=parts)
     elif cell and not _BETWEEN.fullmatch(cell):
         shown = cell if len(cell) <= 40 else cell[:39] + "…"
         name, row, column = place
         raise ConfigError(
             f"{name}: row {row}, cell {column}: {shown!r} is not an action; actions look like 2F0 (stage 2, "
-            "forward, micro-batch 0), 2B0, 2I0, 2W0, or (0F1;4B0)OVERLAP_F_B"
+            "forward, micro-batch 0), 2B0, 2I0, 2W0, (0F1;4B0)OVERLAP_F_B, or 0/4:2F0 (the first of 4 slices)"
         )
 
 

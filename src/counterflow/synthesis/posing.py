@@ -93,7 +93,7 @@ def _refuse(workload: Workload) -> None:
         shares.update(share.split for share in one.shares)
     if len(shares) > 1:
         raise ConfigError(
-            "orders are computed only if all micro-batches, and slices, split the backwards of the same stages"
+            "orders are computed only if all micro-batches and slices split the backwards of the same stages"
         )
 
 
