@@ -34,19 +34,19 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention: of a whole sequence, or of a slice to all that came before and to itself.
+    """Causal attention of a whole sequence, or of a slice to all earlier slices and to itself.
 
-    The keys and values of earlier slices come by the layer's ``Carry``, and these are left there, too.
+    The layer's ``Carry`` passes on the keys and values of earlier slices; this slice adds its own to it.
 
     Args:
-        carry: the layer's own.
+        carry: carry of the layer.
         queries: [samples, heads, positions, width].
         keys: [samples, key heads, positions, width]; the heads are a multiple of the key heads.
         values: [samples, key heads, positions, width].
-        dropout: share of the attention weights that is dropped. Above 0, what earlier slices left is put
-            together, and saved, by each later slice.
-        scale: of the products; None: one over the root of the width.
-        window: a position sees itself and so many less one before it; None: all before it.
+        dropout: share of the attention weights that is dropped. Above 0, each later slice concatenates and
+            saves the keys and values of earlier slices.
+        scale: factor of the products; None: one over the square root of the width.
+        window: number of positions that a position sees, itself included; None: all earlier ones.
 
     Returns:
         [samples, heads, positions, width].
@@ -176,7 +176,7 @@ class _ByParts(torch.autograd.Function):
 
 
 def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
-    """Of the heads that share a key head, one each: [samples, key heads, ...]."""
+    """One head of each group that shares a key head: [samples, key heads, ...]."""
     return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
 
 

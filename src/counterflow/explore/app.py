@@ -57,7 +57,7 @@ HEADER = "X-Counterflow"
 
 PAGES = ("schedules", "compare", "plans", "runs")
 MOST_BYTES = 8_000_000
-"""Of a request."""
+"""Maximum size of a request."""
 
 _HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 _POLICY = (
@@ -140,19 +140,19 @@ def _of_schedules(known: Schedules) -> list[Route]:
 
 def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
     def order(asked: Order) -> dict[str, str]:
-        """Begin to look for an order; what is wrong with the costs is told at once."""
+        """Start a search for an order; errors in the costs are reported immediately."""
         found = known.find(asked.subject)
         found.costs(asked.subject)
         planned = None if found.planned is None else written(found.planned)
         return jobs.start(Work(order=asked, schedule=dumps(found.schedule), planned=planned))
 
     def plan(asked: PlanAsked) -> dict[str, str]:
-        """Begin to plan; what is wrong with the files is told at once."""
+        """Start planning; errors in the files are reported immediately."""
         task_of(asked)
         return jobs.start(Work(plan=asked))
 
     def compare(asked: CompareAsked) -> dict[str, str]:
-        """Begin to compare; what is wrong with the costs is told at once."""
+        """Start a comparison; errors in the costs are reported immediately."""
         asked.costs.costs()
         asked.memory_bytes()
         return jobs.start(Work(compare=asked))

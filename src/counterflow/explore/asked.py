@@ -102,7 +102,7 @@ class Check(Asked):
 
 
 class Download(Look):
-    """The same as a file."""
+    """Request for the looked-at schedules as a file."""
 
     form: Literal["schedule", "csv", "png", "svg", "pdf", "html", "trace"]
 
@@ -127,7 +127,7 @@ class Order(Asked):
 
 
 class CompareAsked(Asked):
-    """All schemes to be compared for one model on so many workers."""
+    """Request to compare all schemes for one model on a given number of workers."""
 
     workers: Annotated[int, Field(ge=1, le=64)]
     micro_batches: Annotated[int, Field(ge=1, le=256)]
@@ -198,9 +198,9 @@ class RunsAsked(Asked):
 
 
 class Work(Asked):
-    """What a process of its own is told: one of the three, with the schedule's text for an order.
+    """Input of a search process: one of the three requests, with the schedule's text for an order.
 
-    ``planned`` are a plan's costs for it, as ``kept.py`` writes them.
+    ``planned`` contains a plan's costs for the schedule, in the format of ``kept.py``.
     """
 
     order: Order | None = None

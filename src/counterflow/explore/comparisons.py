@@ -16,14 +16,14 @@ from .asked import CompareAsked
 
 
 def compare(asked: CompareAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The best row of each scheme, the quickest first.
+    """Compare all schemes: the best row of each, the quickest first.
 
     Args:
-        asked: what is compared.
-        tell: told of progress.
+        asked: request.
+        tell: callback for progress.
 
     Raises:
-        ConfigError: what is asked makes no sense.
+        ConfigError: the request is inconsistent.
     """
     found = compared(
         asked.workers,

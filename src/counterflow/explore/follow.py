@@ -39,10 +39,10 @@ from .runs import State, about_of, changed, events_of, no_timeline, pictured, st
 CURVES = ("loss", "validation_loss", "samples_per_second")
 
 _POINTS = 1000
-"""Of a curve that are sent at first; more cannot be told apart."""
+"""Number of points of a curve that are sent first; more cannot be distinguished."""
 
 _LARGEST = 1e300
-"""Of a number in a line of metrics; what is larger, or none, is left out: JSON and curves have none such."""
+"""Largest number in a line of metrics; larger or non-finite ones are left out: JSON cannot contain them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class _Metrics:
 
     @property
     def version(self) -> str:
-        """What a page that has all of it tells."""
+        """Version that a page with all points reports."""
         return ".".join([self.name, *(str(len(steps)) for steps, _ in self.curves.values())])
 
     def since(self, version: str) -> tuple[bool, dict[str, list[list[float]]] | None]:
-        """What a page of that version lacks, and whether it is to be added to what it has; None: nothing.
+        """Points that a page of that version lacks, and whether to append them; None: it lacks nothing.
 
-        Not added to anything is a whole curve: as many points as can be told apart, the last one always.
+        If not appended, they are a whole curve: as many points as can be distinguished, always with the last.
         """
         name, *counts = version.split(".")
         had = dict(zip(self.curves, counts, strict=False))
@@ -134,7 +134,7 @@ class _KnownRun:
     begun: float = 0.0
     state: State = State.STOPPED
     stamps: tuple[str, ...] = ("never",)
-    """Of what its state is read from."""
+    """Stamps of the files from which the state is read."""
     about: tuple[str, dict[str, Any]] = ("never", {})
     events: tuple[str, list[dict[str, str]]] = ("never", [])
     schedule: tuple[str, Schedule | None] = ("never", None)

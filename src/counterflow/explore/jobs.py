@@ -31,8 +31,8 @@ _KEPT = 20
 class Job:
     """One search.
 
-    ``asked`` is what it was told, ``progress`` the last that it told, ``result`` what it found for the page,
-    and ``kept`` what it found for the server.
+    ``asked`` is its request, ``progress`` its last report, ``result`` its result for the page, and ``kept``
+    its result for the server.
     """
 
     def __init__(self, work: Work) -> None:
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def serves_again(self) -> bool:
-        """Whether its result is the answer to who asks for the same: it was not stopped before its end."""
+        """Whether its result answers another equal request: it was not stopped before its end."""
         return self.state == "done" and not self._stopped
 
     def _follow(self) -> None:
@@ -100,10 +100,10 @@ class Jobs:
         self._lock = Lock()
 
     def start(self, work: Work) -> dict[str, str]:
-        """Begin one, or find the one that was told the same and has its result; its name.
+        """Start a job, or find one with an equal request and a result; its name.
 
         Raises:
-            ConfigError: as many as may run are running.
+            ConfigError: the maximum number of jobs is running.
         """
         asked = work.model_dump_json()
         with self._lock:

@@ -20,16 +20,16 @@ from .asked import Order, limits_of
 def order(
     asked: Order, text: str, tell: Callable[[dict[str, Any]], None], planned: Costs | None = None
 ) -> dict[str, Any]:
-    """Look for it.
+    """Search for an order.
 
     Args:
-        asked: what is wanted.
+        asked: request.
         text: the schedule's file.
-        tell: told of progress.
-        planned: a plan's costs for it, if no others are asked for.
+        tell: callback for progress.
+        planned: a plan's costs for the schedule, used unless the request contains costs.
 
     Raises:
-        ConfigError: there is no such order, or the workload is of another kind than can be ordered.
+        ConfigError: no such order exists, or this kind of workload cannot be ordered.
     """
     schedule = loads(text, "the schedule")
     asked_costs = asked.subject.costs

@@ -58,10 +58,10 @@ def task_of(asked: PlanAsked) -> Task:
 
 
 def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
-    """The cluster with links and memory so many times as fast and as large.
+    """The cluster with its link speeds and memory sizes multiplied by given factors.
 
     Raises:
-        ConfigError: less memory than is reserved.
+        ConfigError: the memory is smaller than what is reserved.
     """
 
     def faster(link: Link | None) -> Link | None:
@@ -86,15 +86,15 @@ def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
 
 
 def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], KeptPlans]:
-    """The best plan of every scheme, what limits each, and its picture; and what is kept of them.
+    """The best plan of every scheme, its limit and its picture; and the record that the server stores.
 
     Args:
-        asked: what is planned.
-        tell: told of progress.
+        asked: request.
+        tell: callback for progress.
 
     Raises:
-        ConfigError: what is asked makes no sense.
-        PlanError: nothing fits.
+        ConfigError: the request is inconsistent.
+        PlanError: no plan fits.
     """
     task = task_of(asked)
     task = replace(task, cluster=changed(task.cluster, link_speed=asked.link_speed, memory=asked.memory))

@@ -1,7 +1,7 @@
-"""What the page is told of a run, from the files of its folder, while they may still be written.
+"""The page's data of a run, read from the files of its folder, which may still be written.
 
-Invariant: nothing is written, locked or asked of a run. What is of a measured and a predicted timeline the
-simulator's own classes say.
+Invariant: nothing is written or locked, and the run is not queried. The simulator's own classes describe
+measured and predicted timelines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from counterflow.training.timeline import Timeline
 _LATELY_SECONDS = 120.0
 
 SLOW = 1.15
-"""A worker whose ops take so many times what is predicted of them is told as slow."""
+"""A worker is reported as slow if its ops take more than this many times their predicted time."""
 
 
 class State(StrEnum):
@@ -48,7 +48,7 @@ class State(StrEnum):
     FAILED = "failed"
     """A step failed, and nobody went on."""
     KILLED = "killed"
-    """Whoever wrote there is gone without a word."""
+    """The run's process ended without writing an end."""
     STOPPED = "stopped"
     """It was asked to end, or the rest is unknown."""
 
@@ -107,7 +107,7 @@ def changed(path: Path) -> float:
 
 
 def about_of(path: Path) -> dict[str, Any]:
-    """Of its config."""
+    """Summary of a run's config."""
     try:
         config: RunConfig = load_config(path / CONFIG)
     except CounterflowError as error:

@@ -77,11 +77,11 @@ class _Shown:
     """A schedule as the page shows it.
 
     Attributes:
-        schedule: its orders.
-        costs: of its stages.
-        unit: what they were given for; None: they are a plan's.
-        chart: its picture.
-        told: what else is said of it.
+        schedule: the schedule.
+        costs: costs of its stages.
+        unit: unit of the given costs; None: the costs of a plan.
+        chart: picture of the schedule.
+        told: further data for the page.
     """
 
     schedule: Schedule
@@ -111,10 +111,10 @@ class Schedules:
         return self._added(loads(text, name), name, planned)
 
     def add_planned(self, plan: KeptPlan, name: str) -> dict[str, Any]:
-        """Take a plan's schedule with the costs that it was planned with; likewise.
+        """Add a plan's schedule with the costs of the plan; the page's data of it.
 
         Raises:
-            ConfigError: it is too large to be shown.
+            ConfigError: the schedule is too large to be shown.
         """
         return self._added(plan.schedule, name, plan.costs)
 

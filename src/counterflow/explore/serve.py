@@ -1,4 +1,4 @@
-"""From an address to a running server: the port is taken before the address is told."""
+"""From an address to a running server: the port is bound before the address is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NICE = 10
 
 
 def stand_back() -> None:
-    """Let whoever trains on this machine go first: it is a viewer."""
+    """Lower this process's priority: a viewer must not slow down training on this machine."""
     if hasattr(os, "nice"):  # not on Windows
         os.nice(NICE)
 
@@ -74,15 +74,16 @@ def serve(
     """Serve until Ctrl-C.
 
     Args:
-        make: the application, from the token that requests must carry; None: this machine alone is heard.
-        host: where to listen.
-        port: on which port.
-        page: which page is opened; the first where none is named.
+        make: function from a token to the application; requests must carry the token. None: only requests
+            from this machine are accepted.
+        host: host to listen on.
+        port: port to listen on.
+        page: page to open; the first one if empty.
         opens: whether a browser is opened.
-        told: told the address.
+        told: callback for the address.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be bound.
     """
     token = None if is_here(host) else secrets.token_urlsafe(24)
     with listening(host, port) as taken:

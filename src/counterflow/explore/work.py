@@ -1,6 +1,6 @@
-"""A search in a process of its own: what to do comes on stdin as JSON, what there is to tell goes to stdout.
+"""A search in its own process: it reads a request as JSON from stdin and writes reports to stdout.
 
-That is a line of JSON each: ``progress`` as it changes, ``result`` or ``error`` in the end. An interrupt ends
+A report is a line of JSON: ``progress`` as it changes, ``result`` or ``error`` at the end. An interrupt ends
 an order with the best so far, and a plan without a result.
 """
 
@@ -21,15 +21,15 @@ from .asked import Work
 Tell = Callable[[dict[str, Any]], None]
 
 _TELL_SECONDS = 0.2
-"""How often progress is told at most."""
+"""Minimum time between reports of progress."""
 
 
 def main() -> None:
-    """Read, work, tell."""
+    """Read the request, search, and report the result."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a server in the background ignores it
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as told:
         os.dup2(2, 1)  # whatever else is printed
-        # Whoever stops it before this ends the process at once.
+        # An interrupt before this point ends the process immediately.
         _write(told, {"progress": {"said": "reading what is asked", "share": None}})
         try:
             _work(Work.model_validate_json(sys.stdin.read()), told)

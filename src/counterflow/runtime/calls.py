@@ -85,13 +85,13 @@ class Calls:
 
     @contextmanager
     def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:
-        """Tell the other workers of an error, so that none of them waits in vain.
+        """Report an error to the other workers, so none of them waits in vain.
 
-        What is made meanwhile is used in later steps: none of it is made in the user's inference mode.
+        Tensors made meanwhile are used in later steps, so they are not made in the user's inference mode.
 
         Args:
-            step: steps that were made before, for the message.
-            taking: whether it is a stream of weights that is taken.
+            step: number of earlier steps, for the message.
+            taking: whether the call reads a stream of weights.
         """
         try:
             if my_worker() is not self._thread:

@@ -1,7 +1,7 @@
 """The pipeline: a model, a schedule and an optimiser on the workers of this run.
 
-Invariant: every worker makes the same calls in the same order. What is agreed upon with all other workers
-at the begin and the end of a step (samples, shapes, loss, norm) goes through one small gather each.
+Invariant: every worker makes the same calls in the same order. The agreements of all workers at the beginning
+and the end of a step (samples, shapes, loss, norm) take one small gather each.
 """
 
 from __future__ import annotations
@@ -223,13 +223,13 @@ class Pipeline(States):
     ) -> Step:
         """Train on the replica's mini-batch, each module in the mode (training, evaluation) it is in.
 
-        With ``update=False`` its gradients are kept: the next update is made with those of the mean loss over
-        all samples since the one before, and ``grad_norm`` is told then.
+        With ``update=False`` the gradients are kept: the next update uses the gradients of the mean loss over
+        all samples since the last update, and ``grad_norm`` is reported then.
 
-        Where there are fewer samples than micro-batches, the last of these have none and run as nothing.
+        If there are fewer samples than micro-batches, the last micro-batches are empty and are not computed.
 
         In asynchronous schemes, a step begins its mini-batch and leaves part of it to the next steps, or to
-        ``flush``; until then all mini-batches have the same shapes. So they have without a barrier.
+        ``flush``; until then all mini-batches must have the same shapes. The same holds without a barrier.
 
         Args:
             inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
@@ -238,15 +238,14 @@ class Pipeline(States):
             kwargs: keyword arguments to the first layer, cut like the inputs, in ``kwarg_dims``.
             micro_batches: in place of all these, (inputs, targets) or (inputs, targets, kwargs) of each
                 micro-batch, as many as the schedule has; lengths may differ. Of an iterator, the next ones.
-            samples: of each of these, which weighs its loss; needed where no dimension tells them. With
-                ``input_dims=None`` the targets tell them, and with ``target_dims=None`` the inputs; with
-                both, each micro-batch counts as one.
+            samples: number of samples of each micro-batch, which weights its loss; needed if no dimension
+                determines it. With ``input_dims=None`` the targets determine it, and with
+                ``target_dims=None`` the inputs; with both, each micro-batch counts as one sample.
             update: whether the weights are updated; False only in synchronous schemes.
-            outputs: whether ``Step.outputs`` are wanted; in synchronous schemes.
+            outputs: whether to return ``Step.outputs``; only in synchronous schemes.
 
         Raises:
-            ConfigError: the mini-batch has no samples, or is missing; or its tensors have different numbers
-                of samples.
+            ConfigError: the mini-batch is empty or missing, or its tensors have different numbers of samples.
             WorkerError: a worker failed, or the loss or a gradient is not finite.
         """
         began = time.perf_counter()
@@ -342,13 +341,13 @@ class Pipeline(States):
         return moved(found, self.device)
 
     def flush(self) -> list[Step]:
-        """End what is in flight, so that all weights are as after the last step; all workers call it.
+        """End what is in flight, so all weights are those after the last step; all workers call it.
 
-        After a step of a synchronous schedule nothing is, if it has a barrier. If asynchronous the next step
-        warms up again.
+        After a step of a synchronous schedule with a barrier nothing is in flight. In an asynchronous scheme
+        the next step warms up again.
 
         Returns:
-            The steps whose loss and norm no step has told.
+            Steps whose loss and norm no step has reported.
 
         Raises:
             WorkerError: a worker failed, or a loss is not finite.

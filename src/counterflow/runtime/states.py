@@ -137,7 +137,7 @@ class States(ABC):
 
     @property
     def optimizers(self) -> Mapping[int, Optimizer]:
-        """By stage of this worker that has weights to train: its optimiser."""
+        """Optimisers of this worker's stages with trainable weights, by stage."""
         return self.weights.optimizers
 
     @property
@@ -205,17 +205,17 @@ class States(ABC):
     ) -> dict[str, Any]:
         """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
 
-        Flushes first what is in flight. Tensors go one by one from who holds them to who gets them. Where the
-        whole model is too large for any worker, each keeps what it holds (``local=True``), or one takes it
-        tensor by tensor (``stream_weights``).
+        Work in flight is flushed first. Tensors are sent one by one from their holders to the workers that
+        receive the model. If the whole model is too large for any worker, let each return its own part
+        (``local=True``), or let one receive it tensor by tensor (``stream_weights``).
 
         Args:
-            rank: the only one that gets the model; the others get an empty dict. None: all get it.
-            local: only what this worker holds, without asking the others.
+            rank: the only rank that receives the model; the others receive an empty dict. None: all receive it.
+            local: whether to return only this worker's part, without communication.
             ema: whether trained weights are their averages, in the weights' precision.
 
         Raises:
-            ConfigError: there is no such rank, or no average.
+            ConfigError: the rank or the average does not exist.
             WorkerError: the copies of a stage differ.
         """
         if local:
@@ -263,7 +263,7 @@ class States(ABC):
             yield from self.weights.saved.stream(rank)
 
     def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same to its end, also for who stops in the midst."""
+        """Iterate over ``found`` to its end, even if the caller stops early."""
         try:
             while (pair := self._next(found)) is not None:
                 yield pair
@@ -365,7 +365,7 @@ class States(ABC):
         self._batches.forget()
 
     def settle(self, call: str) -> None:
-        """Flush what is in flight, for ``call``; ``flush`` tells of it later. All workers call it.
+        """Flush what is in flight, for ``call``; ``flush`` returns the steps later. All workers call it.
 
         Raises:
             ConfigError: gradients wait for an update.
@@ -374,10 +374,10 @@ class States(ABC):
         self._untold = self.flush()
 
     def _reported(self) -> AbstractContextManager[None]:
-        """Within it the other workers are told of an error."""
+        """Context in which an error is reported to the other workers."""
         return self._calls.reported(self.steps)
 
 
 def _with_keys(kind: Callable[[Any], Any], by_stage: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same with keys of a kind: ``torch.distributed.checkpoint`` knows texts alone."""
+    """A mapping with its keys converted: ``torch.distributed.checkpoint`` accepts only texts."""
     return {kind(stage): value for stage, value in by_stage.items()}

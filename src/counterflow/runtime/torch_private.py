@@ -46,7 +46,8 @@ run_backward: Any = Variable._execution_engine.run_backward  # noqa: SLF001
 """What torch.autograd.backward and .grad call; these replace it, and take 15 µs more."""
 
 preserve_version_counter = _unsafe_preserve_version_counter
-"""As FSDP2 uses it. Without: asynchronous schemes refuse layers that save a weight for their backward."""
+"""torch's guard of version counters, used as in FSDP2. Without: asynchronous schemes refuse layers
+that save a weight for their backward."""
 
 
 def in_backward() -> bool:
@@ -57,8 +58,8 @@ def in_backward() -> bool:
 def never_compiled(function: _Function) -> _Function:
     """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
 
-    Else it takes what it once found, a tensor's version say, for a constant. ``torch.compiler.disable`` does
-    likewise, with a call more around each.
+    Otherwise torch.compile treats a value it once found, such as a tensor's version, as a constant.
+    ``torch.compiler.disable`` has the same effect, with one more call around each.
     """
     frames = torch._C._dynamo.eval_frame  # noqa: SLF001
     skip = frames._FrameAction.SKIP  # noqa: SLF001
@@ -79,7 +80,7 @@ def without_functions() -> AbstractContextManager[object]:
 
 
 def device_constructors() -> set[Any]:
-    """The functions that make tensors where they are told to. Without: their public names, in a list."""
+    """The functions that create tensors on a given device. Without: a list of their public names."""
     return cast("set[Any]", _device_constructors())
 
 
@@ -104,9 +105,9 @@ def keeps_buffers() -> AbstractContextManager[object]:
 
 
 def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that a mode of torch's functions sees, with what torch keeps from it.
+    """The keyword arguments of a call in a torch function mode, with those that torch hides from the mode.
 
-    ``l1_loss`` tells modes nothing of its weights. Without: they would be lost in silence.
+    ``l1_loss`` does not report its weights to modes. Without: the weights would be lost in silence.
     """
     code = functional.l1_loss.__code__
     if function is not functional.l1_loss or "weight" in kwargs or "weight" not in code.co_varnames:
@@ -193,7 +194,7 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a DTensor the part that this rank holds, as torch's checkpoints find it."""
+    """Shape and offset of this rank's part of a DTensor, as torch's checkpoints compute them."""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - it takes a while
         compute_local_shape_and_global_offset,
     )
@@ -238,7 +239,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """The same memory with a count of changes of its own. Without: a copy."""
+    """A tensor with the same memory and its own version counter. Without: a copy."""
     return cast("Tensor", torch.ops.aten._unsafe_view(tensor, tensor.shape))  # noqa: SLF001
 
 

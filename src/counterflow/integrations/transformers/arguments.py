@@ -19,7 +19,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Environment variables that tell accelerate about other processes."""
+"""Environment variables from which accelerate learns of other processes."""
 
 
 @contextmanager

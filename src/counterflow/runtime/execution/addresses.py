@@ -44,7 +44,7 @@ class Addresses:
         self._parts = {op.micro_batches[0]: op.parts for op in ops if not op.kind.whole}
         self._skips = schedule.workload.skips
         self._first: dict[tuple[int, int, int], Op] = {}
-        """By pipe, stage and period its first forward."""
+        """First forward by pipe, stage and period."""
         for op in ops:
             if op.kind.whole:
                 self._first.setdefault((op.pipe, op.stage, schedule.period_of(op)), op)
@@ -163,12 +163,12 @@ class Addresses:
         return Envelope(number, self._ranks[message.peer], op.stage, of, gradient), units[0].slot
 
     def _holder(self, op: Op, stage: int) -> int | None:
-        """Who holds a stage of an op's pipe; None if there is no such stage."""
+        """Worker that holds a stage of an op's pipe; None if the stage does not exist."""
         schedule = self._schedule
         return schedule.placement.worker(op.pipe, stage) if 0 <= stage < schedule.stages else None
 
     def _number(self, place: Place, unit: Unit, *, gradient: bool) -> int:
-        """Of the message with what goes from a place for some units, of which ``unit`` is the first."""
+        """Number of the message that a place sends for some units, of which ``unit`` is the first."""
         micro_batch = unit.slot * self._schedule.micro_batches + unit.micro_batch
         number = (micro_batch * len(self._places) + self._places[place]) * 2 + gradient
         return self._first_number + number * self._most_parts + unit.part

@@ -114,7 +114,7 @@ class RunBackward(_Differentiates):
             in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _input_gradients(self, stash: Stash) -> list[Tensor | None]:
-        """Of what the stage before gave, None where there is none; those of skips are on their way."""
+        """Gradients of the previous stage's outputs, None where none exists; those of skip connections are sent."""
         found: list[Tensor | None] = []
         for tensor in stash.inputs:
             if tensor.requires_grad:
@@ -186,7 +186,7 @@ def _recount(context: ExitStack, replays: LayerReplays, saved: SavedBytes) -> No
 def _with_gradients(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
 ) -> tuple[Sequence[GradientEdge], list[Tensor]]:
-    """Those of a stage's outputs that have a gradient; a loss needs none."""
+    """Edges of a stage's outputs that have a gradient, and the gradients; a loss needs none."""
     there = [gradient for gradient in gradients if gradient is not None]
     if len(there) < len(gradients):
         edges = [e for e, gradient in zip(edges, gradients, strict=True) if gradient is not None]

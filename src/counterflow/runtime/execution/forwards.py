@@ -151,7 +151,7 @@ class RunForward(RunOp):
         return self._outputs.read(self.copy, batch, output, unit)
 
     def _without_samples(self, batch: Batch, given: ForwardInput) -> Output:
-        """What has no samples runs as nothing: it hands on None and gets no gradient."""
+        """Skip a unit without samples: it passes on None and receives no gradient."""
         self._messages.give_back(given.buffers)
         if batch.training:
             self._in_flight.stashes[self.stage, given.unit] = Stash([], [], (), (), [])
@@ -160,7 +160,7 @@ class RunForward(RunOp):
         return self._outputs.apart(self.copy, None, given.unit)
 
     def _forward_to_recompute(self, batch: Batch, given: ForwardInput) -> Output:
-        """The same without a graph: the input is kept."""
+        """Run a forward without a graph, and save the input for recomputation."""
         copy, contents = self.copy, self.copy.buffers.now()
         same = same_tensors(given.value)
         kept, before = copy.entry.kept(same), versions(same)

@@ -1,7 +1,7 @@
-"""What workers tell each other of mini-batches that are run: how it travels, and who tells the same.
+"""Gathers of what workers report about running mini-batches: their layout, and the comparison of copies.
 
-Invariant: all workers ask for the same gathers in the same order (``program/rules.py`` sees to it), and each
-tells as many numbers as any other. What follows from what all told is not decided here.
+Invariant: all workers ask for the same gathers in the same order (checked by ``program/rules.py``), and each
+reports the same number of values. The consequences of the gathered values are not decided here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MiniBatch:
     skipped: bool = False
 
     def step_of(self, number: int, seconds: float) -> Step:
-        """What step ``number`` tells of it, which may be a later one, and took some ``seconds``."""
+        """The mini-batch's report by step ``number``, which may be a later step and took ``seconds``."""
         return Step(
             number,
             self.loss,
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What all ranks told: their parts, the digests of their copies, and the metrics they know."""
+    """Reports of all ranks: their parts, the digests of their copies, and the metrics they know."""
 
     parts: list[Part]
     digests: list[Sequence[float]]
@@ -99,18 +99,18 @@ class _Row(NamedTuple):
 
 
 Head = tuple[Sequence[float], Callable[[list[Sequence[float]]], object]]
-"""What a worker tells of its calls; and what looks at all that were told."""
+"""A worker's report of its calls, and a function that checks the reports of all workers."""
 
 
 class StepGathers:
-    """One worker's part.
+    """Gathers one worker's reports of its steps with those of all others.
 
     Args:
-        workers: where this worker is.
-        digests: how many a worker tells of.
-        together: mini-batches of which one gather tells.
+        workers: place of this worker.
+        digests: number of digests that a worker reports.
+        together: number of mini-batches that one gather reports.
         square: this worker's part of a mini-batch's squared norm.
-        head: what it tells of its calls, with those mini-batches.
+        head: this worker's report of its calls, sent with those mini-batches.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class StepGathers:
         self._begun: deque[_Row] = deque()
         self._arrived: deque[Gathered] = deque()
         self._names: tuple[str, ...] = ()
-        """Of the metrics, as everybody knows them."""
+        """Names of the metrics that all workers know."""
 
     def start(self, asked: Asked) -> None:
-        """Begin to gather, once there is enough to tell."""
+        """Start a gather as soon as enough mini-batches are asked for."""
         self._asked.append(asked)
         if len(self._asked) == self._together:
             self._tell()
@@ -146,7 +146,7 @@ class StepGathers:
         self._asked = []
 
     def _told(self, asked: Asked) -> list[float]:
-        """What this worker tells of what is asked."""
+        """This worker's report of a mini-batch."""
         square = 0.0 if asked.norm is None else self._square(asked.norm)
         part, metrics = Part(0.0, square, None, Weighed()), dict[str, float]()
         if asked.loss is not None:
@@ -158,14 +158,14 @@ class StepGathers:
         return [*part.pack(), *digests, unknown, *values]
 
     def wait(self) -> Gathered:
-        """What all told of what was asked for next.
+        """Reports of all workers on the next mini-batch asked for.
 
         Raises:
             ConfigError: the workers made different calls.
         """
         if not self._arrived:
             if not self._begun:
-                self._tell()  # nothing more comes that would be told with it
+                self._tell()  # no further mini-batch would be reported with it
             self._receive(self._begun.popleft())
         return self._arrived.popleft()
 
@@ -196,10 +196,10 @@ class StepGathers:
 
 
 def refuse_other_steps(rows: list[Sequence[float]]) -> None:
-    """Refuse what workers told that made different calls.
+    """Refuse reports of workers that made different calls.
 
     Raises:
-        ConfigError: they did.
+        ConfigError: the calls differ.
     """
     for rank, row in enumerate(rows):
         if row != rows[0]:

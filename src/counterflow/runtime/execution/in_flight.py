@@ -45,13 +45,13 @@ class InFlight:
         self.clock = clock
         self.saved = saved
         self.period_offset = 0
-        """Periods that the list at hand is run later than it says."""
+        """Offset in periods by which the current list runs later than it says."""
         self.batches: list[Batch] = []
-        """By slot."""
+        """Mini-batches by slot."""
         self.stashes: dict[Key, Stash] = {}
         self.waiting: dict[Key, Waiting] = {}
         self.over: list[Stash] = []
-        """Of ops that are over: what has time until the next op, after the send, is not done yet."""
+        """Stashes of finished ops whose deferred work, due after the send and before the next op, is not done."""
         self.messages = MessageQueue(transport, compression)
         self.once = Once()
         self._slots = slots

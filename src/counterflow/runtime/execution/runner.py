@@ -1,23 +1,23 @@
-"""Runs a schedule step by step: who executes the lists, and knows what an action does to weights and losses.
+"""Runs a schedule step by step: executes the lists, and knows what an action does to weights and losses.
 
-A barrier, none, and an asynchronous scheme are three lowerings (``program/``); here is what their actions
-do, in a table from action type to handler.
+With a barrier, without one, and asynchronous are three lowerings (``program/``). This module contains the
+handlers of their actions, in a table by action type.
 
 * With a barrier no weight changes before loss and gradient norm of the whole mini-batch are known everywhere,
   and at a step's end nothing is in flight.
-* Without a barrier every number is the same, bit for bit. What is left out are the waits that no number
+** Without a barrier all numbers are bit-exactly equal. Only those waits are left out that no number
   needs: for the other workers' ends, for messages on their way, for the agreement on the next mini-batch,
-  which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so that two
-  sets of message numbers tell the steps apart. Where gradients are clipped, or updates skipped, updates wait
-  for the norm of all as with a barrier. Else they wait for the loss only. So a loss that is not finite ends
-  the run before anything is updated with it. Where a gradient is not, though the loss is, its worker updates
-  with zeros and the others with theirs, and everybody ends before the next updates. A device always has an op
-  to run while its host reads: the loss is read an op after it was made, and the norm is told with the next
-  step's loss, an op into that step.
+  which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so two
+  sets of message numbers distinguish the steps. Where gradients are clipped, or updates skipped, updates wait
+  for the norm of all as with a barrier. Else they wait for the loss only. So a non-finite loss ends
+  the run before any update uses it. If a gradient is non-finite but the loss is finite, its worker updates
+  with zeros and the others with their gradients, and all workers end before the next updates. A device always has an op
+  to run while its host reads: the loss is read an op after it was computed, and the norm is reported with the
+  next step's loss, an op into that step.
 * An asynchronous step begins a mini-batch and leaves the last ones in flight: what it runs is a segment
   (``program/segments.py``), and n steps and a flush are the program of the scheme with n periods, action by
-  action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the others
-  are there.
+  action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the other
+  stages exist.
 
 Invariant: what all workers know of a mini-batch follows from the same numbers in the same order.
 """
@@ -118,13 +118,13 @@ class Runner:
         self._begun = 0  # mini-batches, since nothing was in flight
         self._offset = 0  # periods that the list at hand is run later than it says
         self._mini_batches: dict[int, MiniBatch] = {}
-        """By number since nothing was in flight: those of which not everything is known."""
+        """Mini-batches whose results are not all known yet, by number since the pipeline was empty."""
         self._known: deque[MiniBatch] = deque()
         self._batch: Batch  # of the last step
         self._told: Told
         self._compare: Callable[[Sequence[Told]], object]
         self._alive: dict[int, Tensor] = {}
-        """By stage, whether all its gradients so far were finite; else they count as zeros from then on."""
+        """Whether all gradients so far were finite, by stage; after a non-finite one they count as zeros."""
         self._dead: set[int] = set()
         """Stages with a gradient that was not finite, as far as this worker has read it."""
         self._skipped = False  # something since the last update was not finite
@@ -161,17 +161,17 @@ class Runner:
     # -- steps
 
     def step(self, batch: Batch, *, update: bool = True) -> MiniBatch | None:
-        """Begin a mini-batch, and run what can be run by now.
+        """Begin a mini-batch, and run all ops that can run.
 
         Args:
-            batch: what it is.
-            update: whether weights are updated; else its gradients are kept for the next step's.
+            batch: the mini-batch.
+            update: whether weights are updated; else the gradients are kept for the next update.
 
         Returns:
-            What is known by now: of it, or of one before; None: of none that was not told.
+            The oldest finished mini-batch, this or an earlier one, that was not reported; None: there is none.
 
         Raises:
-            ConfigError: it is to be made without an update, and the scheme has no flush.
+            ConfigError: ``update`` is False, and the scheme is asynchronous.
         """
         if not (update or self._flushes):
             raise ConfigError(
@@ -204,11 +204,11 @@ class Runner:
         """End what is in flight.
 
         Args:
-            told: what this worker tells of the call.
-            compare: looks at what all told of it.
+            told: this worker's report of the call.
+            compare: checks the reports of all workers.
 
         Returns:
-            What no step has told yet.
+            Mini-batches that no step has reported yet.
         """
         if not self._begun:
             return []
@@ -262,7 +262,7 @@ class Runner:
             self._gathers.start(asked)
 
     def _wait_gather(self, action: WaitGather) -> None:
-        """What all workers told of some mini-batches.
+        """Receive the reports of all workers on some mini-batches.
 
         Raises:
             ConfigError: the workers made different calls; or copies of a stage changed buffers of their own.
@@ -317,7 +317,7 @@ class Runner:
         return self._told.pack(), lambda heads: compare([*map(Told.unpack, heads)])
 
     def _steps_begun(self, asked: Asked) -> Head:
-        """The mini-batches begun, and the first one that is told of."""
+        """Number of mini-batches begun, and the first one that is reported."""
         assert asked.loss is not None
         return (self._begun, asked.loss.step), refuse_other_steps
 
@@ -374,10 +374,10 @@ class Runner:
             self.weights.scale(its.scale)
 
     def _clip_stage(self, action: ClipStage) -> None:
-        """Clip a stage's gradients; the host does not look at them.
+        """Clip a stage's gradients; the host does not read them.
 
-        After one that is not finite a stage's gradients count as zeros, and all workers end when they are
-        told of it.
+        After a non-finite gradient a stage's gradients count as zeros, and all workers end when they
+        receive the report of it.
         """
         self.weights.changes.check()
         its, stage = self._of(action.period), action.stage

@@ -58,7 +58,7 @@ class Came:
 
 @dataclass(slots=True)
 class _SentOnce:
-    """What is made once: as it was handed on, and its contents then."""
+    """A value that is sent once a step: the value as it was passed on, and its contents at that time."""
 
     structure: Structure | None
     tensors: list[Tensor]
@@ -88,16 +88,16 @@ class Once:
 
 
 class OpSkips:
-    """What one op takes and gives by skip connections.
+    """Inputs and outputs of one op by skip connections.
 
     Args:
         op: the op.
-        units: what it runs on.
-        takes: the ways of what it takes, a backward of gradients.
-        gives: likewise of what it makes.
-        skips: of its stage.
-        once: what the worker has that is made once in a mini-batch.
-        messages: the worker's.
+        units: units that it runs on.
+        takes: routes of its inputs; of a backward, of gradients.
+        gives: routes of its outputs.
+        skips: skip connections of its stage.
+        once: the worker's values that are made once in a mini-batch.
+        messages: message queue of the worker.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class OpSkips:
     # -- forwards
 
     def give(self, batch: Batch, outputs: Sequence[Output]) -> list[Piece]:
-        """Hand on what goes by links; what is left goes to the next stage."""
+        """Send the values of skip connections; the remaining outputs go to the next stage."""
         by_unit = [_split(output) for output in outputs]
         for place, its in enumerate((each for each in self.gives if not each.link.once), 1):
             self._give(batch, its, self.units, [parts[place] for parts in by_unit])
@@ -132,15 +132,15 @@ class OpSkips:
                 batch.learnt[its.link, unit.shape] = ValueLayout.of(*piece)
 
     def give_once(self, batch: Batch, unit: Unit, held: Any) -> None:
-        """Hand on what is made once, with the first op that makes it; later ones have to make the same.
+        """Pass on a value that is made once, with the first op that makes it; later ops must make it equally.
 
         Args:
             batch: the mini-batch.
-            unit: what was computed.
-            held: what was saved; None: it has no samples.
+            unit: unit that was computed.
+            held: value that was saved; None: the unit has no samples.
 
         Raises:
-            ConfigError: it differs from one micro-batch to another.
+            ConfigError: the value differs between micro-batches.
         """
         assert self._skips is not None
         stage, made_once = self.op.stage, self._once.made
@@ -212,11 +212,11 @@ class OpSkips:
         return found, reused
 
     def give_gradients(self, found: list[Tensor | None], counts: Sequence[int]) -> list[Tensor | None]:
-        """Hand on the gradients of what came by skips; what is left is that of the stage's input.
+        """Pass on the gradients of skip connections; the remaining ones are of the stage's input.
 
         Args:
-            found: of all that the unit took.
-            counts: how many of them are each link's; none where the unit has no samples.
+            found: gradients of all inputs of the unit.
+            counts: number of them by link; empty if the unit has no samples.
         """
         at = len(found) - sum(counts)
         rest = found[:at]

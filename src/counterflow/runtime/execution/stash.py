@@ -21,10 +21,10 @@ from .meters import Kept
 
 
 class ForwardInput(NamedTuple):
-    """What a forward runs on, for one unit.
+    """Input of a forward for one unit.
 
-    ``buffers`` are those of the inputs that are given back; ``by_skips`` tells how many tensors with a
-    gradient came by each skip.
+    ``buffers`` are the input buffers to give back; ``by_skips`` counts the tensors with a gradient that were
+    received by each skip connection.
     """
 
     unit: Unit
@@ -55,10 +55,10 @@ class Again(NamedTuple):
 
 @dataclass(slots=True)
 class Stash:
-    """What a forward leaves for the backward of one unit.
+    """What a forward saves for the backward of one unit.
 
     Attributes:
-        inputs: the tensors of what it ran on.
+        inputs: input tensors of the forward.
         outputs: its own, until ``edges`` are made of them.
         edges: where the backward begins; None if it has to recompute the outputs first.
         by_skips: how many inputs with a gradient came by each skip.
@@ -67,7 +67,7 @@ class Stash:
         loss: of the last stage, with whose gradient that of a state comes; None: of another stage.
         held: what is counted as saved for the backward.
         again: what that needs.
-        joints: where the graph of a split backward is joined.
+        joints: detach points in the graph of a split backward.
     """
 
     inputs: list[Tensor]

@@ -91,15 +91,15 @@ def held_stages(
     """Make a worker's stages, and let the user shard their weights; all workers call it.
 
     Args:
-        model: in stages.
-        given: the same, as the user gave it.
-        loss_function: likewise.
-        execution: how it is executed.
-        streams: of random draws.
-        layout: of the mesh.
-        transport: how to reach the others.
+        model: the model in stages.
+        given: the model as the user passed it.
+        loss_function: the loss function as the user passed it.
+        execution: options of the run.
+        streams: streams of random draws.
+        layout: layout of the mesh.
+        transport: transport to the other workers.
         parallelize: the user's function that shards; None: nothing is sharded.
-        further: the further dimensions of the mesh.
+        further: further dimensions of the mesh.
 
     Raises:
         ConfigError: a layer cannot be trained here, or options do not go together.
@@ -183,7 +183,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) ->
 
 
 def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
-    """The stages whose backward is split, which they are told."""
+    """Stages whose backward is split; each of them is prepared for it."""
     split = {op.stage for op in schedule.ops() if op.kind.takes is None}
     found = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
     for stage in found:
@@ -225,7 +225,7 @@ def _sharded(
     if found.layout.split and any(skips is not None for skips in model.skips):
         raise ConfigError(
             "fully_shard sums a module's gradients when those of its inputs are there, and what "
-            "comes by a Skip is none; hand it on through the layers between, or shard by tensors"
+            "comes by a Skip is none; pass it on through the layers between, or shard by tensors"
         )
     if found.layout.split and split:
         raise ConfigError(

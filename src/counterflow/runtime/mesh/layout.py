@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """By replica: the ranks that are given the same samples."""
+        """Ranks with equal samples, by replica."""
         return self._by_replica(self.ranks)
 
     def _by_replica(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
@@ -111,7 +111,7 @@ class Layout:
 
 
 Mesh = DeviceMesh | Sequence[Sequence[int]]
-"""Of (replica, worker, …), or the ranks of each replica's workers."""
+"""A mesh with the dimensions (replica, worker, …), or the ranks of each replica's workers."""
 
 
 def layout_of(rank: int, world_size: int, schedule: Schedule, mesh: Mesh | None) -> Layout:

@@ -66,7 +66,7 @@ class StageModule(nn.Module, Feature):
     def _plain(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
             raise ConfigError(
-                f"stage {self.number} gives a DTensor of shape {tuple(tensor.shape)}, and stages hand on "
+                f"stage {self.number} gives a DTensor of shape {tuple(tensor.shape)}, and stages pass on "
                 "plain tensors; let parallelize() end the stage's last layer with use_local_output=True"
             )
         return settled(tensor)

@@ -75,14 +75,14 @@ class Sharding:
         return found
 
     def agreed(self, parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> dict[str, How]:
-        """By name of a parameter of any stage: how all who hold it have sharded it.
+        """Sharding of each parameter of any stage by name, equal on all its holders.
 
         Args:
-            parameters: those at hand; with a name twice, if several stages share it.
-            transport: all workers make the call.
+            parameters: parameters of this worker; a name occurs twice if several stages share it.
+            transport: transport of the workers, all of which make the call.
 
         Raises:
-            ConfigError: copies of one are sharded in other ways.
+            ConfigError: copies of a parameter are sharded differently.
         """
         if not self.layout.further:
             return {}

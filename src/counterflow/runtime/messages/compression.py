@@ -24,7 +24,7 @@ _TOP = 14
 """The largest value of a tensor is brought to between 2**14 and 2**15; float16 ends before 2**16."""
 
 _BITS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
-"""By the types that are compressed: integers of their size, bits of the mantissa, and the exponent's bias."""
+"""Integer type of equal size, bits of the mantissa and the exponent's bias, by each compressed dtype."""
 
 _HEAD = torch.int16
 

@@ -69,9 +69,9 @@ def know(tree: object) -> bool:
 def flat_with_paths(
     tree: object, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """A tree's leaves, each with where it is, and how the tree is made.
+    """A tree's leaves, each with its path, and the tree's structure.
 
-    A class may be registered without a function that tells its leaves' names: then these are counted.
+    If a class is registered without a function for its leaves' names, the leaves are numbered.
     """
     try:
         found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)

@@ -33,7 +33,7 @@ class Opened(NamedTuple):
 
 
 def opened(tree: Any) -> Any:
-    """The same tree with its masks as trees.
+    """A tree with its masks replaced by trees.
 
     >>> opened({"x": 1})
     {'x': 1}

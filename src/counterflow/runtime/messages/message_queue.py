@@ -1,8 +1,8 @@
-"""One worker's messages between stages: what is posted, what has come, what is on its way out.
+"""One worker's messages between stages: what is posted, what was received, what is being sent.
 
-Invariant: what was received is in a buffer of its own until nothing refers to it. Of what was sent to a
-worker no more than the last message is kept: whoever sends the next one waits until that has left, which it
-has unless the receiver is ops behind; and what it gave a gradient for has arrived. So a worker holds the same
+Invariant: what was received is in a buffer of its own until nothing refers to it. Of the messages
+to a worker only the last one is held: the next send waits until it has left, which it has unless the receiver
+is ops behind; a message whose gradient was received has also left. So a worker holds the same
 bytes in each step, however the workers take turns. On a GPU the host is ahead of what leaves, and does not
 wait.
 
@@ -54,9 +54,9 @@ class MessageQueue:
         self._waits = transport.device.type == "cpu"
         """Whether the host waits until the message before has left; it is ahead of a device."""
         self._last: dict[int, tuple[int, Pending, Sequence[Tensor]]] = {}
-        """By rank the last message to it, with its number."""
+        """Last message to each rank, with its number."""
         self._others: deque[tuple[Pending, Sequence[Tensor]]] = deque()
-        """Those that leave when they are received, or when a device gets to them."""
+        """Messages that leave when they are received, or when a device reaches them."""
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
         """Lay ready what is sent later; of activations also the structure and size of each unit's."""

@@ -63,9 +63,9 @@ class TensorSpec:
 
 
 class Unit(NamedTuple):
-    """What one backward computes: a micro-batch, or one of the ``parts`` it is halved into.
+    """Unit of one backward: a micro-batch, or one of the ``parts`` it is halved into.
 
-    ``slot`` tells the mini-batches apart that are in flight at once, of which ``micro_batch`` is one.
+    ``slot`` distinguishes the mini-batches that are in flight at once.
     """
 
     micro_batch: int
@@ -105,7 +105,7 @@ class Structure:
     masks: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a tree with other leaves, which has a structure of its own in every process."""
+        """Pickle as a tree with placeholder leaves, from which every process makes its own structure."""
         tree = pytree.tree_unflatten([_LEAF] * len(self.at), self.spec)
         return _structure, (tree, self.at, self.constants, self.numbers, self.flat, self.masks)
 
@@ -153,7 +153,7 @@ _EXACT = 2**53
 """Ints up to this are exact as float64."""
 
 _flat: dict[tuple[type, int], Structure] = {}
-"""Of tuples and lists of tensors, by length, which is at most ``_LONGEST``."""
+"""Structures of tuples and lists of tensors, by length, which is at most ``_LONGEST``."""
 _LONGEST = 64
 
 
@@ -197,7 +197,7 @@ def not_dense(tensor: Tensor) -> str:
     """Why a sparse or nested tensor is refused, and what to do."""
     kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     return (
-        f"a {kind} tensor; hand on the dense tensors that it is made of (indices and values, values and "
+        f"a {kind} tensor; pass on the dense tensors that it is made of (indices and values, values and "
         "offsets), and make it in the layer that needs it"
     )
 
@@ -238,7 +238,7 @@ def _refused(value: object, leaf: object, place: str) -> str:
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     where = f" at {path}" if path else ""
     return (
-        f"{place} gives a {kind}{where}; stages hand on tensors, numbers, texts and None, in tuples, lists, "
+        f"{place} gives a {kind}{where}; stages pass on tensors, numbers, texts and None, in tuples, lists, "
         "dicts and other pytrees: make it of these in the layer that needs it, or register its class with "
         "torch.utils._pytree.register_pytree_node"
     )
@@ -277,7 +277,7 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
         data = pickle.dumps((tuple(structures), tuple(counts)))
     except Exception as error:
         raise ConfigError(
-            f"a stage gives what cannot go to another worker ({error}); hand on tensors, numbers and texts "
+            f"a stage gives what cannot go to another worker ({error}); pass on tensors, numbers and texts "
             "in tuples, lists, dicts, or in classes that a module has by name; the function of a BlockMask "
             "has to be one of a module"
         ) from error
@@ -299,19 +299,19 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 
 def number_of(*parts: object) -> int:
-    """A number below 2**52 that tells ``parts`` from others, the same in every process."""
+    """A number below 2**52 that identifies ``parts``, equal in every process."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 12
 
 
 def signature(tree: object, *more: Any) -> int:
-    """A number that tells the shapes and dtypes of a mini-batch from others (a float64 holds it)."""
+    """A number that identifies the shapes and dtypes of a mini-batch (a float64 holds it)."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     return 1 + number_of(*[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves], *more)
 
 
 def content_digest(tree: object) -> float:
-    """A number that tells a mini-batch from others of its shapes; 0: there is none, or no content."""
+    """A number that identifies a mini-batch's contents; 0: there is no mini-batch, or no content."""
     leaves = [] if tree is None else pytree.tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not leaves or any(t.is_meta or t.layout is not torch.strided for t in tensors):
@@ -327,7 +327,7 @@ def content_digest(tree: object) -> float:
 
 
 _TRIES = 3
-"""A buffer that is still shared when it has been looked at so often is not waited for."""
+"""Number of checks after which a buffer that is still shared is not waited for."""
 
 
 class BufferPool:

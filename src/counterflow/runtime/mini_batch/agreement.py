@@ -1,8 +1,8 @@
-"""What all workers agree upon before they run a mini-batch: the call, its samples, shapes and contents.
+"""Agreement of all workers before they run a mini-batch: on the call, its samples, shapes and contents.
 
-Invariant: whoever goes on knows of the same call and the same mini-batch as all others, or all end with an
-error that names what differs. That is one small gather a step; where this worker knows enough to begin, it
-reads what the others told before it sends anything. What a batch is made of is ``batches.py``'s business.
+Invariant: every worker that continues has the same call and the same mini-batch as all others, or all end with
+an error that names the difference. The agreement is one small gather a step; a worker that knows enough to
+begin reads the reports of the others before it sends anything. ``batches.py`` decides what a batch contains.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ class Agreement:
         self._peers, self._transport = peers, peers.transport
         self._micro_batches, self._digest_every = micro_batches, digest_every
         self.last = Agreed()
-        """Of the last mini-batch."""
+        """Agreement on the last mini-batch."""
 
     def begin(
         self, told: Told, given: Given, sizes: tuple[int, ...], *, known: bool
     ) -> Callable[[], int] | None:
-        """Agree on a mini-batch before which nothing is in flight.
+        """Agree on a mini-batch that begins with nothing in flight.
 
         Args:
-            told: what this worker tells of it, but for its contents.
-            given: what it was given of it.
-            sizes: its samples by micro-batch; empty: it was given nothing that tells.
-            known: whether it knows enough to begin before it has heard the others.
+            told: this worker's report of the mini-batch, without its contents.
+            given: inputs and targets of this worker.
+            sizes: samples by micro-batch; empty: this worker's input does not determine them.
+            known: whether this worker knows enough to begin before it receives the other reports.
 
         Returns:
-            What waits for the others and gives the samples of all replicas; None: all is agreed.
+            A function that waits for the others and returns the samples of all replicas; None: all is agreed.
         """
         told = self._with_digests(told, given)
         gathering = self._transport.start_gather(told.pack())
@@ -99,19 +99,19 @@ class Agreement:
     def follow(
         self, told: Told, given: Given, sizes: tuple[int, ...], *, tells_later: bool
     ) -> tuple[Told, Callable[[], int] | None]:
-        """Take a mini-batch that follows others in asynchronous schemes to be like the one before.
+        """Assume that a mini-batch that follows others in asynchronous schemes is like the previous one.
 
         Args:
             told: as in ``begin``.
-            given: likewise.
-            sizes: likewise.
-            tells_later: whether this worker tells of it with its loss.
+            given: as in ``begin``.
+            sizes: as in ``begin``.
+            tells_later: whether this worker reports the mini-batch with its loss.
 
         Returns:
-            What it tells then; and what ``begin`` returns.
+            The report to send with the loss; and what ``begin`` returns.
 
         Raises:
-            ConfigError: it is not like the one before.
+            ConfigError: the mini-batch is not like the previous one.
         """
         before = self.last
         counts = {told.inputs, told.targets} - {None}
@@ -133,10 +133,10 @@ class Agreement:
         return told, partial(self._await_digests, gathering, told.step)
 
     def compare(self, mine: Told, rows: Sequence[Told]) -> None:
-        """See that all told of this call, and of the same contents.
+        """Check that all workers report this call and equal contents.
 
         Raises:
-            ConfigError: they did not.
+            ConfigError: the reports differ.
         """
         self._compare_calls(mine, rows)
         self._compare_digests(mine.step, [row.digests for row in rows])

@@ -25,13 +25,13 @@ Key = tuple[int, Unit]
 
 
 class RowsOf(dict[Unit, SampleRows]):
-    """By unit its samples in terms of the whole mini-batch; found as they are asked for.
+    """Samples of each unit, numbered in the whole mini-batch; computed on first use.
 
     Args:
         first: number of this replica's first micro-batch among those of all replicas.
-        samples: by micro-batch.
-        slices: of each.
-        lengths: by micro-batch the positions of its sequence; none where they are not known.
+        samples: number of samples by micro-batch.
+        slices: number of slices of each micro-batch.
+        lengths: number of positions of the sequence by micro-batch; empty if not known.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class Batch:
     Attributes:
         step: the step's number.
         inputs: by micro-batch, on the device; None on a worker without the first stage.
-        targets: likewise; None on a worker without the last stage.
-        samples: by micro-batch.
-        total: samples of the mini-batch of all replicas.
-        rows: of each unit.
-        training: whether gradients are wanted.
-        input_dims: which dimensions of the inputs the samples are.
-        target_dims: likewise of the targets.
-        known: the shapes of what travels, by stage and unit, if they were seen before.
-        told: what this worker tells of the call with the loss, where nothing was agreed upon before.
-        compare: looks at what all told of it.
-        learnt: where the shapes of what travels are noted.
-        kept: whether what is learnt is known of later ones.
-        await_total: waits for what the others were given, before anything they see; gives ``total``.
-        divisor: what losses are divided by as they enter the mini-batch's; None: by its samples.
-        checks: see whether its loss is a mean over samples, and over positions; none: nobody asks.
-        losses: of its micro-batches, as they come.
-        outputs: of the last stage by unit, if they are wanted.
-        has_loss: whether losses are wanted.
-        compared: whether the copies of stages are compared as it leaves them.
-        sequence: along which dimensions it is cut in slices; None: it is not.
+        targets: by micro-batch, on the device; None on a worker without the last stage.
+        samples: number of samples by micro-batch.
+        total: number of samples in the mini-batch of all replicas.
+        rows: samples of each unit.
+        training: whether gradients are computed.
+        input_dims: dimensions of the samples in the inputs.
+        target_dims: dimensions of the samples in the targets.
+        known: shapes of the messages by stage and unit, if they were seen before.
+        told: this worker's report of the call, sent with the loss if there was no agreement before.
+        compare: checks the reports of all workers.
+        learnt: record of the shapes of the messages.
+        kept: whether ``learnt`` is used for later mini-batches.
+        await_total: waits for the others' reports before they see any effect; returns ``total``.
+        divisor: normaliser of the losses of the mini-batch; None: its number of samples.
+        checks: checks that the loss is a mean over samples, and over positions; empty: no check.
+        losses: losses of its micro-batches so far.
+        outputs: outputs of the last stage by unit, if requested.
+        has_loss: whether losses are computed.
+        compared: whether the copies of stages are compared after this mini-batch.
+        sequence: dimensions along which it is cut in slices; None: it is not cut.
     """
 
     step: int

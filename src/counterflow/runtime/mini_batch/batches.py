@@ -27,7 +27,7 @@ from .slicing import SequenceDims, lengths_of
 from .told import Call, Told
 
 _KINDS = 256
-"""The shapes of so many kinds of mini-batches are known at once."""
+"""Maximum number of kinds of mini-batches whose shapes are known at once."""
 
 
 class PipelineState(Protocol):
@@ -47,13 +47,13 @@ class Role:
     """A worker's part in mini-batches.
 
     Attributes:
-        worker: its number in its group.
-        takes_inputs: whether it has the first stage.
-        takes_targets: whether it has the last stage.
-        loss_apart: whether there is a loss function beside the last layer, which needs targets.
-        tells_loss: whether it tells its losses; not where others were given the same samples and do.
-        split: whether its mesh splits samples further, by ``fully_shard``.
-        further: whether its mesh has further dimensions, whose positions may differ.
+        worker: number of the worker in its group.
+        takes_inputs: whether the worker holds the first stage.
+        takes_targets: whether the worker holds the last stage.
+        loss_apart: whether a loss function, which needs targets, follows the last layer.
+        tells_loss: whether the worker reports its losses; False if a worker with equal samples does.
+        split: whether the mesh splits samples further, by ``fully_shard``.
+        further: whether the mesh has further dimensions, whose positions may differ.
     """
 
     worker: int
@@ -106,9 +106,9 @@ class Batches:
         self._positions = PositionChecks(outputs, along)
         self._shapes: dict[int, Shapes] = {}
         self._settled: Settled = []
-        """Lists of mini-batches that have shown to have their samples in their tensors."""
+        """Lists in mini-batches whose samples were found to be in their tensors."""
         self._positions_may_differ = bool(execution.digest_every and role.further)
-        """Until they were compared after the first step."""
+        """Whether positions of the further dimensions may differ: they are compared after the first step."""
 
     def given(
         self,
@@ -160,7 +160,7 @@ class Batches:
         told = Told(call, step, outputs, run.in_flight, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
         if run.in_flight:
-            # In asynchronous schemes workers tell of a loss much later.
+            # In asynchronous schemes workers report a loss much later.
             later = self._schedule.synchronous
             told, await_total = self._agreement.follow(told, given, sizes, tells_later=later)
         else:
@@ -205,10 +205,10 @@ class Batches:
         )
 
     def compare(self, mine: Told, rows: Sequence[Told]) -> None:
-        """See that all workers told of the same call.
+        """Check that all workers report the same call.
 
         Raises:
-            ConfigError: they did not.
+            ConfigError: the calls differ.
         """
         self._agreement.compare(mine, rows)
 

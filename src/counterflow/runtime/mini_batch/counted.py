@@ -36,11 +36,11 @@ _SCALING = frozenset(
 
 
 class _Counted(NamedTuple):
-    """Of a mean: what it is made of.
+    """The parts of a mean.
 
     Attributes:
-        sum: before it was divided; None: of a mean over elements, which stays as it is.
-        weight: what it is divided by.
+        sum: sum before the division; None for a mean over elements, which stays as it is.
+        weight: divisor.
     """
 
     sum: Tensor | None
@@ -99,7 +99,7 @@ _NAME = "counterflow_counted"
 
 
 def _one_of(weights: list[Tensor | int], samples: float) -> Tensor | float:
-    """One number that tells some weights from others: their multiples by these factors never add up alike."""
+    """One number that identifies some weights: multiples of other weights by these factors never add up to it."""
     factors = [math.exp(1 / number) / samples for number in range(1, len(weights) + 1)]
     found: Tensor | float = 0.0
     for weight, factor in zip(weights, factors, strict=True):
@@ -232,4 +232,4 @@ _ARGUMENTS = {function: tuple(inspect.signature(function).parameters) for functi
 """Their arguments' names, in order."""
 
 UNWATCHED = Means(None)
-"""Of stages that give no loss, and of schemes that update before all that counts is known."""
+"""Means of stages without a loss, and of schemes that update before the normaliser is known."""

@@ -24,7 +24,7 @@ from ..messages.mappings import PLAIN
 from .samples import moved
 
 AHEAD = 2
-"""So many micro-batches are copied before the one that is used."""
+"""Number of micro-batches that are copied ahead of the one in use."""
 
 
 class CopyStream:
@@ -57,11 +57,11 @@ class Feed:
         self._order = copies.order
         self._at_once = at_once
         self._copies: dict[int, tuple[Any, Any]] = {}
-        """By micro-batch its copy, and the event after it."""
+        """Copy of each micro-batch, and the event after the copy."""
         self._last: Any = None
         """The event after the last copy."""
         self.made: Callable[[Iterator[Tensor]], None] | None = None
-        """Is told of the tensors of each copy."""
+        """Callback for the tensors of each copy."""
         if self._module is not None:  # what was given may be computed on the current stream
             self._stream.wait_stream(self._module.current_stream(self._device))
         if at_once:
@@ -116,7 +116,7 @@ class Feed:
             self._last = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those that were given, and their copies."""
+        """Tensors of the mini-batch, and their copies."""
         yield from _tensors(self._pieces)
         for tree, _ in self._copies.values():
             yield from _tensors(tree)

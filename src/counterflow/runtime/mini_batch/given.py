@@ -27,14 +27,14 @@ class Given:
     """Inputs and targets as a worker was given them.
 
     Attributes:
-        inputs: the whole in one piece, or one piece a micro-batch; None: they were not given.
-        targets: likewise.
-        ready: whether there is a piece a micro-batch.
-        input_dims: where the samples are.
-        target_dims: likewise.
-        sizes: samples by micro-batch, where the user says them.
-        halving: the scheme, if it cuts micro-batches that are ready in halves.
-        settled: which lists other mini-batches have shown to have their samples in their tensors.
+        inputs: all inputs in one piece, or one piece a micro-batch; None: this worker has none.
+        targets: all targets in one piece, or one piece a micro-batch; None: this worker has none.
+        ready: whether there is one piece a micro-batch.
+        input_dims: dimensions of the samples in the inputs.
+        target_dims: dimensions of the samples in the targets.
+        sizes: samples by micro-batch, if the user states them.
+        halving: the scheme, if it halves micro-batches that are ready.
+        settled: lists whose samples are in their tensors, as other mini-batches showed.
     """
 
     inputs: Sequence[Any] | None
@@ -57,7 +57,7 @@ class Given:
         """The samples of each piece of inputs and targets; None where these are not given.
 
         Raises:
-            ConfigError: they have none, or several numbers; those of a micro-batch differ; or nothing tells.
+            ConfigError: they have no samples; their numbers differ, also in a micro-batch; or none is known.
         """
         sides = [
             (self.inputs, self.input_dims, "inputs"),
@@ -120,7 +120,7 @@ class Given:
         return signature(self.inputs, *names, *more)
 
     def digests(self) -> tuple[float, float]:
-        """Of the contents of inputs and targets."""
+        """Digests of the contents of inputs and targets."""
         return content_digest(self.inputs), content_digest(self.targets)
 
     def cut(self, pieces: Sequence[Any] | None, dims: Dims, sizes: Sequence[int]) -> list[Any]:
@@ -145,17 +145,17 @@ def whole(
     dims: tuple[Dims, Dims, Dims],
     settled: Settled,
 ) -> Given:
-    """A mini-batch that is to be cut.
+    """A mini-batch to be cut.
 
     Args:
-        inputs: what the first layer takes; None: it is not given.
-        targets: likewise of the loss function.
+        inputs: inputs of the first layer; None: this worker has none.
+        targets: targets of the loss function; None: this worker has none.
         kwargs: keyword arguments of the first layer.
-        dims: where the samples of the three are.
-        settled: which lists other mini-batches have shown to have their samples in their tensors.
+        dims: dimensions of the samples in these three.
+        settled: lists whose samples are in their tensors, as other mini-batches showed.
 
     Raises:
-        ConfigError: a tensor of it is sparse or nested.
+        ConfigError: one of the tensors is sparse or nested.
     """
     given = inputs if kwargs is None else Keyworded(inputs, dict(kwargs))
     _look_into(given, "inputs")
@@ -178,17 +178,17 @@ def ready(
     *,
     halves: bool,
 ) -> Given:
-    """Micro-batches as the user has them; of an iterator the next ones.
+    """The user's own micro-batches; of an iterator, the next ones.
 
     Args:
         micro_batches: pairs of inputs and targets, or these and keyword arguments of the first layer.
-        sizes: the samples of each, by which their losses are weighted; None: as ``dims`` tell.
-        schedule: what takes them.
-        dims: where the samples of inputs, targets and keyword arguments are.
-        halves: whether it cuts each in halves.
+        sizes: samples of each, which weight its loss; None: the sizes of the dimensions ``dims``.
+        schedule: schedule that runs them.
+        dims: dimensions of the samples in inputs, targets and keyword arguments.
+        halves: whether the schedule halves each.
 
     Raises:
-        ConfigError: there are others than that, or a tensor in them is sparse or nested.
+        ConfigError: a micro-batch has another form, or one of its tensors is sparse or nested.
     """
     count = schedule.micro_batches
     sized = isinstance(micro_batches, Sequence)
@@ -242,7 +242,7 @@ def _input_dims(dims: tuple[Dims, Dims, Dims], *, keyworded: bool) -> Dims:
 
 
 def _look_into(tree: Any, name: str, where: str = "") -> None:
-    """Look into mappings of all classes, and refuse tensors that stages cannot hand on.
+    """Search mappings of all classes, and refuse tensors that stages cannot pass on.
 
     Raises:
         ConfigError: a tensor is sparse or nested.

@@ -1,11 +1,10 @@
-"""Whether a loss is a mean over samples, as it is taken to be: seen in the first mini-batch of a kind.
+"""Check that a loss is a mean over samples, as assumed, in the first mini-batch of a kind.
 
-A unit's loss is compared with the losses of its two halves, each weighed as it would be in the mini-batch, on
-the same outputs. One process's loss of a mini-batch is to that of its micro-batches what a unit's is to its
-halves'. Units of one sample are compared two by two instead.
+A unit's loss is compared with the losses of its two halves on the same outputs, each weighted as in the
+mini-batch. A unit relates to its halves as one process's mini-batch relates to its micro-batches. Units of one sample are compared two by two instead.
 
-It does not see what changes the gradient alone, and cannot tell of a loss that draws random numbers, of one
-that the last layer makes, or where outputs or targets cannot be cut.
+The check does not find what changes only the gradient. It cannot decide about a loss that draws random
+numbers or that the last layer computes, or if outputs or targets cannot be cut.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _WHOLE, _ONE, _OTHER = (Unit(number) for number in range(3))
 
 
 _KINDS = 256
-"""In so many kinds of mini-batches the loss is looked at."""
+"""Maximum number of kinds of mini-batches in which the loss is checked."""
 
 
 class LossChecks:
-    """One pipeline's.
+    """Checks of one pipeline's losses.
 
     Args:
-        output_dims: where the samples of outputs are.
-        target_dims: likewise of the targets.
+        output_dims: dimensions of the samples in the outputs.
+        target_dims: dimensions of the samples in the targets.
     """
 
     def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
@@ -70,12 +69,12 @@ class LossChecks:
 
 
 class LossCheck:
-    """Of one mini-batch on one worker.
+    """Check of one mini-batch's losses on one worker.
 
     Args:
-        output_dims: where the samples of outputs are.
-        target_dims: likewise of the targets.
-        undecided: called with the reason if it cannot be told.
+        output_dims: dimensions of the samples in the outputs.
+        target_dims: dimensions of the samples in the targets.
+        undecided: called with the reason if the check cannot decide.
     """
 
     of_positions = False
@@ -90,7 +89,7 @@ class LossCheck:
         self._single: tuple[Any, Any] | None = None
         """Output and target of a unit of one sample."""
         self._first: tuple[Any, Any, Entry] | None = None
-        """Of an earlier one, with its loss."""
+        """Output and target of an earlier unit of one sample, with its loss."""
         self._of: Callable[[Any, Any, int, Unit], Entry]
         self._over = False
 
@@ -124,7 +123,7 @@ class LossCheck:
         self._undecided(f"of {where}: {why}")
 
     def end(self, entry: Entry) -> bool:
-        """After it was made: whether it cannot be told, so that nobody need look at the next one.
+        """Finish after the loss was computed: whether the check cannot decide, so later ones are not checked.
 
         Raises:
             ConfigError: the loss is no mean over samples.

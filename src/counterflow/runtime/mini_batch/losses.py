@@ -39,12 +39,12 @@ class Entry(NamedTuple):
     """A unit's loss.
 
     Attributes:
-        unit: whose.
-        loss: as it was returned: a mean or a sum.
-        by: what it enters the mini-batch's with.
-        weight: how much it weighs then, divided by ``by``.
+        unit: unit of the loss.
+        loss: loss as it was returned: a mean or a sum.
+        by: factor with which it enters the mini-batch's loss.
+        weight: its weight in the mini-batch's loss, divided by ``by``.
         counted: what the weight counts.
-        metrics: likewise to be multiplied by ``by``.
+        metrics: metrics, also to be multiplied by ``by``.
         counts: as in ``Found``.
     """
 
@@ -76,13 +76,13 @@ class Found(NamedTuple):
     elements: int | None = None
 
     def entered(self, unit: Unit, samples: float, divisor: float, size: int) -> Entry:
-        """As it enters the mini-batch's loss.
+        """Entry of a loss in the mini-batch's loss.
 
         Args:
-            unit: whose it is.
-            samples: of the unit; of a slice, times its share of the sequence.
-            divisor: what sums are divided by, of all units.
-            size: the elements of the unit's output.
+            unit: unit of the loss.
+            samples: samples of the unit; of a slice, multiplied by its share of the sequence.
+            divisor: normaliser of sums, over all units.
+            size: number of elements in the unit's output.
         """
         loss, dtype = _small(self.loss.detach()), self.loss.dtype
         if self.weight is not None:
@@ -281,11 +281,11 @@ def added(values: Iterable[float]) -> float:
 
 @dataclass(slots=True)
 class Losses:
-    """The losses of a step's micro-batches on this worker, as they come.
+    """The losses of a step's micro-batches on this worker, in the order of computation.
 
     Attributes:
-        told: whether this worker tells them; not where others were given the same samples and do.
-        entries: one a unit.
+        told: whether this worker reports them; False if a worker with equal samples does.
+        entries: one entry a unit.
         has_graph: whether any of them depends on weights.
         graphs_to_come: of how many units this is not known yet, as their forwards run again.
     """
@@ -306,7 +306,7 @@ class Losses:
             self.graphs_to_come += 1
 
     def ask(self) -> None:
-        """All are made: start their copies to the host, so that whoever reads them waits for no later op."""
+        """Start copying all losses to the host, so reading them waits for no later op."""
         every = (number for e in self.entries for number in (e.loss, e.weight, e.counts, *e.metrics.values()))
         there = [number.double().reshape(()) for number in every if _travels(number)]
         self._later = later.Later(torch.stack(there)) if there else None
@@ -322,7 +322,7 @@ class Losses:
         self._arrived = len(self.entries)
 
     def part(self, squared_norm: float = 0.0) -> Part:
-        """What this worker tells of the mini-batch, with its part of the gradients' squared norm."""
+        """This worker's report of the mini-batch, with its part of the gradients' squared norm."""
         if not (self.entries and self.told):
             return Part(0.0, squared_norm, None, self.weighed())
         weighed = self.weighed()

@@ -1,10 +1,10 @@
-"""Whether the losses of slices make the loss of the whole sequence: seen in the first mini-batch of a kind.
+"""Check that the losses of slices add up to the whole sequence's loss, in the first mini-batch of a kind.
 
-A slice's loss is compared with the losses of its two halves, each weighed as it would be in the mini-batch:
-what they weigh, their sums, and the gradient of every number of the output. So a loss is found that shifts
-its targets within what it is given, or divides by what counts in it.
+A slice's loss is compared with the losses of its two halves, each weighted as in the mini-batch: their
+weights, their sums, and the gradient of every element of the output. So the check finds a loss that shifts
+its targets within the slice, or normalises by the slice.
 
-It cannot tell of a loss that draws random numbers, nor of one that the last layer makes.
+The check cannot decide about a loss that draws random numbers or that the last layer computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Numbers that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
 
 _KINDS = 256
-"""In so many kinds of mini-batches the loss is looked at."""
+"""Maximum number of kinds of mini-batches in which the loss is checked."""
 
 
 class _Graded(NamedTuple):
@@ -41,11 +41,11 @@ class _Graded(NamedTuple):
 
 
 class PositionChecks:
-    """One pipeline's.
+    """Checks of one pipeline's losses of slices.
 
     Args:
-        output_dims: where the positions of outputs are.
-        target_dims: likewise of the targets.
+        output_dims: dimensions of the positions in the outputs.
+        target_dims: dimensions of the positions in the targets.
     """
 
     def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
@@ -61,7 +61,7 @@ class PositionChecks:
 
 
 class PositionCheck:
-    """Of one mini-batch on one worker; arguments as of ``PositionChecks``."""
+    """Check of one mini-batch on one worker; arguments as for ``PositionChecks``."""
 
     of_positions = True
 
@@ -71,10 +71,10 @@ class PositionCheck:
     def begin(
         self, copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int
     ) -> None:
-        """Before a slice's loss is made.
+        """Begin the check before a slice's loss is computed.
 
         Raises:
-            ConfigError: halves of it do not make the same, or it cannot be told.
+            ConfigError: the losses of its halves do not add up to the slice's, or the check cannot decide.
         """
         if positions == 1:
             return

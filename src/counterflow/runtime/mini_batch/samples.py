@@ -194,7 +194,7 @@ def split_points(samples: int, micro_batches: int) -> list[int]:
 
 
 def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
-    """The same on a device; ``copied``: in memory of its own."""
+    """A tree with its tensors on a device; ``copied``: in their own memory."""
     alone: Any = tree if type(tree) is Tensor else None
     if alone is not None and alone.device == device and not copied and not alone.is_inference():
         return tree  # as the walk below would find, in a tenth of its time
@@ -227,7 +227,7 @@ def _no_entries(path: str, leaf: object, option: str) -> str:
 
 
 def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None] | None:
-    """By leaf what a tree of dimensions says; None if it does not fit."""
+    """Dimensions of each leaf from a tree of dimensions; None if the trees do not match."""
     if dims is None or isinstance(dims, int):
         return [dims] * spec.num_leaves
     if dims is ENTRIES:

@@ -28,16 +28,16 @@ class SequenceDims(NamedTuple):
 
 
 def lengths_of(given: Given, sizes: Sequence[int], dims: SequenceDims, slices: int) -> tuple[int, ...]:
-    """By micro-batch the positions of its sequence; none where this worker is not given the mini-batch.
+    """Number of positions of each micro-batch's sequence; empty if this worker has no part of the mini-batch.
 
     Args:
-        given: what it is given.
+        given: inputs and targets of this worker.
         sizes: samples by micro-batch.
-        dims: where the positions are.
-        slices: into how many slices each is cut.
+        dims: dimensions of the positions.
+        slices: number of slices of each micro-batch.
 
     Raises:
-        ConfigError: inputs or targets cannot be cut so, or differ.
+        ConfigError: inputs or targets cannot be cut into the slices, or their lengths differ.
     """
     found = [
         [positions_in(tree, its, name, slices) for tree in pieces]

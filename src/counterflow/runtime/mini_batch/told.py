@@ -1,7 +1,7 @@
-"""What workers tell each other of a call and of its losses: records, and the numbers that they travel as.
+"""Workers' reports of a call and of its losses: records, and the numbers in which they are sent.
 
-Invariant: a record unpacks from what it packs to, whatever stands before or after it in a row; nobody else
-knows which number is where. What follows from what all told is not decided here.
+Invariant: a record unpacks from what it packs to, whatever precedes or follows it in a row; no other module
+knows the places of the numbers. The consequences of the reports are not decided here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Form(IntEnum):
     NOTHING = 0
     WHOLE = 1
     READY = 2
-    """As micro-batches."""
+    """The mini-batch was passed as ready micro-batches."""
 
 
 class Told(NamedTuple):
-    """What a worker tells of a call.
+    """A worker's report of a call.
 
     Attributes:
-        call: what is called.
-        step: steps that were made before.
-        outputs: whether outputs are asked for.
+        call: kind of the call.
+        step: number of earlier steps.
+        outputs: whether outputs are requested.
         follows: whether the call follows others without an agreement of all workers.
-        inputs: samples of its inputs; None: they were not given.
-        targets: likewise.
-        kind: signature of its inputs; 0: they were not given.
-        form: in which it was given them.
-        digests: of the contents of inputs and targets; 0: they are not compared.
+        inputs: number of samples in the inputs; None: the worker has no inputs.
+        targets: number of samples in the targets; None: the worker has no targets.
+        kind: signature of the inputs; 0: the worker has no inputs.
+        form: form in which the mini-batch was passed.
+        digests: digests of the contents of inputs and targets; 0: they are not compared.
     """
 
     call: Call
@@ -65,7 +65,7 @@ class Told(NamedTuple):
     digests: tuple[float, float] = (0.0, 0.0)
 
     def pack(self) -> tuple[float, ...]:
-        """As numbers."""
+        """Pack the record as numbers."""
         samples = (_NONE if count is None else count for count in (self.inputs, self.targets))
         return (
             self.call,
@@ -96,7 +96,7 @@ class Told(NamedTuple):
 
     @property
     def same_on_all(self) -> tuple[object, ...]:
-        """What all workers have to tell alike."""
+        """The values that must be equal in the reports of all workers."""
         return self.call, self.step, self.outputs, self.follows
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Counts(IntFlag):
 
     SAMPLES = 1
     ELEMENTS = 2
-    """Of one of torch's own errors, where they are not those of all outputs."""
+    """The elements counted by one of torch's own losses, if they are not those of all outputs."""
     EITHER = 4
     """Elements that are those of all outputs, and as many in each sample."""
     OTHER = 8
@@ -121,15 +121,15 @@ NOTHING = Counts(0)
 
 
 class Weighed(NamedTuple):
-    """What a worker's losses weigh.
+    """Weights of a worker's losses.
 
     Attributes:
-        weight: the sum of their weights.
-        counted: all that they count.
-        has_metrics: whether there are metrics beside them.
-        least: the least share of targets that counts in a micro-batch; infinite if none is known.
-        most: likewise the largest.
-        has_graph: whether any of them may depend on weights.
+        weight: sum of their weights.
+        counted: union of what they count.
+        has_metrics: whether there are metrics in addition to the losses.
+        least: smallest share of targets that counts in a micro-batch; infinite if none is known.
+        most: largest share of targets that counts in a micro-batch.
+        has_graph: whether any of the losses may depend on weights.
     """
 
     weight: float = 0.0
@@ -156,7 +156,7 @@ class Part(NamedTuple):
     weighed: Weighed
 
     def pack(self) -> tuple[float, ...]:
-        """As numbers."""
+        """Pack the record as numbers."""
         its = self.weighed
         return (
             self.loss,
@@ -174,11 +174,11 @@ class Part(NamedTuple):
 
 
 TOLD_WIDTH, PART_WIDTH = 10, 9
-"""As many numbers each packs to."""
+"""Number of values in a packed ``Told`` and in a packed ``Part``."""
 
 _CALLS, _FORMS = tuple(Call), tuple(Form)
 _COUNTS = tuple(map(Counts, range(1 << len(Counts))))
-"""By number: what many ranks tell is read each step."""
+"""Members by number, in a table because the reports of many ranks are read each step."""
 
 _NONE = -1
 """In place of a count, in a row."""

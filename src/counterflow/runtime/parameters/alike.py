@@ -102,14 +102,14 @@ def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: 
 
 
 class Copies:
-    """What this worker holds that others hold too, and how it is compared; all workers make it together.
+    """Comparison of the tensors that this worker and others hold; all workers make it together.
 
-    Invariant: a worker tells as many numbers as any other, so that they go with what is gathered anyway.
+    Invariant: all workers report the same number of digests, so an existing gather carries them.
 
     Args:
-        tensors: gives what is held, all or without buffers.
-        layout: the places of the ranks.
-        transport: how to reach them.
+        tensors: returns the held tensors, with or without buffers.
+        layout: places of the ranks.
+        transport: transport between them.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Copies:
         rows = cast("list[list[Key]]", transport.gather_objects(list(tensors(True))))
         held = Counter(self._of(rank, key) for rank, row in enumerate(rows) for key in row)
         self._keys = [[key for key in row if held[self._of(rank, key)] > 1] for rank, row in enumerate(rows)]
-        """By rank, what others hold too."""
+        """Keys of the tensors that others hold too, by rank."""
         self.columns = max(map(len, self._keys))
-        """The numbers that a worker tells."""
+        """Number of digests that a worker reports."""
 
     def _of(self, rank: int, key: Key) -> tuple[object, ...]:
         place = self._layout.place(rank)
@@ -145,7 +145,7 @@ class Copies:
         return torch.stack(found + [zero] * (self.columns - len(found))) if self.columns else zero.view(1)[:0]
 
     def compare(self, rows: Sequence[Sequence[float]], when: str) -> None:
-        """Compare what all ranks told.
+        """Compare the digests of all ranks.
 
         Raises:
             WorkerError: two copies differ.

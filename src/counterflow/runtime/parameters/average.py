@@ -126,7 +126,7 @@ class Average:
 
     @property
     def nbytes(self) -> int:
-        """Of all averages."""
+        """Size of all averages in bytes."""
         return sum(average.nbytes for kept in self._kept.values() for _, average in kept.values())
 
 

@@ -35,7 +35,7 @@ class Changes:
         self._watched = {
             stage: [one for one in copy.parameters() if not is_dtensor(one)] for stage, copy in stages.items()
         }
-        """By stage: its parameters, but for those that are sharded."""
+        """Parameters of each stage that are not sharded."""
         self._unchanged: dict[int, list[int]] = {}
         """How often these had been changed when they were noted."""
 
@@ -116,7 +116,7 @@ class Changes:
             )
 
     def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
-        """Of weights that were changed since ``note_parameters``: stage, layer, name in it, first name."""
+        """Weights changed since ``note_parameters``: stage, layer, name in the layer, first name."""
         for stage, noted in self._unchanged.items():
             for changed, version in zip(self._watched[stage], noted, strict=True):
                 if changed._version != version:  # noqa: SLF001 - documented as it

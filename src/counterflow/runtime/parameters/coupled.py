@@ -31,7 +31,7 @@ from .optimizers import MakeOptimizer, Parameters
 _STEPS = 3
 _CHOSEN = 4
 _VALUES = 4
-"""So many parameters at most, of at most so many values a dimension, are tried."""
+"""Maximum number of parameters that are tried, and of their values along each dimension."""
 
 _ROUNDING = 8.0
 """Units in the last place by which results may differ: some optimisers put all parameters into one tensor."""
@@ -58,7 +58,7 @@ class Coupling:
         self._make, self._streams, self._transport = make, streams, transport
         self._sharded = sharded
         self._tried: dict[type, bool | None] = {}
-        """By kind of optimiser: whether it looks at several parameters at once; None: it cannot be tried."""
+        """Whether an optimiser couples several parameters, by its class; None: it cannot be tried."""
         self._untried: set[int] = set()
         """Stages whose optimiser could not be, and has made no step."""
 
@@ -158,7 +158,7 @@ class Trial:
             try:
                 whole = self._run(every)
                 found = self._differ(whole, every)
-                # Only one that does the same when it is asked again tells anything.
+                # Only an optimiser that repeats its result allows a conclusion.
                 if found and self._same(whole, self._run(every)):
                     return True
             except Exception:
@@ -174,7 +174,7 @@ class Trial:
         return not self._same(whole, self._run(every, others=2))
 
     def _run(self, names: Collection[str], *, others: int = 1) -> _Tried:
-        """Some steps on copies of parameters; ``others`` tells the gradients of those not compared."""
+        """Make some steps on copies of parameters; ``others`` selects the gradients of those not compared."""
         torch.default_generator.manual_seed(0)
         copies = {name: _small(self._given[name], number) for number, name in self._numbered(names)}
         made = self._make(Parameters(copies.items()))

@@ -1,11 +1,10 @@
-"""A number that tells some tensors' contents from others, made on their device.
+"""A digest of some tensors' contents, computed on their device.
 
-It is a sum of products of bits and fixed random factors, in 64-bit integers that wrap around: exact in any
-order of adding, so the same on every device. What is read are 32 bits or fewer of a value at a time, so a
-zero is told from a negative zero, and a NaN is as good as a number. A factor belongs to a place, so that also
-what is swapped, or changed alike in several places, is told (exclusive or, as ``torch.hash_tensor`` has it,
-gives 0 for any tensor of equal values). Two contents that differ have the same number by a chance of one in
-2**33 at most.
+The digest is a sum of products of bits and fixed random factors, in 64-bit integers that wrap around: exact in
+any order of addition, so equal on every device. At most 32 bits of a value are read at a time, so zero and
+negative zero differ, and a NaN is handled like a number. Each place has its own factor, so swapped values and
+equal changes in several places are detected too (exclusive or, as in ``torch.hash_tensor``, returns 0 for any
+tensor of equal values). Two different contents have equal digests with a probability of at most one in 2**33.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class GradientGroup:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers."""
+        """Size of the buffers in bytes."""
         return sum(flat.whole.nbytes for flat in self._flats)
 
     def make(self) -> None:
@@ -235,13 +235,13 @@ class GradientGroup:
                 self._pending.append(transport.all_reduce(bucket, self.group))
 
     def wait(self) -> None:
-        """Until the sum is there."""
+        """Wait until the sum is complete."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
 
     def norms(self) -> list[Tensor]:
-        """Of pieces of the gradients, where they are: small ones, of which torch makes copies in float64."""
+        """Norms of small pieces of the gradients, on their device: torch copies each piece to float64."""
         found = []
         for flat in self._flats:
             flat.collect()
@@ -289,10 +289,10 @@ class GradientGroup:
 
 
 class SquaredNorms:
-    """By group the sum of squares of its gradients, on its way to the host.
+    """Sum of squares of each group's gradients, in transfer to the host.
 
     Args:
-        groups: whose.
+        groups: groups of gradients.
     """
 
     def __init__(self, groups: Iterable[GradientGroup]) -> None:
@@ -300,7 +300,7 @@ class SquaredNorms:
         self._pieces = [len(its) for its in norms]
         flat = [norm for its in norms for norm in its]
         self.there = torch.stack(flat) ** 2 if flat else None
-        """Of all pieces, where they are; None: there are none."""
+        """Squared norms of all pieces, on their device; None: there are no pieces."""
         self._later = None if self.there is None else later.Later(self.there)
 
     def read(self) -> list[float]:
@@ -310,10 +310,10 @@ class SquaredNorms:
 
 
 class OwnNorm:
-    """Of all gradients of a worker: what it counts of the global norm, and whether they are finite.
+    """A worker's part of the global gradient norm, and whether all its gradients are finite.
 
     Args:
-        groups: the gradients.
+        groups: groups of all its gradients.
     """
 
     def __init__(self, groups: Sequence[GradientGroup]) -> None:
@@ -335,12 +335,12 @@ class OwnNorm:
 
 
 class StageNorm:
-    """Of a stage's gradients: what this worker counts of the global norm, and whether they are finite.
+    """A worker's part of the norm of a stage's gradients, and whether they are finite.
 
     Args:
-        stage: which.
-        counted: the squared norm that is counted here, where it is.
-        alive: likewise, whether all gradients of the stage so far were finite.
+        stage: number of the stage.
+        counted: squared norm counted on this worker, on the gradients' device.
+        alive: whether all gradients of the stage so far were finite, on the gradients' device.
     """
 
     def __init__(self, stage: int, counted: Tensor, alive: Tensor) -> None:
@@ -372,7 +372,7 @@ def clip_factor(norm: float, limit: float | None) -> float:
 
 
 def unique(parameters: Iterable[tuple[str, nn.Parameter]], taken: set[int]) -> dict[str, nn.Parameter]:
-    """Those that could be trained and are not in ``taken`` (by identity), which then has them too."""
+    """Trainable parameters that are not in ``taken`` (by identity), to which they are added."""
     found = {}
     for name, parameter in parameters:
         if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in taken:

@@ -1,4 +1,4 @@
-"""Who holds what: a worker's parameters, grouped by the others that hold the same.
+"""Holders of parameters: a worker's parameters, grouped by the set of workers that hold them.
 
 Invariant: every worker goes through all stages and all shared parameters of the model in one order, as making
 a group for collectives needs it.

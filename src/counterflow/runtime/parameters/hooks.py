@@ -19,7 +19,7 @@ from ..torch_private import hook_tables
 
 
 class Hooks:
-    """Those of some parameters."""
+    """Hooks of some parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)

@@ -14,7 +14,7 @@ from ..stages.stage import StageCopy
 T = TypeVar("T")
 
 Names = Sequence[Sequence[tuple[str, str]]]
-"""By stage: each parameter's name in the model, and the name of the first one that is the same object."""
+"""Names of each stage's parameters: in the model, and the first name of the same object."""
 
 
 def shared_names(names: Names) -> dict[str, list[int]]:

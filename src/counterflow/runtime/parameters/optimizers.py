@@ -143,7 +143,7 @@ def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> No
 
 
 def _refuse_arguments(made: Any, place: str, kind: str) -> None:
-    """Refuse, before its first step, what wants to be told something at each (LBFGS, ReduceLROnPlateau)."""
+    """Refuse before the first step what needs arguments for each step (LBFGS, ReduceLROnPlateau)."""
     wanted = [
         name
         for name, parameter in inspect.signature(made.step).parameters.items()

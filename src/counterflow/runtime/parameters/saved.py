@@ -120,7 +120,7 @@ class SavedState:
         return assembled((key, _kept(value)) for (key,), value in every)
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
-        """The same of all stages, on one rank or on all for None; nothing on others. All workers call it."""
+        """Training state of all stages, on ``rank`` or on all for None; empty on others. All workers call it."""
         stream = Stream(self._weights.transport, rank)
         if self._weights.owners is None:
             return assembled(self._stages(stream, self._training_of))
@@ -211,9 +211,9 @@ class SavedState:
 def _schedule(
     given: Mapping[int, dict[str, Any]], stage: int, scheduler: LRScheduler
 ) -> dict[str, Any] | None:
-    """A scheduler's state: the stage's, or with other cuts than then any stage's, for the rates at hand.
+    """A scheduler's state: the stage's, or any stage's if the cuts differ, for the current learning rates.
 
-    The optimiser's groups have their options by now, which tell the rates.
+    The optimiser's groups already have their options, which contain the learning rates.
     """
     mine, groups = scheduler.state_dict(), scheduler.optimizer.param_groups
     here = [state for number, state in given.items() if number == stage]

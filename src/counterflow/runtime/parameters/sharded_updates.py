@@ -57,12 +57,12 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool)
 
 
 class Owners:
-    """Who owns which of this worker's parameters; all workers make it together.
+    """Owners of this worker's parameters; all workers make it together.
 
     Args:
-        gradients: of all of this worker's parameters.
-        names: of the parameters of all stages of the model, whose order all workers know.
-        transport: how to reach the others.
+        gradients: groups of gradients of all of this worker's parameters.
+        names: names of the parameters of all stages of the model, in the order that all workers know.
+        transport: transport to the other workers.
     """
 
     def __init__(self, gradients: Sequence[GradientGroup], names: Names, transport: Transport) -> None:
@@ -93,7 +93,7 @@ class Owners:
         self._shared: dict[tuple[int, ...], dict[int, list[nn.Parameter]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        """By ranks that hold the same, by owner: the parameters, in an order that all know."""
+        """Parameters in an order that all workers know, by the ranks that hold them and by owner."""
         for one in gradients:
             if one.group is not None:
                 self._groups.setdefault(one.group.ranks, one.group)

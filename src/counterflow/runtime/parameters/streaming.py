@@ -1,6 +1,6 @@
-"""The state of the whole model, tensor by tensor from who holds it to who asks for it.
+"""The state of the whole model, sent tensor by tensor from the workers that hold it to those that ask for it.
 
-Invariant: nobody holds more of other workers' weights than what it asked for and one tensor. All workers go
+Invariant: no worker holds more of other workers' weights than what it asked for and one tensor. All workers go
 through the stages and their tensors in one order.
 """
 
@@ -49,12 +49,12 @@ class Stream:
         self.wants = asks is None or asks == transport.rank
 
     def part(self, entries: Entries | None, *, tells: bool) -> Iterator[tuple[Any, Any]]:
-        """The state of one part of the model, where it is wanted; all workers go through it.
+        """The state of one part of the model, on the workers that ask for it; all workers iterate over it.
 
         Args:
             entries: the part, on workers that hold it or pieces of it; None on others.
-            tells: whether this worker's numbers are taken. Where several tell, each has whole tensors; what
-                an earlier rank told is not taken again.
+            tells: whether this worker sends its values. If several workers send, each has whole tensors, and
+                tensors sent by an earlier rank are not sent again.
         """
         if self.asks is not None and not self.wants:
             self.transport.status.now(f"sending the state to rank {self.asks}, which has to take all of it")
@@ -83,12 +83,12 @@ class Stream:
     ) -> Iterator[tuple[Any, Any]]:
         value = self._tensor(known, held, source) if isinstance(known, _Shape) else known
         if self.wants:
-            value = value if isinstance(known, _Shape) else deepcopy(known)  # threads are told one object
+            value = value if isinstance(known, _Shape) else deepcopy(known)  # threads receive one object
             for name in names:
                 yield name, value
 
     def _tensor(self, known: _Shape, held: Tensor | None, source: int) -> Tensor | None:
-        """A tensor on the host of whoever wants it."""
+        """A tensor, on the hosts of the workers that ask for it."""
         here = source == self.transport.rank
         if self.asks is None:
             found = _on_host(held) if held is not None else torch.empty(known.shape, dtype=known.dtype)
@@ -118,7 +118,7 @@ class Stream:
 
 
 def _described(value: Any) -> Any:
-    """What all are told of a tensor before its numbers; of a number or what is not plain bytes, the value."""
+    """Description of a tensor that all receive before its values; for numbers and other objects, the value."""
     if is_dtensor(value) or (type(value) in _PLAIN and value.dim()):
         return _Shape(tuple(value.shape), value.dtype)
     return _on_host(value) if isinstance(value, Tensor) else deepcopy(value)

@@ -61,7 +61,7 @@ class Weights:
     keeps_gradients = False
     """Whether ``kept_gradients`` has those of the last update."""
     average: Average | None = None
-    """Of the trained weights; None: nobody asked for it."""
+    """Average of the trained weights; None: not requested."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Weights:
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self.holdings.every(), names, transport) if sharded else None
-        """Who has whose optimiser state, if it is sharded."""
+        """Owners of the optimiser state, if it is sharded."""
         self._coupling = Coupling(optimizer, streams, transport, sharded=sharded)
         for stage in stages:
             parameters = self._optimized(stage)
@@ -155,7 +155,7 @@ class Weights:
             self.average.renew()
 
     def updated_names(self, stage: int) -> dict[int, str]:
-        """By identity, the names of the parameters that a stage's update updates."""
+        """Names of the parameters that a stage's update changes, by identity."""
         groups = self._updated_with(stage)
         names = {id(p): name for gradients in groups for name, p in gradients.parameters.items()}
         if stage in self.optimizers:
@@ -188,7 +188,7 @@ class Weights:
         self._statistics.commit()
 
     def detach(self) -> None:
-        """Keep the gradients from whoever is not a backward or an update."""
+        """Hide the gradients from everything but backwards and updates."""
         self._statistics.defer(deferring=False)
         self.hooks.give_back()
         for gradients in self.holdings.every():
@@ -204,7 +204,7 @@ class Weights:
             gradients.start(self.transport)
 
     def wait_sync(self, sync: WaitSync) -> None:
-        """Until it is done."""
+        """Wait until a gradient sum is complete."""
         if sync.what is Summed.STATISTICS:
             self._statistics.end(sync.stage)
         for gradients in self._summed_in(sync):
@@ -290,11 +290,11 @@ class Weights:
     def update(self, stage: int, step: int) -> None:
         """Let a stage's optimiser make the update of a step's mini-batch, and clear the gradients.
 
-        It draws from a stream of its own, which the seed, the step and the stage tell: all copies of the
-        stage draw the same, whatever their workers did before.
+        The optimiser draws random numbers from its own stream, fixed by seed, step and stage: all copies of
+        the stage draw equal numbers, whatever their workers did before.
 
         Raises:
-            ConfigError: it draws, and another stage's updates one of its weights on another worker.
+            ConfigError: the optimiser draws, and another worker updates one of its weights for another stage.
         """
         self.order_behind_copies()
         for gradients in self._updated_with(stage):
@@ -352,7 +352,7 @@ class Weights:
             gradients.clear()
 
     def held_bytes(self) -> int:
-        """Of all versions of the weights, buffers, gradients and optimiser state at hand."""
+        """Bytes of all versions of the weights, buffers, gradients and optimiser state on this worker."""
         total = sum(gradients.nbytes for gradients in self.holdings.every())
         for copy in self.stages.values():
             weights = sum(local(parameter).nbytes for parameter in copy.parameters())

@@ -1,7 +1,6 @@
-"""What each layer of a model costs, guessed without running it: floating-point operations.
+"""Estimated cost of each layer of a model, without running it: floating-point operations.
 
-The engine cuts a model by this where nobody says how, so it is the engine's; what layers cost on a device is
-measured in ``measure``, which knows the engine. How costs become stages is told in ``schedule.cuts``.
+The engine cuts a model by this cost if no cuts are given; ``measure`` measures the cost of layers on a device. ``schedule.cuts`` makes stages from costs.
 
 Invariant: the model is left as it was. Every layer is counted, embedding and head included.
 """

@@ -28,7 +28,7 @@ class Feature:
         return run(value, step, rows)
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """Likewise what one of the stage's layers makes, or a loss function."""
+        """Run one of the stage's layers, or a loss function, within this feature."""
         del layer
         return run(value, step, rows)
 

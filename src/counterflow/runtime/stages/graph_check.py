@@ -30,21 +30,21 @@ def check_graph(
     *,
     again: Callable[[], Sequence[Tensor]],
 ) -> None:
-    """Refuse, once, a stage that computes with weights that are nobody's parameters.
+    """Refuse a stage that computes with weights that are no module's parameters; called once.
 
-    A tensor that its layers make anew in each run and let require a gradient is none: nobody could train
-    it, in one process neither. So where an unknown one is found, the stage runs a second time, and what
-    is in both graphs was there before.
+    A tensor that requires a gradient and that the layers create in each run is no weight: it could not be
+    trained in one process either. So if an unknown tensor is found, the stage runs a second time, and a tensor
+    in both graphs existed before.
 
     Args:
         copy: the stage.
-        outputs: with their graph.
-        given: all that went in.
-        joints: where the graph is joined; None: nowhere.
-        again: runs the stage once more, and gives the outputs of that run.
+        outputs: outputs with their graph.
+        given: all inputs.
+        joints: detach points of the graph; None: there are none.
+        again: runs the stage once more, and returns the outputs of that run.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the stage computes with such a weight.
     """
     copy.note_checked()
     gathered = gathered_parameters(copy.module) if copy.module is not None else ()

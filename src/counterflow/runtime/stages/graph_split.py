@@ -32,7 +32,7 @@ from ..graphs import pointers, saved_names
 from .recomputation import Packed
 
 Shape = tuple[Any, ...]
-"""Of a graph: the kinds of its nodes and how they are joined."""
+"""Shape of a graph: the kinds of its nodes and their edges."""
 
 _AT_ONCE = frozenset(("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"))
 """Nodes that make all their gradients in one go, whichever are asked for."""

@@ -107,7 +107,7 @@ class _CalledOnce:
 
 
 class _Anew:
-    """Of a tensor that keeps its gradient: forgets it before it comes again, and would be added."""
+    """Clears a retained gradient before the next one is received, which would be added to it."""
 
     __slots__ = ("_hooks", "_tensor")
 

@@ -189,7 +189,7 @@ def _objects(module: nn.Module) -> list[object]:
 
 
 def _changeable(memo: Mapping[int, Any]) -> set[int]:
-    """By identity, the objects that were copied and that somebody may change."""
+    """Mutable objects that were copied, by identity."""
     found = cast("Collection[object]", memo.get(id(memo), ()))  # deepcopy keeps them there
     constant = [each for each in found if isinstance(each, _CONSTANT) or _is_frozen(each)]
     left = {id(each) for each in constant} | {

@@ -33,7 +33,7 @@ _NOTHING = nullcontext()
 
 
 class Precision(Feature):
-    """As the weights are."""
+    """Computation in the precision of the weights."""
 
     plain = True
     """Whether layers run without anything around them."""
@@ -148,7 +148,7 @@ class Cast(Precision):
         self._dtype = dtype
         self._copy = copy
         self._casts: dict[int, dict[int, Tensor]] = {}
-        """By version and the parameter's identity."""
+        """Cast parameters by version and the parameter's identity."""
         self._shown = False
         modules = {id(child): child for x in copy.layers for child in x.module.modules()}.values()
         for child in modules:

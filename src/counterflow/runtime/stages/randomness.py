@@ -75,7 +75,7 @@ class RandomStreams(Feature):
         self.timeout_seconds = timeout_seconds
         self._has_turn = False
         self._bases: list[tuple[int, int | None, int]] = [(seed, None, 0)] * _STEPS
-        """Of the last few steps: the run's seed (a load changes it), the step, and the base of the seeds."""
+        """Bases of the last few steps: the run's seed (a load changes it), the step, and the base of the seeds."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
@@ -108,12 +108,12 @@ class RandomStreams(Feature):
         return self._seeded(number_of(self.seed, "weights", layer))
 
     def update(self, what: str, step: int, *of: int) -> Any:
-        """Around what makes an update, which draws the same on all copies of a stage.
+        """Context of an update, in which all copies of a stage draw equal random numbers.
 
         Args:
             what: ``hooks`` of parameters, or the ``optimizer``.
             step: the number of the step whose mini-batch the update is of.
-            of: the stage, or what else tells the weights.
+            of: the stage, or other numbers that identify the weights.
         """
         key = self._key(step, _UPDATES[what], of[0])
         for more in of[1:]:
@@ -146,7 +146,7 @@ class RandomStreams(Feature):
         return _NOTHING
 
     def _key(self, step: int, micro_batch: int, index: int, part: int = 0) -> int:
-        """The seed of a stream: steps are told apart by a hash, what is in a step by mixing (SplitMix64)."""
+        """The seed of a stream: a hash distinguishes steps, and mixing (SplitMix64) the streams of a step."""
         seed, of, base = self._bases[step % _STEPS]
         if of != step or seed != self.seed:
             base = number_of(self.seed, step)

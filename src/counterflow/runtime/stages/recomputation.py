@@ -24,14 +24,14 @@ from .features import Feature, Run
 from .randomness import SampleRows, versions
 
 Contents = tuple[Tensor | None, ...]
-"""Of buffers, at some time."""
+"""Contents of buffers at one time."""
 
 Hold = Callable[[Tensor], None]
 """Notes a tensor that is kept for a backward."""
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same value with other tensors; one that is in it twice is so again."""
+    """A value with its tensors replaced; a tensor that occurs twice is replaced by one tensor."""
     if isinstance(value, Tensor):
         return function(value)
     made: dict[int, Tensor] = {}
@@ -45,7 +45,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def same_tensors(value: Any) -> Any:
-    """The same tensors, in trees that nobody changes: a layer may take things out of those it is given."""
+    """The same tensors in new trees, as a layer may remove entries from the trees it receives."""
     return mapped(_itself, value)
 
 
@@ -93,7 +93,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:
-    """The same memory with a count of changes of its own: the parts of a mini-batch share one."""
+    """A tensor with the same memory and its own version counter: the parts of a mini-batch share one counter."""
     if not tensor.is_leaf:
         return tensor
     return same_memory(tensor)
@@ -190,7 +190,7 @@ class Buffers:
         self.norms = [(module, name) for module, name in places if keeps_statistics(module)]
         self.places = [(module, name) for module, name in places if not keeps_statistics(module)]
         self.summed = [place for place, (module, name) in enumerate(self.places) if name in summed(module)]
-        """Of these, the counters."""
+        """Places of the counters among these."""
         self._seen: list[tuple[Tensor | None, int]] | None = None
         self._contents: Contents = (None,) * len(self.places)
         self._changing: set[int] = set()
@@ -285,7 +285,7 @@ class Replay:
         """What is kept although a backward asks for it."""
         self._ran = self._runs = False
         self.first: First | None = None
-        """Of a run that is compared with the next one."""
+        """Record of a run that is compared with the next one."""
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
         """What to run on.

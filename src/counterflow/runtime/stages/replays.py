@@ -22,13 +22,13 @@ from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_te
 
 
 class LayerReplays(Feature):
-    """Those of one stage's layers.
+    """Replays of one stage's layers.
 
     Args:
-        layers: of the stage.
-        device: where they run.
-        computing: makes what stands around layers that run.
-        note: told of each replay as its layer runs for the first time.
+        layers: layers of the stage.
+        device: device of the layers.
+        computing: makes the context in which layers run.
+        note: callback for each replay when its layer runs for the first time.
     """
 
     def __init__(

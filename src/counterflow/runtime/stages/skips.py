@@ -34,16 +34,16 @@ _NOTHING = object()
 
 
 class Skip:
-    """A value that one layer saves and later layers load, whatever stages they are in.
+    """A value that one layer saves and later layers load, whatever their stages.
 
-    ``skip.saver()`` is a module that gives what it takes and saves it; ``skip.loader()`` is one that gives
-    (what it takes, the value), or, called without anything, the value. They stand among the layers or are
-    parts of layers, which call them in their forward. A value is anything that stages may hand on.
+    ``skip.saver()`` is a module that returns its input and saves it; ``skip.loader()`` is a module that
+    returns (its input, the value) or, called without arguments, the value. Both are layers of the model or
+    parts of layers, which call them in their forward. A value is anything that stages may pass on.
 
     Args:
-        name: for messages.
-        once: the value has no gradient and is the same in all micro-batches of a step (a mask, a rotary
-            table): it is sent once a step. Anything else is refused.
+        name: name for messages.
+        once: whether the value has no gradient and is equal in all micro-batches of a step (a mask, a rotary
+            table): it is sent once a step. Any other value is refused then.
 
     >>> skip = Skip("entry")
     >>> model = nn.Sequential(skip.saver(), nn.ReLU(), skip.loader())
@@ -133,7 +133,7 @@ class SaveSkip(nn.Module):
         self.skip = skip
 
     def forward(self, value: Any) -> Any:
-        """The same value."""
+        """Return the input, and save it."""
         self.skip._put(value)  # noqa: SLF001 - it is the skip's other half
         return value
 
@@ -181,9 +181,9 @@ class LayerSkips:
     """The skips of a layer that it shares with others, by number.
 
     Attributes:
-        saves: what it makes for later layers.
-        loads: what it takes of earlier ones.
-        inner: all it has, in the order of its modules; None for those that it alone has.
+        saves: skips that it saves for later layers.
+        loads: skips that it loads from earlier layers.
+        inner: all its skips, in the order of its modules; None for skips of this layer alone.
         carries: its carried states, in the order of its modules, numbered among the skips.
     """
 
@@ -261,7 +261,7 @@ def links_of(stages: Iterable[StageSkips | None]) -> tuple[SkipLink, ...]:
 def _read(
     layers: Sequence[nn.Module],
 ) -> tuple[dict[int, tuple[Skip, int]], dict[int, list[int]], list[LayerSkips]]:
-    """By number the skip and the layer that saves it, those that load it, and what each layer has.
+    """Each skip by number with its saving layer, its loading layers, and the skips of each layer.
 
     Only skips that several layers share count.
     """
@@ -312,7 +312,7 @@ def _read(
 def _numbered_carries(
     layers: Sequence[nn.Module], places: Sequence[str], *, first: int
 ) -> list[tuple[int, ...]]:
-    """By layer the numbers of its carried states, from ``first`` on."""
+    """Numbers of each layer's carried states, from ``first`` on."""
     holders: dict[int, int] = {}
     found: list[tuple[int, ...]] = []
     for index, layer in enumerate(layers):

@@ -1,12 +1,12 @@
-"""Whether a stage's layers make of slices what they make of the whole: seen in its first micro-batch.
+"""Check that a stage's layers compute slices like the whole sequence, in the stage's first micro-batch.
 
 Layer by layer the first two slices run one after the other, and in one piece, with the same weights and
-without dropout; outputs and the gradients of inputs are compared. So a layer is found that looks across the
-sequence without a ``Carry`` (attention to both sides, a norm over positions), counts positions from the first
-one of the slice, or detaches what it leaves.
+without dropout; outputs and the gradients of inputs are compared. So the check finds a layer that mixes
+positions without a ``Carry`` (attention to both sides, a norm over positions), counts positions from the
+beginning of the slice, or detaches its carried state.
 
-It does not see what happens from the third slice on alone, nor layers that draw random numbers in evaluation
-mode or hand on what has no dimension of positions.
+The check does not find what happens only from the third slice on, nor errors in layers that draw random
+numbers in evaluation mode or pass on values without a dimension of positions.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Values that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
 
 _SLICES = 2
-"""So many are compared with one piece."""
+"""Number of slices that are compared with one piece."""
 
 
 class SliceCheck:
-    """Of one stage's first micro-batch.
+    """Check of one stage's first micro-batch.
 
     Args:
-        runs: the stage's layers, each with its run and the numbers of its carried states.
+        runs: layers of the stage, each with its run and the numbers of its carried states.
     """
 
     def __init__(self, runs: Sequence[tuple[NamedLayer, Run, Sequence[int]]]) -> None:
@@ -96,7 +96,7 @@ class SliceCheck:
         rows: Sequence[SampleRows],
         numbers: Sequence[int],
     ) -> list[Value] | None:
-        """Compare what a layer makes; gives what the next one takes, None if it cannot be told."""
+        """Compare a layer's outputs; return the next layer's input, or None if the check cannot decide."""
         leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in values]
         found: list[Value] = []
         left: dict[int, Any] = {}
@@ -164,10 +164,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _sizes(values: Sequence[Any], rows: Sequence[SampleRows]) -> list[int] | None:
-    """The positions of each slice; None: they cannot be told.
+    """Number of positions in each slice; None if not known.
 
-    Where this worker is not given the mini-batch they are those of the first tensor, in its second dimension
-    or, where the samples are there, its first one.
+    On a worker without the mini-batch they are the sizes of the first tensor in its second dimension or, if
+    that contains the samples, in its first one.
     """
     if rows[0].positions:
         return [its.positions for its in rows]
@@ -180,7 +180,7 @@ def _sizes(values: Sequence[Any], rows: Sequence[SampleRows]) -> list[int] | Non
 
 
 def _joined(values: Sequence[Any], rows: Sequence[SampleRows]) -> tuple[Any] | None:
-    """Two slices as one, in a tuple; None if it cannot be told how."""
+    """Two slices joined to one, in a tuple; None if the dimension is not known."""
     (leaves, spec), (others, other_spec) = (pytree.tree_flatten(value) for value in values)
     sizes = _sizes(values, rows)
     if spec != other_spec or sizes is None:
@@ -226,7 +226,7 @@ def _there(gradient: Tensor | None, leaf: Tensor) -> Tensor:
 
 
 def _gradients(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Those of a sum of the outputs in which each number weighs something else."""
+    """Gradients of a sum of the outputs in which each element has another weight."""
     having = [tensor for tensor in outputs if tensor.requires_grad]
     if not having:
         return [None] * len(wanted)

@@ -1,17 +1,17 @@
 """A stage's backward in two ops: first the gradient of its input, later those of its weights.
 
-The graph is gone through once for the input gradient. Where weights hang from it (``graph_split.py``) the
-gradient that comes by is kept, and what only the input gradient needed is dropped. Later each of these
-places is entered again with its gradient, for its weights alone, so that gradients are accumulated in place
-and hooks are called as ever.
+The graph is traversed once for the input gradient. Where weights enter it (``graph_split.py``) the gradient is
+saved, and tensors that only the input gradient needed are dropped. Later autograd enters each of these nodes
+again with its gradient, for its weights alone, so gradients are accumulated in place and hooks are called as
+usual.
 
-A graph of many layers is made in pieces that are joined at layers' inputs: autograd looks at all that lies
-beneath a place it enters, which would be the whole stage for each. Joins also set layers apart that need no
-input gradient (a first stage's embedding): their whole backward waits. The first graph of a stage is made in
-one piece, and shows where others may be joined: where layers share nothing but the value handed on.
+The graph of many layers is made in pieces, with detach points at layers' inputs: autograd looks at all nodes
+beneath the one it enters, which would be the whole stage each time. Detach points also separate layers that
+need no input gradient (a first stage's embedding): their whole backward waits. The first graph of a stage is
+made in one piece, and shows possible detach points: where layers share only the value that is passed on.
 
-Invariant: the gradients are those of a whole backward. What cannot be split is done whole, with the input
-gradient.
+Invariant: the gradients are those of a whole backward. A graph that cannot be split is computed whole, with
+the input gradient.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .randomness import SampleRows, versions
 from .recomputation import Packed, Replay, mapped, same_tensors
 
 NODES_A_PIECE = 24
-"""Nodes that a piece of a graph has at least: to enter autograd costs as much as to look at so many."""
+"""Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""
 
 _MOST_SHAPES = 64
-"""Graphs of so many shapes are known at once."""
+"""Maximum number of shapes of graphs that are known at once."""
 
 Gradients = Sequence[Tensor | None]
 
@@ -59,7 +59,7 @@ class Joints:
         self.splitting = splitting
         self.found: list[Joint] = []
         self.replays: list[Replay] = []
-        """Of layers that are computed again."""
+        """Replays of recomputed layers."""
         self._seen: dict[int, tuple[Any, list[int], tuple[GradientEdge, ...]]] = {}
 
     def before(self, layer: int, value: Any) -> Any:
@@ -88,7 +88,7 @@ class Joints:
         return value
 
     def learn(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Of the first graph, see before which layers others may be joined."""
+        """Find from the first graph the layers before which later graphs may have detach points."""
         if self.splitting.joined is not None:
             return
         roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
@@ -146,7 +146,7 @@ class Splitting(Feature):
 
     @contextmanager
     def joining(self) -> Iterator[Joints]:
-        """Around a forward: notes where its graph is joined."""
+        """Context of a forward that records the detach points of its graph."""
         self._at_hand = joints = Joints(self)
         try:
             yield joints
@@ -160,22 +160,22 @@ class Splitting(Feature):
         return run(value, step, rows)
 
     def note(self, replay: Replay) -> None:
-        """Of a layer in the forward at hand that is computed again."""
+        """Record the replay of a layer that is recomputed in the current forward."""
         if self._at_hand is not None:
             self._at_hand.replays.append(replay)
 
     def division(
         self, graph: Walked, inputs: Sequence[Tensor], leaves: Callable[[], Sequence[Tensor]]
     ) -> Division:
-        """How a graph is divided; found once for all of its shape.
+        """Division of a graph, computed once for all graphs of its shape.
 
         Args:
-            graph: a piece, or all of it.
-            inputs: what it takes.
-            leaves: tells what all pieces take.
+            graph: a piece of a graph, or all of it.
+            inputs: inputs of the graph.
+            leaves: returns the inputs of all pieces.
 
         Raises:
-            ConfigError: the piece goes past another one's end: the first graph did not.
+            ConfigError: the piece extends past another one's end, which the first graph did not.
         """
         found = self._divisions.get(graph.shape)
         if found is None:
@@ -186,7 +186,7 @@ class Splitting(Feature):
             if any(id(variable(node)) in others for node in graph.nodes):
                 raise ConfigError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
-                    "them, and did not in the first forward; hand it on through them, or take a schedule "
+                    "them, and did not in the first forward; pass it on through them, or take a schedule "
                     "that splits no backward"
                 )
             self._divisions[graph.shape] = found
@@ -229,9 +229,9 @@ class SplitBackward:
     """The backward of one forward of a stage, in two.
 
     Args:
-        splitting: what is known of the stage.
-        inputs: leaves that the stage was given.
-        joints: where the forward's graph is joined; None: nowhere.
+        splitting: facts about the stage's graphs.
+        inputs: input leaves of the stage.
+        joints: detach points of the forward's graph; None: there are none.
     """
 
     def __init__(self, splitting: Splitting, inputs: Sequence[Tensor], joints: Joints | None = None) -> None:
@@ -426,7 +426,7 @@ def _add(weight: Tensor, gradient: Tensor | None) -> None:
 
 
 def _drop(saved: Any) -> None:
-    """Let what was saved go; whoever asks for it is told."""
+    """Release saved tensors; a later access raises an error."""
     try:
         saved.register_hooks(_nothing, _gone)
     except RuntimeError:  # there is nothing, in a graph that has something there as a rule

@@ -84,7 +84,7 @@ class StageCopy:
         self.streams = streams
         self.recompute = recompute
         self.versions: Versions | None = None
-        """Of its weights, in asynchronous schemes."""
+        """Versions of its weights, in asynchronous schemes."""
         self.checked = False
         """Whether ``check_graph`` has seen the stage's graph."""
         self.trains = any(p.requires_grad for p in self.parameters())
@@ -101,14 +101,14 @@ class StageCopy:
         self.first_runs = FirstRuns(streams.device)
         self.precision = precision(self)
         self.replays: LayerReplays | None = None
-        """Of its layers, if these are computed again one by one."""
+        """Replays of its layers, if these are recomputed one by one."""
         if recompute is Recompute.LAYER:
             computing = self.precision.computing
             self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers)
         self._compose()
         self.slice_check: SliceCheck | None = SliceCheck(self._layer_runs())
-        """Until it has seen the stage's first slices, if there are any."""
+        """Check of the stage's first slices, if it has slices; None afterwards."""
 
     def _layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
         """Its layers without a stage around them, and the numbers of their carried states."""
@@ -196,7 +196,7 @@ class StageCopy:
         self._compose()
 
     def note_checked(self) -> None:
-        """``check_graph`` has seen its graph, and what its layers hand on is known."""
+        """Note that ``check_graph`` has seen the graph, and that the values passed on by its layers are known."""
         self.checked = True
         self._compose()
 
@@ -253,7 +253,7 @@ class StageCopy:
 
 
 class _Mappings(Feature):
-    """Lets trees look into the mappings that layers hand on: until all that there are were seen."""
+    """Registers the mappings that layers pass on as trees, until all their classes were seen."""
 
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""

@@ -1,8 +1,8 @@
 """Weight versions of one stage, for asynchronous schemes: which of them are held, and which is in use.
 
-The schedule says which version an op uses, when a new one is made and which old ones may go then. Here
-every version held has storages of its own, and a parameter shows the one in use. Parameters themselves
-stay the same objects, so that hooks, gradients and whoever keeps them elsewhere know of no versions.
+The schedule determines which version an op uses, when a new one is made and which old ones are released then.
+Every version held has its own storages, and a parameter shows the one in use. Parameters themselves stay the
+same objects, so hooks, gradients and other references to them do not depend on versions.
 
 Invariant: as many versions are held as the schedule needs, and no more. A backward runs while the version
 its forward used is shown: what autograd saved of a parameter has the numbers that it had. All versions add
@@ -43,7 +43,7 @@ class Versions:
         self._all = parameters
         self._trained: tuple[nn.Parameter, ...] = ()
         self._memory: tuple[Tensor, ...] = ()
-        """The same, or of those that are cut over a mesh this rank's part."""
+        """Memory of the trained parameters; of sharded ones, this rank's part."""
         self._held: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
         self.shown = 0

@@ -45,10 +45,10 @@ class TimedOut(Exception):  # noqa: N818 - internal: the interpreter turns it in
 
 @dataclass(slots=True)
 class Status:
-    """What a worker is doing, for whoever waits for it too long.
+    """What a worker is doing, for workers that wait for it too long.
 
-    ``doing`` tells by its ``str`` what it does. ``waiting_for`` is the rank it waits for, -1 if it waits
-    for several (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``.
+    ``str(doing)`` describes its action. ``waiting_for`` is the rank it waits for, -1 if it waits for several
+    (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``.
     """
 
     rank: int
@@ -107,12 +107,12 @@ def member(group: Group) -> ProcessGroup:
 
 
 class Control(ABC):
-    """The control plane of one rank: what workers tell each other on their hosts, and who has failed.
+    """The control plane of one rank: messages between hosts, and reports of failed workers.
 
     Attributes:
         rank: this worker's number among all, from 0.
-        world_size: how many there are.
-        timeout_seconds: how long anything is waited for.
+        world_size: number of workers.
+        timeout_seconds: maximum time of any wait.
         status: what this worker does at the moment; the interpreter writes it.
     """
 
@@ -137,7 +137,7 @@ class Control(ABC):
 
     @abstractmethod
     def start_gather(self, values: Sequence[float]) -> Gathering:
-        """Begin to tell everybody ``values`` (as many on each rank) as float64; messages may go meanwhile."""
+        """Start a gather of ``values`` (as many on each rank) as float64; messages may be sent meanwhile."""
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:
@@ -170,7 +170,7 @@ class Control(ABC):
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on; only the first failure counts."""
+        """Report to the other ranks that this one cannot continue; only the first failure counts."""
 
     def close(self) -> None:
         """Give back what was opened. What others opened (a process group) stays."""
@@ -220,9 +220,9 @@ class Transport(ABC):
     _tags = 0
 
     def reserve_tags(self, count: int) -> int:
-        """The first of so many tags that nobody else's messages have; all ranks make the same calls.
+        """Reserve ``count`` tags that no other message uses; return the first. All ranks make the same calls.
 
-        After very many they begin anew, with those of who is long gone.
+        Tags wrap around after a very large number; tags of closed pipelines are reused.
         """
         if self._tags + count > MOST_TAGS:
             self._tags = 0

@@ -1,8 +1,8 @@
 """The control plane of workers that are processes, whatever their data plane is.
 
-It makes the groups, waits, tells what an error of torch.distributed means, gathers, and closes; and carries
-what needs a header, values or objects, always over a Gloo group, so that it never changes the order of NCCL's
-messages. How tensors of known shapes travel is told in ``gloo.py`` and ``nccl.py``.
+It makes the groups, waits, explains errors of torch.distributed, gathers, and closes. It also sends what
+needs a header, values or objects, always over a Gloo group, so it never changes the order of NCCL's messages.
+``gloo.py`` and ``nccl.py`` send tensors of known shapes.
 
 Invariant: what is sent and received here never meets what a user's own code sends, because all groups are
 this transport's own. It does not choose a device and does not start the process group; ``world.py`` does.
@@ -43,7 +43,7 @@ _BROKEN = ("gloo", "pair closure")
 """Gloo's errors about connections have one of these in them; they have no class of their own."""
 
 _ROOT_CAUSE_SECONDS = 1.0
-"""How long a worker whose connection broke waits to hear why."""
+"""How long a worker whose connection broke waits for the reason."""
 
 _numbers = itertools.count()
 """Each transport of a process has its own part of the store; all workers make theirs in one order."""
@@ -232,7 +232,7 @@ class ProcessControl(Control):
     def new_group(
         self, ranks: Sequence[int], backend: str, timeout: timedelta | None = None, options: object = None
     ) -> ProcessGroup | None:
-        """A process group of this transport's own with its backend's options; None for who is not in it.
+        """A process group owned by this transport, with its backend's options; None on ranks outside of it.
 
         ``timeout``: None: the transport's.
         """

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .control import ProcessControl
 
 _FEW_WORKERS = 16
-"""So many send each other directly what they gather."""
+"""Maximum number of workers that send gathered values to each other directly."""
 
 _ROW_WORDS = 32
-"""They do it in rows of so many float64, a longer one in several: all messages between two are alike."""
+"""Length of a gathered row in float64; longer rows are split, so all messages between two ranks are alike."""
 
 _GATHERS_AHEAD = 4
-"""Rows of so many gathers are asked for before they are needed: two a step, and what its caller gathers."""
+"""Number of gathers whose receives are posted ahead: two a step, and what the step's caller gathers."""
 
 
 class Way(NamedTuple):
@@ -107,7 +107,7 @@ class Gathers:
         self._expected: deque[Rows] = deque()
         """The gathers to come whose receives are posted; their messages come in this order."""
         self._passing: SideThread[Rows] | None = None
-        """Of many workers: they may wait for something else meanwhile."""
+        """Thread that passes rows among many workers, which may wait for something else meanwhile."""
 
     def start(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
         """Begin one.

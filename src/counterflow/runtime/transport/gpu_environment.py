@@ -1,6 +1,6 @@
-"""What CUDA and NCCL read of the environment when they begin: set to what suits, and told where it does not.
+"""Environment variables that CUDA and NCCL read at start: set to suitable values, with warnings about others.
 
-Invariant: what a user chose stays, as far as it can be told from what a launcher of torch's put there.
+Invariant: a user's choice stays, as far as it can be distinguished from what a launcher of torch set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ worker has a stream for its ops, one for each direction to each neighbour, and o
 _FEW_QUEUES = 8
 
 _CLEAN_UP = "2"
-"""A group whose peer is gone ends its operations and not the process: the watch tells of it."""
+"""A group whose peer is gone ends its operations but not the process: the watch reports it."""
 
 _TEAR_DOWN = "1"
 """What torch's elastic agent puts into each worker's environment, if its own has nothing."""
@@ -48,7 +48,7 @@ def before_nccl() -> None:
     elif given == _TEAR_DOWN and "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[ERRORS] = _CLEAN_UP
         _LOG.info(
-            "%s=%s, as torchrun sets it, would end this process before it tells of an error: it is %s now",
+            "%s=%s, as torchrun sets it, would end this process before it reports an error: it is %s now",
             ERRORS,
             given,
             _CLEAN_UP,
@@ -59,7 +59,7 @@ def before_nccl() -> None:
 
 
 def _warnings() -> Iterator[str]:
-    """What of the environment a user should hear of before training begins, a sentence each."""
+    """Warnings about the environment before training begins, a sentence each."""
     queues = os.environ.get(QUEUES)
     if queues is None or (queues.isdigit() and int(queues) < _FEW_QUEUES):
         found = "is not set, and CUDA began before it could be" if queues is None else f"is {queues}"

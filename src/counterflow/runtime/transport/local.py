@@ -115,7 +115,7 @@ def _shown(entry: tuple[int, int, int]) -> str:
 
 
 class _Message:
-    """One message: the sender brings tensors, the receiver buffers; whoever comes second copies."""
+    """One message: the sender passes tensors, the receiver buffers; the second of them makes the copy."""
 
     __slots__ = ("buffers", "delivered", "lock", "posted", "tensors")
 

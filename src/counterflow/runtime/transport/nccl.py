@@ -1,6 +1,6 @@
-"""The transport of GPUs: NCCL's process groups for tensors, Gloo for what is told.
+"""The transport of GPUs: NCCL's process groups for tensors, Gloo for the control plane.
 
-What the device waits for no host sees: a watch does, and ends it.
+A host does not see what its device waits for; a watch does, and ends the wait.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class NcclTransport(OrderedTransport):
         return worker_error(f"worker {self.rank}, {status.doing}", late, self)
 
     def abort(self) -> None:
-        """See ``DevicePlane``: the host goes on, with whatever is in memory, and hears why it must
-        not where workers meet next.
+        """See ``DevicePlane``: the host continues with undefined data, and gets the error at the
+        next agreement of the workers.
         """
         self.keep_flight_record()
         # Each in a thread: NCCL may wait for what never comes even here, and who aborts has more to do.
@@ -153,7 +153,7 @@ class NcclTransport(OrderedTransport):
             if begin is None:
                 begin = str(self.record_folder / "nccl_trace_rank_")  # as torch names them
             path = Path(f"{begin}{self.rank}")
-            with contextlib.suppress(OSError):  # there is a failure to tell of already
+            with contextlib.suppress(OSError):  # there is already a failure to report
                 path.write_bytes(found)
                 _LOG.warning("worker %d: what NCCL had launched is in %s; see torchfrtrace", self.rank, path)
 

@@ -39,11 +39,11 @@ class Neighbour:
         self._heard_at = time.monotonic()
 
     def introduce(self, store: Store) -> None:
-        """Tell who looks at this worker which process it is."""
+        """Publish this worker's process for the worker that watches it."""
         store.set(f"process/{self._rank}", json.dumps([_here(), os.getpid(), socket.gethostname()]))
 
     def leave(self, store: Store) -> None:
-        """Tell that this worker ends by itself."""
+        """Publish that this worker ends by itself."""
         store.set(f"ended/{self._rank}", "")
 
     def missing(self, store: Store) -> str | None:
@@ -69,7 +69,7 @@ class Neighbour:
 
 
 def _here() -> str:
-    """What tells the processes of one machine, of one container, from others of the same number."""
+    """Identifier of this machine and container, which distinguishes processes of equal numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -5,9 +5,8 @@ the host goes on. Messages to higher ranks have one process group and those to l
 that cross never wait for each other, and none is grouped with others, which would need all to take part.
 
 Invariant: every communicator is made in ``connect``, by all that it has, in one order. So no later call waits
-for a host. What an error means is told by the control plane, over which all workers meet at the end of each
-step. Which process groups these are, and what the control plane is, is told in ``nccl.py`` and
-``strict_nccl/``.
+for a host. The control plane, over which all workers meet at the end of each step, explains errors.
+``nccl.py`` and ``strict_nccl/`` choose the process groups and the control plane.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Later(Generic[T]):
 
     Args:
         begin: posts it.
-        known: whether it can be posted without being told of shapes.
+        known: whether it can be posted without receiving shapes first.
     """
 
     __slots__ = ("begin", "known", "posted")
@@ -55,10 +54,10 @@ class _Later(Generic[T]):
 
 
 class OrderedTransport(Transport):
-    """What transports have in common whose data go by process groups with NCCL's rules.
+    """Base of transports that send data over process groups with NCCL's rules.
 
-    What comes in unknown shapes is told by the control plane and comes by the same group as all else. It can
-    only be posted once it was told, and what is posted after it, from the same rank, after it.
+    The control plane announces the shapes of tensors with unknown shapes, which are then sent over the same
+    group as all others. Their receive, and later ones from the same rank, are posted after the announcement.
     """
 
     matching = Matching.ORDER
@@ -152,7 +151,7 @@ class OrderedTransport(Transport):
                 for buffer, tensor in zip(hosts, told.wait(), strict=True):
                     buffer.copy_(tensor)
 
-        return Transfer(finish)  # what is told is known by who waits for it
+        return Transfer(finish)  # the waiting caller already knows what it sends
 
     def post_receive(self, buffers: Sequence[Tensor], peer: int) -> Transfer[None]:
         """Post a receive of known shapes after all that was posted before."""

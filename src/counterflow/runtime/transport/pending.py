@@ -68,7 +68,7 @@ def both(first: Pending, second: Pending) -> Transfer[None]:
 
 
 def all_over(works: Sequence[Work]) -> Callable[[], bool]:
-    """Whether works of torch.distributed are over; Gloo tells of a receive only when it is waited for."""
+    """Whether works of torch.distributed are over; Gloo reports a receive only when it is waited for."""
     return lambda: all(work.is_completed() for work in works)
 
 

@@ -1,8 +1,8 @@
-"""What a device that runs behind its host has come to: for who watches it, and to keep the host near.
+"""Progress of a device that runs behind its host: for the watch, and to limit how far the host is ahead.
 
 A GPU's host only launches: it does not see what the device waits for, and would launch a whole step, with all
-that step's outputs in memory. So each op leaves an event and each wait for a message its work; the first of
-them that is not over tells what the device does.
+that step's outputs in memory. So each op records an event and each wait for a message its work; the first of
+them that is not over shows what the device does.
 
 Invariant: one thread notes, another may look at any time.
 """
@@ -20,7 +20,7 @@ from typing import Protocol
 from .base import Status
 
 OPS_AHEAD = 2
-"""A host is at most so many ops ahead of what its device has ended: one that runs and one that is ready."""
+"""Maximum number of ops by which a host is ahead of its device: one that runs and one that is ready."""
 
 
 class Event(Protocol):

@@ -1,13 +1,13 @@
 """Two threads beside the worker, for sends over Gloo: one copies and posts them, one sees them done.
 
-The stager takes CUDA tensors through pinned host memory. The reaper exists because Gloo tells that a
-send is done only to who waits for it, and a worker gives memory back without waiting.
+The stager takes CUDA tensors through pinned host memory. The reaper exists because Gloo reports that
+a send is done only to a thread that waits for it, and a worker returns memory without waiting.
 
 Both have to end before the interpreter does: Python kills a thread that comes back from torch later, and
 that ends the process with an abort.
 
-Invariant: what a stager is given leaves in that order; a tensor and its copy live until they are sent.
-They do not receive: a receive is waited for by who needs it, which makes its copy to the device.
+Invariant: a stager sends in the order of its calls; a tensor and its copy live until they are sent.
+The threads do not receive: the caller that needs a tensor waits for it and copies it to the device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PendingSend:
             self._wait(self)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait for the works; the caller holds the lock. An error is kept, for who waits."""
+        """Wait for the works; the caller holds the lock. An error is saved for the waiting caller."""
         if not self.over:
             try:
                 for work in self.works:

@@ -1,4 +1,4 @@
-"""Threads that are workers share the process's random generators: whoever uses these has the turn.
+"""Threads that are workers share the process's random generators: the thread that uses them has the turn.
 
 Invariant: outside of the engine each worker's thread draws from states of its own, as a process does. It has
 the turn from the moment it leaves the engine until it enters it again or waits in it; torch's, Python's and
@@ -29,7 +29,7 @@ process_lock = threading.Lock()
 
 _LOOK_SECONDS = 0.5
 _IDLE_LOOKS = 6
-"""After so many looks at a thread that computed nothing between them its turn is over."""
+"""Number of looks at a thread that computes nothing, after which its turn is over."""
 
 _LEAST_SECONDS = 1e-3
 """Less processor time than this between two looks is nothing."""
@@ -49,7 +49,7 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
-        """Those they have."""
+        """Current states of the generators."""
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), devices, random.getstate(), np.random.get_state())  # noqa: NPY002
 

@@ -70,7 +70,7 @@ def blame(statuses: Sequence[Status | None], me: int) -> Status | None:
         if status.waiting_for >= 0:
             rank = status.waiting_for
             continue
-        # A collective waits for who is not in it: one that computes, else one that waits elsewhere.
+        # A collective waits for a worker outside of it: one that computes, else one that waits elsewhere.
         others = [one for one in statuses if one and one.waiting_for != -1 and one.rank not in seen]
         if not others:
             return None
@@ -114,7 +114,7 @@ def _answer(asked: _Asked) -> None:
     call, answer = asked
     try:
         answer.set_result(call())
-    except BaseException as error:  # told to who asked
+    except BaseException as error:  # passed to the caller
         answer.set_exception(error)
 
 
@@ -185,7 +185,7 @@ class Watch:
         self._ask(self._main, lambda: self._post(self._store), None)
 
     def post_failure(self, error: BaseException) -> None:
-        """Tell the others that this worker cannot go on; only the first failure of a run counts."""
+        """Report to the others that this worker cannot continue; only the first failure of a run counts."""
         self.told = True
         speaks = isinstance(error, CounterflowError | Lost | TimedOut)
         why = str(error) if speaks else f"{type(error).__name__}: {error}"
@@ -307,7 +307,7 @@ class Watch:
             self.device_error.lost = True
 
     def _miss(self) -> Failure | None:
-        """Tell the others that the next worker's process is gone, if it is."""
+        """Report to the others if the next worker's process is gone."""
         if self._neighbour is None:
             return None
         rank, missing = self._neighbour.next, self._neighbour.missing
@@ -325,7 +325,7 @@ class Watch:
         else:
             self._break_waits()
         seen = time.monotonic()
-        # Who has been told may have something to save; who has not is stuck.
+        # A worker that knows of the failure may have something to save; any other is stuck.
         while not self._rest(0.1):
             patience = self._timeout_seconds if self.told else min(_GRACE_SECONDS, self._timeout_seconds)
             if time.monotonic() - seen > patience:

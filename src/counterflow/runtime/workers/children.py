@@ -111,10 +111,10 @@ class Children:
 
 
 def stay(line: Connection) -> None:
-    """As a process whose work is done: wait until all have done theirs, who may still hear from this one.
+    """Wait in a process whose work is done until all are done, as others may still need this process.
 
     Args:
-        line: what ``Children`` gave it.
+        line: connection from ``Children``.
     """
     with contextlib.suppress(EOFError, OSError):
         line.recv()

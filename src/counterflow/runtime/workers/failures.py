@@ -1,6 +1,6 @@
 """How a worker failed, and which of several failures is the cause.
 
-Invariant: what is told is the cause, never what follows from it; and who failed, in what, as far as is known.
+Invariant: the cause is reported, never its consequences; with the failed worker and its action, if known.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _OF_DEVICES: tuple[type[BaseException], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """How a worker failed, as it tells its launch.
+    """How a worker failed, as reported to its launch.
 
     Attributes:
-        rank: the worker.
+        rank: rank of the worker.
         when: seconds of ``time.time``.
-        message: what the user should read.
-        kind: the class of error to raise.
+        message: message for the user.
+        kind: class of the error to raise.
         consequence: whether it failed only because another worker did.
         trace: its traceback.
         lost: whether a device, a link or the worker itself is gone, and not the run's own doing.
-        worker: the one to blame, by its rank.
-        action: what that did, as far as is known.
-        heard: of a consequence: what the others were last heard to do, by rank.
+        worker: rank of the worker that caused the failure.
+        action: action of that worker, if known.
+        heard: for a consequence: the last known actions of the others, by rank.
     """
 
     rank: int
@@ -119,7 +119,7 @@ def root(failures: Sequence[Failed]) -> Failed:
 
 
 def cause(told: Sequence[Failed], seen: Mapping[int, int]) -> Failed:
-    """The cause, from what the workers told and from who ended without a word, by the exit codes of ranks."""
+    """The cause, from the workers' reports and from the exit codes of ranks that ended without a report."""
     spoke = {failed.rank for failed in told}
     silent = [_died(rank, code, told) for rank, code in seen.items() if rank not in spoke]
     killed = [died for died in silent if -seen[died.rank] in _DEADLY]

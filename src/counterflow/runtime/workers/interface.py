@@ -62,7 +62,7 @@ def source_towards(host: str) -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """By IPv4 address, the names of this machine's interfaces."""
+    """Names of this machine's network interfaces, by IPv4 address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():

@@ -40,14 +40,14 @@ def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_second
     """Agree with the workers that were started at the same time; all of them call it.
 
     Args:
-        store: that all reach; there may be in it what earlier workers wrote.
-        rank: of this worker.
-        world_size: how many there are.
-        restarts: how often they were started again, as this one was told.
-        timeout_seconds: how long to wait for the others.
+        store: store that all reach; it may contain entries of earlier workers.
+        rank: rank of this worker.
+        world_size: number of workers.
+        restarts: number of restarts, as passed to this worker.
+        timeout_seconds: maximum time to wait for the others.
 
     Raises:
-        RuntimeError: they did not come.
+        RuntimeError: the other workers did not join in time.
     """
     deadline = time.monotonic() + timeout_seconds
     store.set_timeout(timedelta(seconds=timeout_seconds))

@@ -1,4 +1,4 @@
-"""Signals from outside, to all processes of a command; and the one that hears none. Knows no torch."""
+"""Signals from outside to all processes of a command, and a process that ignores them. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What a terminal or a batch system sends to all processes of a command, whoever is meant to act on it."""
+"""Signals that a terminal or a batch system sends to all processes of a command."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""A process's place among those that one command started, as torchrun or Slurm tells it.
+"""A process's place among those that one command started, from the environment of torchrun or Slurm.
 
-Invariant: it reads the environment only, and starts or joins nothing (``world.py`` does).
+Invariant: this module only reads the environment, and starts or joins nothing (``world.py`` does).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Place:
     """A process's place among those that one command started.
 
     Attributes:
-        by: what started them.
-        rank: this one's number, from 0.
-        world_size: how many there are.
-        local_rank: its number on its machine.
-        address: the host where they meet.
-        port: the port where they meet.
-        machines: on how many they are, as far as it is told; else 1.
+        by: launcher of the processes.
+        rank: number of this process, from 0.
+        world_size: number of processes.
+        local_rank: number of this process on its machine.
+        address: host where they meet.
+        port: port where they meet.
+        machines: number of machines, if the launcher reports it; else 1.
     """
 
     by: Literal["torchrun", "slurm"]

@@ -43,10 +43,10 @@ _POLL_SECONDS = 0.1
 """How soon it is seen that a worker ended."""
 
 _LINGER_SECONDS = 0.4
-"""How long a worker that failed stays, so that it is seen first who died without a word."""
+"""How long a failed worker stays, so a worker that died without a report is seen first."""
 
 _CONSEQUENCE_SECONDS = 1.0
-"""How long one stays that failed only because another did, so that the cause is told first."""
+"""How long a worker stays that failed only because another did, so the cause is reported first."""
 
 _SHUTDOWN_SECONDS = 30.0
 """How long workers may take to end when another one has failed, or when all have done their work."""
@@ -92,7 +92,7 @@ class ProcessLaunch:
             except BaseException:
                 children.abandon()
                 raise
-            # Of those that failed the first is known; the others may be about to tell what they saw of it.
+            # The first failed worker is known; the others may be about to report what they saw of it.
             children.end(_SHUTDOWN_SECONDS, signal.SIGTERM if codes else None)
         return codes
 
@@ -163,7 +163,7 @@ def _work(sent: _Sent, place: Mapping[str, str], line: Connection) -> None:
     try:
         function, args, kwargs = _read(Path(folder) / "task")
         result = pickled(function(*args, **kwargs), None)
-    except BaseException as error:  # told to who launched it
+    except BaseException as error:  # reported to the launcher
         _give_up(Path(folder), error, rank)
     transport = world.existing_transport()
     if transport is not None:
@@ -173,7 +173,7 @@ def _work(sent: _Sent, place: Mapping[str, str], line: Connection) -> None:
 
 
 def _give_up(folder: Path, error: BaseException, rank: int) -> NoReturn:
-    """Tell how this worker failed, and end without waiting for anything that may hang."""
+    """Report how this worker failed, and end without waiting for anything that may hang."""
     transport = world.existing_transport()
     failed = failed_by(error, rank, transport)
     _leave(folder, f"failure-{rank}", pickle.dumps(failed))
@@ -186,17 +186,17 @@ def _give_up(folder: Path, error: BaseException, rank: int) -> NoReturn:
 
 
 def _leave(folder: Path, name: str, data: bytes) -> None:
-    """Leave a file for who launched this worker, who finds it whole."""
+    """Write a file for this worker's launcher, which finds it complete."""
     draft = folder / f"draft-{name}"
     draft.write_bytes(data)
     draft.rename(folder / name)
 
 
 def check_processes(workers: int, kind: TransportKind) -> None:
-    """Refuse to start so many here.
+    """Refuse a number of workers that cannot be started here.
 
     Raises:
-        ConfigError: this is a worker itself, or there is no GPU for each.
+        ConfigError: this process is a worker itself, or there are fewer GPUs than workers.
     """
     if world.started_by() == "torchrun":
         raise ConfigError("this process is already a worker (RANK is set); call the function itself")
@@ -214,7 +214,7 @@ def check_processes(workers: int, kind: TransportKind) -> None:
 
 
 def _told(directory: Path) -> list[Failed]:
-    """What workers told before they ended."""
+    """Reports that workers left before they ended."""
     return [_read(path) for path in sorted(directory.glob("failure-*"))]
 
 

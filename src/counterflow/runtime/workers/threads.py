@@ -80,7 +80,7 @@ class ThreadLaunch:
             with self.turns.worker(), transport.running():
                 self.results[rank] = self.call()
             transport.status.now("its end")
-        except BaseException as error:  # told to who launched it
+        except BaseException as error:  # reported to the launcher
             self.causes[rank] = error
             self.failures.append(failed_by(error, rank, transport))
             transport.fail(error)

@@ -100,7 +100,7 @@ def current_transport(
     wanted = wanted or defaults.kind
     device = torch.device(device) if device is not None else defaults.device
 
-    if _process.world is not dist.group.WORLD:  # whoever began the last one has ended it
+    if _process.world is not dist.group.WORLD:  # the last one's owner has ended it
         _close()
     for made in _process.transports:
         if wanted in (None, made.kind) and device in (None, made.device, torch.device(made.device.type)):
@@ -164,10 +164,10 @@ def attempt(timeout_seconds: float) -> int:
 
 
 def told_by_first(make: Callable[[], str], timeout_seconds: float) -> str:
-    """What rank 0 makes, on all workers that were started; each one calls it, and once.
+    """A text made by rank 0, on all started workers; each one calls this once.
 
     Raises:
-        WorkerError: rank 0 does not tell it within the timeout.
+        WorkerError: rank 0 does not report it within the timeout.
     """
     here = place()
     if here is None:
@@ -307,7 +307,7 @@ def _control(transport: Transport) -> ProcessControl:
 
 
 def _at_exit() -> None:
-    """Close what was opened; after a failure not the process group, which may wait for who is gone."""
+    """Close what was opened; after a failure not the process group, which may wait for a lost worker."""
     failed = any(_control(transport).failed for transport in _process.transports)
     hosts = dist.is_initialized() and dist.get_rank() == 0 and not _agent_hosts_store()
     for transport in _process.transports:
