@@ -275,7 +275,7 @@ class Batching(Options):
     """
 
     target_sequence_dims: Any = option(1, "dimensions of positions")
-    """Likewise of the targets, and of what the last layer gives."""
+    """Dimensions of the positions in the targets' tensors, and in the last layer's output."""
 
     dynamic_shapes: bool = option(False, "true or false")
     """Whether shapes between stages may differ for inputs of the same shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,22 +20,50 @@ INSTEAD = {
     r"without a flush": "asynchronous",
     r"with a flush\b(?! before)": "synchronous",
     r"under way": "in flight",
-    r"left away": "default",
-    r"\bso many\b": "given, this many",
+    r"left away|leave one of them away": "default, use only one of them",
+    r"\bso (many|often)\b": "given, this many, maximum",
     r"\bwhoever\b": "everybody who, the one that",
-    r"\b(is|are|was|were|and) told\b": "reported",
-    r"\b(hears|heard)\b": "receives, received",
+    r"\btold\b": "reported, received",
+    r"\b(hears?|heard)\b": "receives, received",
     r"\b(for|to|of) who\b": "for those who",
-    r"\bhand(s|ed)? (it |them )?on\b": "pass on",
+    r"\bhand(s|ed|ing)? (it |them )?on\b": "pass on",
     r"\bjoints?\b": "detach point",
+    r"\blikewise\b": "the noun again",
+    r"\bthose that it\b": "the noun again",
+    r"\bat the begin\b": "at the beginning",
     r"\bLet me\b": "",
+    r"made small": "objective",
+    r"reads like": "looks like",
+    r"in a straight line": "extrapolated linearly",
+    r"bit by bit": "bit-exactly",
+    r"has none such": "has no such depth",
 }
-"""By a phrase what to write; what stands in code or quotes a message is left alone."""
+"""Replacements by phrase. Code and quoted messages are not searched."""
 
-QUOTED = re.compile(r"```.*?^```|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”", re.DOTALL | re.MULTILINE)
+SCRAP = re.compile(r"^Of (a|the) \w+\.$")
+"""A help text or description of a key without its noun, such as Time or Seed."""
+
+FRAGMENT = re.compile(r"(Of|Those|It is|Until|Who|Likewise|So many)\b")
+"""Beginnings of a docstring that is no sentence about a thing: it needs the thing's noun."""
+
+QUOTED = re.compile(
+    r"```.*?^```|``[^`]*``|`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|^ *>>>[^\n]*$", re.DOTALL | re.MULTILINE
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MADE = {"json.md", "supported-models.md", "reproducing.md"}
 """From records, from tests' names, from the papers' figures: their texts stand in the code."""
+
+
+def _outside_of_code(text: str) -> str:
+    """A text in which code and quoted messages are blank, with its lines unchanged."""
+    return QUOTED.sub(lambda quoted: re.sub(r"[^\n]", " ", quoted[0]), text)
+
+
+def _old_words(text: str) -> Iterator[tuple[int, str]]:
+    """Words that are not to come back, each with its line in the text and what to write instead."""
+    for phrase, better in INSTEAD.items():
+        for match in re.finditer(phrase, text, re.IGNORECASE):
+            yield text.count("\n", 0, match.start()), f"{match[0]!r}; write {better!r}"
 
 
 def test_pages_use_the_fields_words() -> None:
@@ -42,29 +71,9 @@ def test_pages_use_the_fields_words() -> None:
     for page in PAGES:
         if page.name in MADE:
             continue
-        text = QUOTED.sub(lambda quoted: re.sub(r"[^\n]", " ", quoted[0]), page.read_text(encoding="utf-8"))
-        for phrase, better in INSTEAD.items():
-            for match in re.finditer(phrase, text, re.IGNORECASE):
-                line = text.count("\n", 0, match.start()) + 1
-                found.append(f"{page.name}, line {line}: {match[0]!r}; write {better!r}")
+        text = _outside_of_code(page.read_text(encoding="utf-8"))
+        found += [f"{page.name}, line {line + 1}: {word}" for line, word in _old_words(text)]
     assert found == []
-
-
-ODD = {
-    r"made small": "objective",
-    r"told no error": "exited without an error message",
-    r"reads like": "looks like",
-    r"in a straight line": "extrapolated linearly",
-    r"leave one of them away": "use only one of them",
-    r"\b(each|every) so many\b": "steps between ...",
-    r"\bso (many|often)\b": "this many, maximum",
-    r"bit by bit": "bit-exactly",
-    r"under way": "in flight",
-    r"left away": "default",
-    r"has none such": "has no such depth",
-    r"^Of (a|the) \w+\.$": "a noun: Time of ..., Seed of ...",
-}
-"""Of help, keys and errors: what was said once, and what to write."""
 
 
 def _said() -> Iterator[tuple[str, str]]:
@@ -83,13 +92,58 @@ def _said() -> Iterator[tuple[str, str]]:
 
 
 def test_help_keys_and_errors_use_the_fields_words() -> None:
-    found = [
-        f"{place}: {match[0]!r}; write {better!r}"
-        for place, text in _said()
-        for phrase, better in ODD.items()
-        if (match := re.search(phrase, text))
-    ]
+    found = [f"{place}: {word}" for place, text in _said() for _, word in _old_words(text)]
+    found += [f"{place}: {text!r}; begin with the noun" for place, text in _said() if re.search(SCRAP, text)]
     assert found == []
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Docstrings of a module's parts and attributes, each with its line; names of arguments are blank."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                named = re.sub(r"^ *\w+:", "", inspect.cleandoc(text), flags=re.MULTILINE)
+                yield node.lineno, _outside_of_code(named)
+
+
+def _odd_docstrings(source: str) -> list[str]:
+    found = []
+    for line, text in _docstrings(source):
+        found += [f"line {line + below}: {word}" for below, word in _old_words(text)]
+        if FRAGMENT.match(text):
+            found.append(f"line {line}: {text.splitlines()[0]!r} begins as a fragment; begin with the noun")
+    return found
+
+
+def test_docstrings_use_the_fields_words() -> None:
+    found = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        if odd := _odd_docstrings(path.read_text(encoding="utf-8")):
+            found[str(path.relative_to(ROOT))] = odd
+    assert found == {}
+
+
+def test_the_check_sees_docstrings_of_parts_and_attributes() -> None:
+    source = '''
+"""A module that is told of a step."""
+
+LIMIT = 3
+"""Of a request."""
+
+
+def compare(told: int) -> None:
+    """Compare ``told``.
+
+    Args:
+        told: a report.
+        mine: likewise.
+    """
+'''
+    assert _odd_docstrings(source) == [
+        "line 2: 'told'; write 'reported, received'",
+        "line 5: 'Of a request.' begins as a fragment; begin with the noun",
+        "line 13: 'likewise'; write 'the noun again'",
+    ]
 
 
 def test_the_check_sees_a_word_outside_of_code_alone() -> None:

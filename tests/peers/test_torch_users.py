@@ -380,14 +380,14 @@ class Lambda(nn.Module):
 REFUSED: list[tuple[Any, str]] = [
     (
         lambda: Does(lambda x: (x, x.detach().to_sparse())),
-        "stage 0 gives a sparse_coo tensor; hand on the dense",
+        "stage 0 gives a sparse_coo tensor; pass on the dense",
     ),
     (
         lambda: Does(lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged)),
-        "stage 0 gives a nested tensor; hand on the dense",
+        "stage 0 gives a nested tensor; pass on the dense",
     ),
-    (lambda: Does(lambda x: (x, np.ones(3))), r"gives a numpy.ndarray at \[1\]; stages hand on tensors"),
-    (lambda: Does(lambda x: (part for part in [x])), "gives a generator; stages hand on tensors"),
+    (lambda: Does(lambda x: (x, np.ones(3))), r"gives a numpy.ndarray at \[1\]; stages pass on tensors"),
+    (lambda: Does(lambda x: (part for part in [x])), "gives a generator; stages pass on tensors"),
     (Forces, r"layer 1 \(Forces\) makes gradients in its forward .*; take recompute='stage', or none"),
     (
         lambda: Does(

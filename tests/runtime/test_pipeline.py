@@ -361,8 +361,8 @@ def test_an_error_names_worker_action_and_cause() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda _: object(), "stage 0 gives a object; stages hand on tensors"),
-        (lambda x: {"x": (x, {1, 2})}, r"stage 0 gives a set at \['x'\]\[1\]; stages hand on tensors"),
+        (lambda _: object(), "stage 0 gives a object; stages pass on tensors"),
+        (lambda x: {"x": (x, {1, 2})}, r"stage 0 gives a set at \['x'\]\[1\]; stages pass on tensors"),
         (lambda x: [x, torch.Generator()], r"stage 0 gives a torch._C.Generator at \[1\]"),
     ],
 )

@@ -203,7 +203,7 @@ user's input or a path.
 
 
 def _shortened(message: str) -> str:
-    """A message shortened to its beginning and end, and its words likewise, if they are too long to be read.
+    """A message and its words, each shortened to its beginning and end if it is too long to be read.
 
     >>> _shortened("no file " + "x" * 500 + ".toml: give one")[90:]
     'xxxxxxxxxxxxxxxxxx… (381 more) …xxxxxxxxxxxxxxxxxxx.toml: give one'

@@ -230,7 +230,7 @@ class Runs:
         except OSError:  # it is no run, or has been removed
             return None
         stamps = _stamp(path / LOCK), _stamp(path / SUMMARY), _stamp(path / EVENTS)
-        if stamps[0] or stamps != run.stamps:  # who has a lock may have gone without a word
+        if stamps[0] or stamps != run.stamps:  # the lock's owner may have died
             run.state, run.stamps = state_of(path), stamps
         run.begun = run.begun or changed(path / CONFIG)
         return run

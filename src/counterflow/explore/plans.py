@@ -154,7 +154,7 @@ def config_of(kept: KeptPlans, number: int) -> str:
     Raises:
         ConfigError: the model does not say how it is made, or a config cannot say what was planned.
     """
-    from counterflow.training.planned import planned_config  # noqa: PLC0415 - only who saves one needs it
+    from counterflow.training.planned import planned_config  # noqa: PLC0415 - needed only to save a plan
 
     task, prediction = kept.task, kept.plans[number].prediction
     return planned_config(task.model, task.profile, task.cluster, prediction).to_toml()

@@ -8,7 +8,7 @@ sure to be late. Where nothing lasts, a play says who gets how far, and who is s
 
 The same function runs as plain Python on lists and, once a process has played enough for numba's load time
 to pay, compiled on arrays. Both do the same additions and comparisons, so results are equal to the last bit;
-and whatever the order of turns, times are the same, as a node's are the largest of those that it waits for.
+and whatever the order of turns, times are the same, as a node's are the largest of the nodes it waits for.
 ``lists.py`` makes what is played of schedules and of programs.
 """
 

@@ -234,7 +234,7 @@ class Pipeline(States):
         Args:
             inputs: a tensor, or tensors in any structure, with the samples in ``input_dims``; read on workers
                 with the first stage. Numbers, texts and None in it go to all micro-batches.
-            targets: likewise, in ``target_dims``; read on workers with the last stage.
+            targets: tensors with the samples in ``target_dims``; read on workers with the last stage.
             kwargs: keyword arguments to the first layer, cut like the inputs, in ``kwarg_dims``.
             micro_batches: in place of all these, (inputs, targets) or (inputs, targets, kwargs) of each
                 micro-batch, as many as the schedule has; lengths may differ. Of an iterator, the next ones.

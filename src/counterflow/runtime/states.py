@@ -210,7 +210,7 @@ class States(ABC):
         (``local=True``), or let one receive it tensor by tensor (``stream_weights``).
 
         Args:
-            rank: the only rank that receives the model; the others receive an empty dict. None: all receive it.
+            rank: the only rank that receives the model; the others get an empty dict. None: all receive it.
             local: whether to return only this worker's part, without communication.
             ema: whether trained weights are their averages, in the weights' precision.
 

@@ -88,7 +88,7 @@ class OpGraph:
         """Their numbers."""
         many = len(numbers)
         self._keys = [stage * many + unit for stage, unit in zip(self._columns[1], units, strict=True)]
-        """Of each node, the number of its stage and unit."""
+        """Number of the stage and unit of each node."""
         self._makers = self._made()
         self.source: list[int | None] = self._sources()
 

@@ -23,8 +23,8 @@ OptionValue = int | str
 class Schedule:
     """A workload and one order per worker.
 
-    A synchronous schedule is one period with a flush at its end, an asynchronous schedule has several periods
-    without a flush between them. ``steady`` gives, for an asynchronous schedule, each worker's slice
+    A synchronous schedule is one period that ends in a flush, an asynchronous schedule has several periods
+    and no flush between them. ``steady`` gives, for an asynchronous schedule, each worker's slice
     ``order[start:stop]`` that consists of whole periods after the warm-up and before the drain.
     """
 

@@ -69,7 +69,7 @@ class _Sync:
         members: the workers that take part.
         ready: when the last of them starts its part.
         left: seconds it still takes alone.
-        ways: those that it shares.
+        ways: ways that it shares.
         share: of its seconds, those that are on a shared way.
     """
 
@@ -83,7 +83,7 @@ class _Sync:
     end: float = 0.0
 
     def slower(self, taken: Counter[int]) -> float:
-        """How many times as long it takes with so many syncs on each way."""
+        """Factor by which it takes longer with the given number of syncs on each way."""
         return 1 + (max((taken[way] for way in self.ways), default=1) - 1) * self.share
 
 

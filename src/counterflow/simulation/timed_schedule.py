@@ -111,7 +111,7 @@ class TimedSchedule:
 
     @cached_property
     def worker(self) -> Ints:
-        """Of each op."""
+        """Worker of each op."""
         return np.array(self.nodes.worker, dtype=np.int64)
 
     @cached_property
@@ -136,7 +136,7 @@ class TimedSchedule:
 
     @cached_property
     def sent(self) -> tuple[Ints, Floats]:
-        """Of each message the stage whose output it is, or the gradient of that, and the work of its op."""
+        """Stage whose output or output gradient each message contains, and the work of its op."""
         pieces, which = self.pieces
         made_by = which[self.messages.makers]
         stages = np.array([boundary(piece.kind, piece.stage) for piece in pieces], dtype=np.int64)

@@ -197,7 +197,7 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _borders(counts: Iterable[int]) -> Ints:
-    """Where so many things each begin, one behind the other, and where the last ones end."""
+    """Where consecutive runs of the given lengths begin, and where the last one ends."""
     return np.cumsum([0, *counts]).astype(np.int64)
 
 

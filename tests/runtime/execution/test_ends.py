@@ -121,9 +121,9 @@ def layer(function: Callable[[Any, Tensor], Any]) -> Callable[[], list[nn.Module
 Case = tuple[Callable[[], list[nn.Module]], Schedule, dict[str, Any], type[CounterflowError], str]
 
 CASES: dict[str, Case] = {
-    "sparse": (layer(lambda _, y: (y, y.detach().to_sparse())), ONE, {}, ConfigError, "hand on the dense"),
-    "numpy": (layer(lambda _, y: (y, np.ones(3))), ONE, {}, ConfigError, "stages hand on tensors"),
-    "object": (layer(lambda _, y: (y, object())), TWO, {}, ConfigError, "stages hand on tensors"),
+    "sparse": (layer(lambda _, y: (y, y.detach().to_sparse())), ONE, {}, ConfigError, "pass on the dense"),
+    "numpy": (layer(lambda _, y: (y, np.ones(3))), ONE, {}, ConfigError, "stages pass on tensors"),
+    "object": (layer(lambda _, y: (y, object())), TWO, {}, ConfigError, "stages pass on tensors"),
     "a buffer in copies": (layer(count), TWO, {}, ConfigError, "changes its buffer 'seen'"),
     "a weight in copies": (layer(clamp), TWO, {}, ConfigError, "changes its weight 'weight'"),
     "a weight that a backward needs": (layer(clamp), ONE, {}, ConfigError, "changes its weight 'weight'"),

@@ -1,4 +1,4 @@
-"""Tables that stages hand on in trees: each micro-batch has its own, whatever stages do to it."""
+"""Tables that stages pass on in trees: each micro-batch has its own, whatever stages do to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages hand on: any pytree, the same on the other side, in every scheme and recomputation."""
+"""What stages pass on: any pytree, the same on the other side, in every scheme and recomputation."""
 
 from __future__ import annotations
 

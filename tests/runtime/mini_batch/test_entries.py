@@ -410,7 +410,7 @@ def test_tensors_that_are_not_dense_are_refused_by_name(kind: str, what: str) ->
     where = "inputs[1] of micro-batch 1" if what == "ready" else f"{what}[1]"
     with pytest.raises(cf.ConfigError) as refused:
         launched(work)
-    assert str(refused.value).startswith(f"{where} is a {kind} tensor; hand on the dense tensors")
+    assert str(refused.value).startswith(f"{where} is a {kind} tensor; pass on the dense tensors")
 
 
 def nested(dense: Tensor) -> Tensor:

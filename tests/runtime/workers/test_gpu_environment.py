@@ -87,7 +87,7 @@ def test_what_torchrun_set_is_told(environment: pytest.MonkeyPatch, caplog: pyte
     before_nccl()
     assert os.environ[ERRORS] == "2"
     assert caplog.messages == [
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1, as torchrun sets it, would end this process before it tells of "
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1, as torchrun sets it, would end this process before it reports "
         "an error: it is 2 now"
     ]
 

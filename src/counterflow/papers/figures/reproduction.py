@@ -132,7 +132,7 @@ def reproduce(figure: Figure, progress: Progress | None = None) -> Reproduction:
 
     Args:
         figure: its description.
-        progress: told how far it is.
+        progress: callback for the progress.
     """
     tell = progress or (lambda _done, _of, _what: None)
     entries: list[Entry] = []

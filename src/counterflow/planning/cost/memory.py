@@ -125,12 +125,12 @@ class _Walk:
         """What split backwards leave, beside their inputs."""
         again = recompute is not Recompute.NONE
         self.counted = self.entering if again else needed
-        """Of what forwards leave, their inputs."""
+        """Bytes of inputs that forwards leave."""
         self.kept = [0.0 if again else one.kept_output for one in each]
-        """Of what forwards leave, their outputs."""
+        """Bytes of outputs that forwards leave."""
         self.stash = 0.0
         self.inputs = 0.0
-        """Of stages, in receive buffers, while their micro-batches are in flight."""
+        """Inputs of stages, in receive buffers, while their micro-batches are in flight."""
         self.here = 0.0
         """What was made for another stage of this worker."""
         self.made = 0.0
@@ -188,7 +188,7 @@ class _Walk:
             self._lay(op, self._beyond_kept(stage) * op.work, stage + 1)
 
     def _beyond_kept(self, stage: int) -> float:
-        """Of a stage's output, what its forward does not keep."""
+        """Bytes of a stage's output that its forward does not keep."""
         return max(0.0, self.outputs[stage] - self.kept[stage])
 
     def _backward(self, op: Op) -> None:
@@ -279,7 +279,7 @@ def message_buffers(placement: Placement, together: int, stages: StageCosts) -> 
 
 @lru_cache(maxsize=256)
 def _boundaries(placement: Placement) -> list[tuple[int, int, int]]:
-    """Of each message from a stage to the next: that stage, and the two workers; of all pipes, once each."""
+    """Stage and the two workers of each message from a stage to the next, once each over all pipes."""
     found = {
         (stage, min(both), max(both)): None
         for holders in placement.pipes_stages

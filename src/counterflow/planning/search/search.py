@@ -276,9 +276,7 @@ class _Search:
         return self.works[key]
 
     def _bounds(self, candidate: _Candidate) -> Bounds:
-        """The bounds of a candidate; most depends on the shape, not on all options, so many groups share
-        it.
-        """
+        """The bounds of a candidate; most depends on the shape, not on all options: groups share it."""
         group, recompute = candidate.group, candidate.recompute
         shape = group.shape
         where = candidate.arrangement, candidate.nodes

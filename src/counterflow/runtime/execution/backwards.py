@@ -114,7 +114,7 @@ class RunBackward(_Differentiates):
             in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _input_gradients(self, stash: Stash) -> list[Tensor | None]:
-        """Gradients of the previous stage's outputs, None where none exists; those of skip connections are sent."""
+        """Gradients of the previous stage's outputs, or None; those of skip connections are in flight."""
         found: list[Tensor | None] = []
         for tensor in stash.inputs:
             if tensor.requires_grad:

@@ -146,7 +146,7 @@ class StepGathers:
         self._asked = []
 
     def _told(self, asked: Asked) -> list[float]:
-        """This worker's report of a mini-batch."""
+        """Report of this worker on a mini-batch."""
         square = 0.0 if asked.norm is None else self._square(asked.norm)
         part, metrics = Part(0.0, square, None, Weighed()), dict[str, float]()
         if asked.loss is not None:
@@ -204,7 +204,7 @@ def refuse_other_steps(rows: list[Sequence[float]]) -> None:
     for rank, row in enumerate(rows):
         if row != rows[0]:
             raise ConfigError(
-                f"rank {rank} told of step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
+                f"rank {rank} reported step {row[1]:g} in call {row[0]:g} since the pipeline was empty, "
                 f"rank 0 of step {rows[0][1]:g} in call {rows[0][0]:g}; all workers make the same calls "
                 "in the same order"
             )

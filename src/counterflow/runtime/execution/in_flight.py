@@ -51,7 +51,7 @@ class InFlight:
         self.stashes: dict[Key, Stash] = {}
         self.waiting: dict[Key, Waiting] = {}
         self.over: list[Stash] = []
-        """Stashes of finished ops whose deferred work, due after the send and before the next op, is not done."""
+        """Stashes of finished ops with pending work, which is done after the send and before the next op."""
         self.messages = MessageQueue(transport, compression)
         self.once = Once()
         self._slots = slots

@@ -5,15 +5,15 @@ handlers of their actions, in a table by action type.
 
 * With a barrier no weight changes before loss and gradient norm of the whole mini-batch are known everywhere,
   and at a step's end nothing is in flight.
-** Without a barrier all numbers are bit-exactly equal. Only those waits are left out that no number
-  needs: for the other workers' ends, for messages on their way, for the agreement on the next mini-batch,
-  which is like the last one. A worker is at most one step ahead of another (``early_loss.py``), so two
-  sets of message numbers distinguish the steps. Where gradients are clipped, or updates skipped, updates wait
-  for the norm of all as with a barrier. Else they wait for the loss only. So a non-finite loss ends
-  the run before any update uses it. If a gradient is non-finite but the loss is finite, its worker updates
-  with zeros and the others with their gradients, and all workers end before the next updates. A device always has an op
-  to run while its host reads: the loss is read an op after it was computed, and the norm is reported with the
-  next step's loss, an op into that step.
+* Without a barrier all numbers are bit-exactly equal. Only those waits are left out that no number needs: for
+  the other workers' ends, for messages in flight, for the agreement on the next mini-batch, which is like the
+  last one. A worker is at most one step ahead of another (``early_loss.py``), so two sets of message numbers
+  distinguish the steps. If gradients are clipped, or updates skipped, updates wait for the norm of all as
+  with a barrier. Else they wait for the loss only. So a non-finite loss ends the run before any update uses
+  it. If a gradient is non-finite but the loss is finite, its worker updates with zeros and the others with
+  their gradients, and all workers end before the next updates. A device always has an op to run while its
+  host reads: the loss is read an op after it was computed, and the norm is reported with the next step's
+  loss, an op into that step.
 * An asynchronous step begins a mini-batch and leaves the last ones in flight: what it runs is a segment
   (``program/segments.py``), and n steps and a flush are the program of the scheme with n periods, action by
   action. Gradients are clipped stage by stage, because a stage is updated before the gradients of the other
@@ -168,7 +168,7 @@ class Runner:
             update: whether weights are updated; else the gradients are kept for the next update.
 
         Returns:
-            The oldest finished mini-batch, this or an earlier one, that was not reported; None: there is none.
+            The oldest known mini-batch, this or an earlier one, that was not returned yet; None: none.
 
         Raises:
             ConfigError: ``update`` is False, and the scheme is asynchronous.

@@ -358,7 +358,7 @@ class BufferPool:
                 break
             if tries < _TRIES:
                 free.append((buffer, tries + 1))
-            else:  # it is theirs who keep it
+            else:  # other code keeps the buffer and owns it now
                 self._free_bytes -= buffer.nbytes
         else:  # what is left of the free ones is shared: in use
             self.made += 1

@@ -1,8 +1,8 @@
 """Agreement of all workers before they run a mini-batch: on the call, its samples, shapes and contents.
 
-Invariant: every worker that continues has the same call and the same mini-batch as all others, or all end with
-an error that names the difference. The agreement is one small gather a step; a worker that knows enough to
-begin reads the reports of the others before it sends anything. ``batches.py`` decides what a batch contains.
+Invariant: every worker that continues has the same call and the same mini-batch as all others, or all end
+with an error that names the difference. The agreement is one small gather a step; a worker that knows enough
+to begin reads the other reports before it sends anything. ``batches.py`` decides what a batch contains.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ _NAME = "counterflow_counted"
 
 
 def _one_of(weights: list[Tensor | int], samples: float) -> Tensor | float:
-    """One number that identifies some weights: multiples of other weights by these factors never add up to it."""
+    """A number that identifies some weights: multiples of others by these factors never add up to it."""
     factors = [math.exp(1 / number) / samples for number in range(1, len(weights) + 1)]
     found: Tensor | float = 0.0
     for weight, factor in zip(weights, factors, strict=True):

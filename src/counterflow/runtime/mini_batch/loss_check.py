@@ -1,7 +1,8 @@
 """Check that a loss is a mean over samples, as assumed, in the first mini-batch of a kind.
 
 A unit's loss is compared with the losses of its two halves on the same outputs, each weighted as in the
-mini-batch. A unit relates to its halves as one process's mini-batch relates to its micro-batches. Units of one sample are compared two by two instead.
+mini-batch. A unit relates to its halves as one process's mini-batch relates to its micro-batches. Units of
+one sample are compared in pairs instead.
 
 The check does not find what changes only the gradient. It cannot decide about a loss that draws random
 numbers or that the last layer computes, or if outputs or targets cannot be cut.

@@ -322,7 +322,7 @@ class Losses:
         self._arrived = len(self.entries)
 
     def part(self, squared_norm: float = 0.0) -> Part:
-        """This worker's report of the mini-batch, with its part of the gradients' squared norm."""
+        """Report of this worker on the mini-batch, with its part of the gradients' squared norm."""
         if not (self.entries and self.told):
             return Part(0.0, squared_norm, None, self.weighed())
         weighed = self.weighed()

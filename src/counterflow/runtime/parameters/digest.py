@@ -1,7 +1,7 @@
 """A digest of some tensors' contents, computed on their device.
 
-The digest is a sum of products of bits and fixed random factors, in 64-bit integers that wrap around: exact in
-any order of addition, so equal on every device. At most 32 bits of a value are read at a time, so zero and
+The digest is a sum of products of bits and fixed random factors, in 64-bit integers that wrap around: exact
+in any order of addition, so equal on every device. At most 32 bits of a value are read at a time, so zero and
 negative zero differ, and a NaN is handled like a number. Each place has its own factor, so swapped values and
 equal changes in several places are detected too (exclusive or, as in ``torch.hash_tensor``, returns 0 for any
 tensor of equal values). Two different contents have equal digests with a probability of at most one in 2**33.

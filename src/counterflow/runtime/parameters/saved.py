@@ -120,7 +120,7 @@ class SavedState:
         return assembled((key, _kept(value)) for (key,), value in every)
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
-        """Training state of all stages, on ``rank`` or on all for None; empty on others. All workers call it."""
+        """Training state of all stages, on ``rank`` or, for None, on all; else empty. All workers call it."""
         stream = Stream(self._weights.transport, rank)
         if self._weights.owners is None:
             return assembled(self._stages(stream, self._training_of))

@@ -1,7 +1,7 @@
 """The state of the whole model, sent tensor by tensor from the workers that hold it to those that ask for it.
 
-Invariant: no worker holds more of other workers' weights than what it asked for and one tensor. All workers go
-through the stages and their tensors in one order.
+Invariant: no worker holds more of other workers' weights than what it asked for and one tensor. All workers
+iterate over the stages and their tensors in one order.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Stream:
 
 
 def _described(value: Any) -> Any:
-    """Description of a tensor that all receive before its values; for numbers and other objects, the value."""
+    """Description of a tensor, sent before its values; for numbers and other objects, the value."""
     if is_dtensor(value) or (type(value) in _PLAIN and value.dim()):
         return _Shape(tuple(value.shape), value.dtype)
     return _on_host(value) if isinstance(value, Tensor) else deepcopy(value)

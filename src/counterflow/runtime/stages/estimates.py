@@ -1,6 +1,7 @@
 """Estimated cost of each layer of a model, without running it: floating-point operations.
 
-The engine cuts a model by this cost if no cuts are given; ``measure`` measures the cost of layers on a device. ``schedule.cuts`` makes stages from costs.
+The engine cuts a model by this cost if no cuts are given; ``schedule.cuts`` makes stages from costs, and
+``measure`` measures the cost of layers on a device.
 
 Invariant: the model is left as it was. Every layer is counted, embedding and head included.
 """

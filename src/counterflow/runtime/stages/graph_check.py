@@ -33,8 +33,8 @@ def check_graph(
     """Refuse a stage that computes with weights that are no module's parameters; called once.
 
     A tensor that requires a gradient and that the layers create in each run is no weight: it could not be
-    trained in one process either. So if an unknown tensor is found, the stage runs a second time, and a tensor
-    in both graphs existed before.
+    trained in one process either. So if an unknown tensor is found, the stage runs a second time, and a
+    tensor in both graphs existed before.
 
     Args:
         copy: the stage.

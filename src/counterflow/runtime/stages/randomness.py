@@ -75,7 +75,7 @@ class RandomStreams(Feature):
         self.timeout_seconds = timeout_seconds
         self._has_turn = False
         self._bases: list[tuple[int, int | None, int]] = [(seed, None, 0)] * _STEPS
-        """Bases of the last few steps: the run's seed (a load changes it), the step, and the base of the seeds."""
+        """Bases of the last few steps: the run's seed (a load changes it), the step, and the seeds' base."""
 
     @cached_property
     def generators(self) -> list[torch.Generator]:

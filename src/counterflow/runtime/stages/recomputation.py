@@ -45,7 +45,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def same_tensors(value: Any) -> Any:
-    """The same tensors in new trees, as a layer may remove entries from the trees it receives."""
+    """A copy of a value's trees with the same tensors, as a layer may remove entries from its input."""
     return mapped(_itself, value)
 
 
@@ -93,7 +93,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:
-    """A tensor with the same memory and its own version counter: the parts of a mini-batch share one counter."""
+    """A tensor with the same memory and its own version counter: parts of a mini-batch share a counter."""
     if not tensor.is_leaf:
         return tensor
     return same_memory(tensor)

@@ -103,7 +103,7 @@ class Skip:
         if self._is_again():
             raise ConfigError(
                 f"the skip {self.name!r} is loaded in a torch.utils.checkpoint, which would load it again in "
-                "the backward, when another micro-batch's may be there; load it before, and hand it in"
+                "the backward, when another micro-batch's may be there; load it before, and pass it in"
             )
         if self._value is _NOTHING:
             raise ConfigError(
@@ -126,7 +126,7 @@ class Skip:
 
 
 class SaveSkip(nn.Module):
-    """Gives what it takes, and saves it; made by ``Skip.saver``."""
+    """A layer that returns its input and saves it; made by ``Skip.saver``."""
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class SaveSkip(nn.Module):
 
 
 class LoadSkip(nn.Module):
-    """Gives what it takes and a skip's value, or the value alone; made by ``Skip.loader``."""
+    """A layer that returns its input and a skip's value, or the value alone; made by ``Skip.loader``."""
 
     def __init__(self, skip: Skip) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """A stage's backward in two ops: first the gradient of its input, later those of its weights.
 
-The graph is traversed once for the input gradient. Where weights enter it (``graph_split.py``) the gradient is
-saved, and tensors that only the input gradient needed are dropped. Later autograd enters each of these nodes
-again with its gradient, for its weights alone, so gradients are accumulated in place and hooks are called as
-usual.
+The graph is traversed once for the input gradient. Where weights enter it (``graph_split.py``) the gradient
+is saved, and tensors that only the input gradient needed are dropped. Later autograd enters each of these
+nodes again with its gradient, for its weights alone, so gradients are accumulated in place and hooks are
+called as usual.
 
 The graph of many layers is made in pieces, with detach points at layers' inputs: autograd looks at all nodes
 beneath the one it enters, which would be the whole stage each time. Detach points also separate layers that
@@ -53,7 +53,7 @@ class Joint(NamedTuple):
 
 
 class Joints:
-    """Where the graph of one forward is joined, from the input on; filled while the stage's layers run."""
+    """Detach points of one forward's graph, from the input on; recorded while the stage's layers run."""
 
     def __init__(self, splitting: Splitting) -> None:
         self.splitting = splitting
@@ -63,7 +63,7 @@ class Joints:
         self._seen: dict[int, tuple[Any, list[int], tuple[GradientEdge, ...]]] = {}
 
     def before(self, layer: int, value: Any) -> Any:
-        """What a layer takes in place of ``value``, which the one before it gave."""
+        """Input of a layer in place of ``value``, the previous layer's output."""
         if self.splitting.joined is None:
             edges: list[GradientEdge] = []
             mapped(lambda tensor: _noted(tensor, edges), value)
@@ -118,14 +118,14 @@ class Joints:
 
 
 class Splitting(Feature):
-    """What is known of the graphs of one stage, and where they are joined as its layers run.
+    """Facts about the graphs of one stage, and their detach points as its layers run.
 
     Args:
-        stage: its number.
-        constant: its parameters and buffers.
+        stage: number of the stage.
+        constant: returns the stage's parameters and buffers.
         direct: whether autograd's engine is called without autograd's checks (on the CPU, where a graph runs
             in the thread that calls).
-        first: the number of its first layer, before which nothing is joined.
+        first: number of its first layer, before which there is no detach point.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Splitting(Feature):
         self.stage = stage
         self._first = first
         self._at_hand: Joints | None = None
-        """In a forward whose backward is split: where its graph is joined."""
+        """Detach points of the current forward, if its backward is split."""
         self.direct = direct
         self.joined: frozenset[int] | None = None
-        """The layers before which graphs are joined; None: not known yet."""
+        """Layers with a detach point before them; None: not known yet."""
         self.hooks = HooksOnce()
         self.waits: bool | None = None
-        """Whether any weights' gradients ever waited; None: there was no backward yet."""
+        """Whether any weight gradients ever waited; None: there was no backward yet."""
         self._constant = constant
         self._divisions: dict[Shape, Division] = {}
 

@@ -196,7 +196,7 @@ class StageCopy:
         self._compose()
 
     def note_checked(self) -> None:
-        """Note that ``check_graph`` has seen the graph, and that the values passed on by its layers are known."""
+        """Note that ``check_graph`` has seen the graph, and that the values its layers pass on are known."""
         self.checked = True
         self._compose()
 

@@ -137,7 +137,7 @@ class NcclTransport(OrderedTransport):
         next agreement of the workers.
         """
         self.keep_flight_record()
-        # Each in a thread: NCCL may wait for what never comes even here, and who aborts has more to do.
+        # Each in a thread: even here NCCL may wait for ever, and the aborting thread has more to do.
         threads = [Thread(target=_aborted, args=(group,), daemon=True) for group in self._data_groups]
         for thread in threads:
             thread.start()

@@ -1,9 +1,10 @@
 """The processes of a launch: started together, watched until they end, and none left behind.
 
-torch's elastic launch waits for ever where a process ends without a word and with exit code 0, as its own
-wrapper of a process does after an interrupt. Here who ends before it is let go has failed, whatever its code.
+torch's elastic launch waits for ever if a process ends without a report and with exit code 0, as its own
+wrapper of a process does after an interrupt. Here a process that ends before it is released has failed,
+whatever its code.
 
-Invariant: after ``end`` none is running, whatever signals came meanwhile. It knows nothing of what they do.
+Invariant: after ``end`` none is running, whatever signals were received. The module does not know their work.
 """
 
 from __future__ import annotations

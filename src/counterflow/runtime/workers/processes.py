@@ -151,7 +151,7 @@ def _work(sent: _Sent, place: Mapping[str, str], line: Connection) -> None:
     """What a worker process runs."""
     folder, _, defaults, threads, listens = sent
     end_with_the_launch()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # who launched it says when it ends, without tracebacks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher ends it, without tracebacks
     if not listens:
         let_signals_through()
     os.environ.update(place)

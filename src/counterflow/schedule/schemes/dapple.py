@@ -1,4 +1,4 @@
-"""DAPPLE: one forward, one backward (1F1B), with a flush at the end of the mini-batch.
+"""DAPPLE: one forward, one backward (1F1B), and a flush at the end of the mini-batch.
 
 D=4, N=4 (digit = forward, letter = backward of the same micro-batch, B = 2F):
 

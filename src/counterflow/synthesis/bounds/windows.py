@@ -117,7 +117,7 @@ class Windows:
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        """The letters, each after those that it needs for the same micro-batch."""
+        """The letters, each after the letters that it needs for the same micro-batch."""
         return in_order(self.problem)
 
     @cached_property
@@ -145,7 +145,7 @@ class Windows:
 
 
 def in_order(problem: Problem) -> tuple[int, ...]:
-    """The letters, each after those that it needs for the same micro-batch."""
+    """The letters, each after the letters that it needs for the same micro-batch."""
     needed = {n: [need.letter for need in x.needs] for n, x in enumerate(problem.letters)}
     return tuple(TopologicalSorter(needed).static_order())
 
