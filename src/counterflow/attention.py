@@ -19,9 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .carry import Carry
-
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+from .torch_private import FLASH, FLASH_BACKWARD
 
 
 def attend(
@@ -96,7 +94,7 @@ class _Part(NamedTuple):
     def forward(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """What the queries see of it, and its log-sum-exp, [..., positions]."""
         if self._by_kernel(queries):
-            found: tuple[Tensor, Tensor] = _flash(
+            found: tuple[Tensor, Tensor] = FLASH(
                 queries, self.key, self.value, 0.0, self.causal, attn_mask=None, scale=scale
             )
             return found
@@ -110,7 +108,7 @@ class _Part(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, key and value, with the output and log-sum-exp over all parts."""
         if self._by_kernel(queries):
-            found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+            found: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
                 gradient, queries, self.key, self.value, output, total, 0.0, self.causal,
                 attn_mask=None, scale=scale,
             )  # fmt: skip

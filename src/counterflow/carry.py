@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import ConfigError
+from .torch_private import in_backward
 
 NOTHING = object()
 """In place of a state that there is none of."""
@@ -82,7 +83,7 @@ class Carry(nn.Module):
     # -- kept out of compiled code, which would take what it finds for constants
 
     def _take(self, otherwise: Any) -> Any:
-        if not self._runs and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a backward runs
+        if not self._runs and in_backward():
             raise ConfigError(
                 "a carried state is taken in a torch.utils.checkpoint, which would take it again in the "
                 "backward, when it is another slice's; take it before, and hand it in"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from counterflow.runtime import torch_private
+from counterflow.torch_private import in_backward
 
 SOURCES = Path(torch_private.__file__).parents[1]
 
@@ -41,7 +42,7 @@ def test_uses_of_a_storage() -> None:
 def test_a_backward_is_seen_from_within() -> None:
     seen = []
     value = torch.ones(1, requires_grad=True)
-    value.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    value.register_hook(lambda _: seen.append(in_backward()))
     torch_private.run_backward(
         (value * 2,),
         (torch.ones(1),),
@@ -52,7 +53,7 @@ def test_a_backward_is_seen_from_within() -> None:
         accumulate_grad=True,
     )
     assert seen == [True]
-    assert not torch_private.in_backward()
+    assert not in_backward()
     assert value.grad is not None
 
 

@@ -50,11 +50,6 @@ preserve_version_counter = _unsafe_preserve_version_counter
 that save a weight for their backward."""
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward. Without: a hook on the loss that notes it."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
-
-
 def never_compiled(function: _Function) -> _Function:
     """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
 

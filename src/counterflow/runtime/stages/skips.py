@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from counterflow.carry import NOTHING, Carry
 from counterflow.errors import ConfigError
 from counterflow.schedule.workload import SkipLink
+from counterflow.torch_private import in_backward
 
 from ..messages.values import Value
-from ..torch_private import in_backward
 from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
 from .randomness import SampleRows, versions
