@@ -52,6 +52,8 @@ ELSEWHERE = {
         *("counterflow profile", "counterflow plan", "counterflow plan", "counterflow train"),
         *("torchrun --nnodes", "counterflow plan", "torchrun --nnodes"),
     ],
+    # by test_ten_minutes in tests/docs/test_pages.py, on threads
+    "docs/ten-minutes.md": ["python own.py", "python own.py"],
     # by tests/docs/test_hugging_face.py
     "docs/hugging-face.md": ["pip install", "python make.py", "counterflow train tune.toml"],
     # by tests/runtime/mesh/cases.py, in four processes of its own
