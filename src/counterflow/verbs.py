@@ -17,7 +17,7 @@ from .planning.inputs.model import Model
 from .planning.inputs.profile import Profile
 from .planning.predict import predict as _predict
 from .planning.prediction import Configuration, Prediction
-from .planning.search.constraints import Constraints
+from .planning.search.constraints import Constraints, cuts_of
 from .planning.search.found import Found
 from .planning.search.search import Progress, search
 from .planning.task import Task
@@ -87,6 +87,8 @@ def plan(
     if unknown := limits.keys() - set(Constraints.__dataclass_fields__):
         known = ", ".join(Constraints.__dataclass_fields__)
         raise ConfigError(f"{min(unknown)}: unknown limit; plan accepts {known}")
+    if isinstance(limits.get("cuts"), str):
+        limits["cuts"] = cuts_of(limits["cuts"], task.model)
     constraints = constraints or Constraints(**limits)
     return search(
         task.model, task.profile, task.cluster, task.mini_batch, constraints, count=count, progress=progress

@@ -26,6 +26,7 @@ COMMANDS = {
     "synthesize": "synthesize --placement vee --workers 2 --micro-batches 4 --peak 4 --moves 100",
     "compare": "compare --workers 4 --micro-batches 8 --p2p 0.1 --weight-bytes 1GiB --activation-bytes 1MiB "
     "--memory 2060MiB --moves 200",
+    "layout": "layout Et*3|(tt|)*29,m|L --layers 12 --pp 4 --vpp 2",
     "check": "check mixpipe --stages 4 --micro-batches 8 --injected max",
     "schemes": "schemes",
     "plan": "plan --example chimera-bert48 --workers 4 --workers 8 --top 2",

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMANDS = [
     "compare",
+    "layout",
     "convert",
     *("train", "schemes", "simulate", "profile", "plan", "check", "show", "export", "verify", "reproduce"),
     "synthesize",
@@ -183,7 +184,10 @@ def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     if page == "docs/first-run.md":
         (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         (tmp_path / "my.toml").write_text(config, encoding="utf-8")
-    for name, program in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+    files = re.findall(
+        r"^```(?:python|toml)\n# (\w+\.(?:py|toml))\n(.*?)^```", text, re.DOTALL | re.MULTILINE
+    )
+    for name, program in files:
         (tmp_path / name).write_text(_fewer(program), encoding="utf-8")
     run_all(run, lines, tmp_path)
 

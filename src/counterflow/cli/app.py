@@ -66,8 +66,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan --example chimera-bert48 --stale",
         "plan --example chimera-bert48 --scheme chimera --workers 4 --top 5 --out plan.toml",
         "plan --example chimera-bert48 --workers 4 --option chimera.pairs=1 --cuts even --json",
+        'plan --example chimera-bert48 --scheme dapple --cuts "Et*24|t*24,L" --layout',
         "plan --example mixpipe-bert48 --save-inputs mine",
         "plan --example mixpipe-bert48 --cluster mine/cluster.toml --scheme mixpipe --workers 4 --json",
+    ),
+    "layout": (
+        'layout "Et*3|(tt|)*29,m|L" --layers 48 --pp 8 --vpp 2',
+        'layout "Et*4|(t*4|)*14,tmL" --pp 8 --vpp 1 --json',
     ),
     "check": (
         "check mixpipe --stages 8 --micro-batches 16 --injected max",

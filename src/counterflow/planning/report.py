@@ -232,6 +232,10 @@ class Planned(Result):
     cluster: Annotated[str, said("name of the cluster", "task.cluster.name")]
     mini_batch: Annotated[int, said("samples of an update, over all replicas")]
     usable_bytes: Annotated[float, said("memory of a device without the reserve")]
+    layout: Annotated[
+        str | None,
+        said("the best plan's stages as Megatron-LM's `--pipeline-model-parallel-layout`; null: it has none"),
+    ]
     best: Annotated[list[PlanShown], said("the best plans: one, or the number given by `--top`")]
     schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "found.of_schemes")]
     rejected: Annotated[
@@ -268,4 +272,5 @@ def planned(task: Task, found: Found, explained: Why, orders: Orders | None = No
         explained: why the best plan is the best.
         orders: orders computed for the best plans.
     """
-    return Planned.of(task=task, found=found, why=explained, synthesized=orders)
+    layout = found.best[0].layout
+    return Planned.of(task=task, found=found, layout=layout, why=explained, synthesized=orders)

@@ -75,7 +75,8 @@ class Pipeline(States):
         list_layers: the layers of ``model``, if it is neither a sequential nor a list.
         example: in place of ``list_layers``, inputs as ``step`` takes them: the layers of ``model`` are found
             by itself, as ``cf.layers(model, example)`` finds them.
-        cuts: the numbers of the layers with which stages 1, 2, ... begin; by default balanced.
+        cuts: the numbers of the layers with which stages 1, 2, ... begin; or a layout of Megatron-LM of the
+            list of layers (embedding, blocks, head), ``"Ett|tt|ttL"``; by default balanced.
         costs: cost of each layer, to balance by; by default estimated from the parameters.
         mesh: a DeviceMesh of (replica, worker), or the ranks of each replica's workers, as
             ``[[0, 1], [2, 3]]``; by default rank = replica * workers + worker. Further dimensions are for
@@ -109,7 +110,7 @@ class Pipeline(States):
         scheduler: MakeScheduler | None = None,
         list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         example: Any = None,
-        cuts: Sequence[int] | None = None,
+        cuts: Sequence[int] | str | None = None,
         costs: Sequence[float] | None = None,
         mesh: Mesh | None = None,
         parallelize: Parallelize | None = None,

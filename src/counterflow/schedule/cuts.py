@@ -20,6 +20,8 @@ from typing import SupportsIndex
 
 from counterflow.errors import ConfigError
 
+from .layouts import Layout
+
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The cuts that minimise the most expensive stage.
@@ -43,21 +45,25 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return _squarest(ends, stages, _smallest_limit(ends, stages))
 
 
-def explicit(cuts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
+def explicit(cuts: Sequence[int] | str, layers: int, stages: int) -> tuple[int, ...]:
     """The user's own cuts, after they are checked.
 
     Args:
-        cuts: the layer at which each stage after the first begins.
+        cuts: the layer at which each stage after the first begins; or a layout of Megatron-LM as text, whose
+            first layer is an embedding, and whose last is a head with the loss.
         layers: number of layers of the model.
         stages: number of stages of the schedule.
 
     Raises:
-        ConfigError: the number of cuts is not one less than that of stages, or a stage has no layer.
+        ConfigError: the number of cuts is not one less than that of stages, a stage has no layer, or a layout
+            has other layers or stages.
 
-    >>> explicit([2, 3], layers=6, stages=3)
-    (2, 3)
+    >>> explicit([2, 3], layers=6, stages=3), explicit("Et|t|ttL", layers=6, stages=3)
+    ((2, 3), (2, 3))
     """
     _refuse_too_few(layers, stages)
+    if isinstance(cuts, str):
+        return Layout.read(cuts).cuts(layers, stages=stages)
     if not all(isinstance(cut, (int, SupportsIndex)) for cut in cuts):
         raise ConfigError(f"cuts={list(cuts)}: cuts must be numbers of layers; give whole numbers")
     if len(cuts) != stages - 1:

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from counterflow import toml
 from counterflow.errors import ConfigError
+from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import Schedule
 
 from . import registry
@@ -190,6 +191,12 @@ class RunConfig(Section):
         """Refuse cuts unless they make as many stages as the schedule has, each with a layer or more."""
         cuts, layers = self.pipeline.cuts, self.model.all_layers
         if cuts is None:
+            return
+        if isinstance(cuts, str):
+            try:
+                explicit(cuts, layers, schedule.stages)
+            except ConfigError as error:
+                raise ConfigError(f"pipeline.cuts: {error}") from None
             return
         place = f"pipeline.cuts = {toml.shown(cuts)}"
         if len(cuts) != schedule.stages - 1:

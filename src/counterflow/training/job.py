@@ -23,7 +23,7 @@ from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of, parameter_count
-from counterflow.schedule.cuts import balance, stage_layers
+from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
 
@@ -156,7 +156,8 @@ def prepare(
         begun = found(config, start, again=again)
     if begun is not None:
         check(begun, made.model, made.list_layers, config)
-    cuts = config.pipeline.cuts if cuts is None else cuts
+    if cuts is None and config.pipeline.cuts is not None:
+        cuts = explicit(config.pipeline.cuts, len(layers), schedule.stages)
     if cuts is None:
         samples = max(1, config.train.samples // schedule.micro_batches)
         cuts = balance(operations(made, layers, samples), schedule.stages)

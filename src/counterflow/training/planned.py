@@ -14,7 +14,9 @@ from pydantic import ValidationError
 from counterflow.errors import ConfigError
 from counterflow.planning import Cluster, Model, Prediction, Profile
 from counterflow.planning.cost.device_placement import devices
+from counterflow.planning.cost.stages import Cuts
 from counterflow.runtime.transport.kinds import GLOO, NCCL
+from counterflow.schedule.layouts import Layout
 
 from .config import RunConfig
 
@@ -130,6 +132,7 @@ def planned_config(
         "profile": profile.name,
         "mini_batch": prediction.mini_batch // prediction.updates,
         "micro_batch": plan.samples,
+        "layout": str(layout) if (layout := _layout(model, plan.cuts)) else None,
         "arrangement": plan.arrangement.value,
         "devices": [device for replica in placed for device in replica],
         "step_seconds": prediction.step_seconds,
@@ -138,6 +141,10 @@ def planned_config(
         "peak_bytes": prediction.peak_bytes,
     }
     return RunConfig.model_validate(values | {"plan": expected})
+
+
+def _layout(model: Model, cuts: Cuts) -> Layout | None:
+    return model.layout(cuts) if isinstance(cuts, tuple) else None
 
 
 def _in_words(optimizer: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from counterflow.runtime.stages.ownership import copied
 from counterflow.runtime.stages.precision import dtype_of
 from counterflow.runtime.transport.kinds import kind_of
 from counterflow.runtime.workers.launch import launch
-from counterflow.schedule.cuts import balance
+from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
 from .reference import Reference, Staleness, parts_of
@@ -134,9 +134,10 @@ def verify(
     threads = 1 if lower else None
     if reference is None:
         modules = layers_of(list(layers))
-        cuts = options.get("cuts") or balance(
-            options.get("costs") or estimated_costs(modules), schedule.stages
-        )
+        if (cuts := options.get("cuts")) is not None:
+            cuts = explicit(cuts, len(modules), schedule.stages)
+        else:
+            cuts = balance(options.get("costs") or estimated_costs(modules), schedule.stages)
         with _threads(threads):
             reference = one_process(
                 layers,

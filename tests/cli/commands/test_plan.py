@@ -23,6 +23,7 @@ KEYS = [
     "cluster",
     "mini_batch",
     "usable_bytes",
+    "layout",
     "best",
     "schemes",
     "rejected",

@@ -20,6 +20,7 @@ from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps
+from counterflow.schedule.placement import looped
 
 from ..options.flags import JsonFlag, Record
 from ..options.wanted import PlanLimits
@@ -104,6 +105,9 @@ class Results(Record):
     save_inputs: Path | None = asked(
         None, "Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.", metavar="DIR"
     )
+    layout: bool = asked(
+        False, "Print only the best plan's layout, for Megatron-LM's --pipeline-model-parallel-layout."
+    )
     listed: bool = asked(False, "List the examples.", name="list")
 
 
@@ -119,7 +123,7 @@ def plan(
     if output.save_inputs is not None:
         _save(task, output.save_inputs)
         return
-    constraints = limits.constraints()
+    constraints = limits.constraints(task.model)
     with search_bar("planning") as report:
         found = search(
             task.model,
@@ -139,11 +143,32 @@ def plan(
 
         print_json(planned(task, found, explained, orders))
         return
-    from ..output.plan_tables import print_plans
+    if output.layout:
+        _print_layout(best)
+    else:
+        from ..output.plan_tables import print_plans
 
-    print_plans(task, found, explained, output.top, orders)
+        print_plans(task, found, explained, output.top, orders)
     if out is not None:
         _note_written(best, out, written)
+
+
+def _print_layout(best: Plan) -> None:
+    """The layout of a plan, with a note where Megatron-LM would place its stages elsewhere."""
+    layout = best.layout
+    if layout is None:
+        raise ConfigError(
+            f"model {best.play.predictor.model.name}: has no layout, as its first and last layer are not "
+            "each the only one of its kind, like an embedding and a head; --json has the cuts"
+        )
+    schedule = best.play.schedule
+    placement = schedule.placement
+    typer.echo(layout)
+    if placement != looped(schedule.workers, schedule.stages // schedule.workers):
+        note(
+            f"{schedule.scheme} places stages in its own way; Megatron-LM places stage k on rank k % "
+            f"{schedule.workers}, so there the same stages are another pipeline"
+        )
 
 
 def _note_written(best: Plan, out: Path, order: Path | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from counterflow.errors import ConfigError
 from counterflow.fields import asked_fields
 from counterflow.planning.cost.device_placement import Arrangement
-from counterflow.planning.cost.stages import Cuts, Cutting
-from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.inputs.model import Model
+from counterflow.planning.search.constraints import Constraints, cuts_of
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import parse_mode
@@ -30,14 +30,20 @@ class PlanLimits(Flags):
         """Every constraint of the planner."""
         return {name: asked_flag(one, _PANEL) for name, one in _ASKED.items()}
 
-    def constraints(self) -> Constraints:
+    def constraints(self, model: Model) -> Constraints:
         """The constraints as the planner accepts them.
+
+        Args:
+            model: what is planned, whose layers a layout names.
 
         Raises:
             ConfigError: a text has another form.
         """
         given = {name: value for name, value in self.values.items() if value}
-        return Constraints(**{_ASKED[name].field: _read(name, value) for name, value in given.items()})
+        read = {_ASKED[name].field: _read(name, value) for name, value in given.items() if name != "cuts"}
+        if "cuts" in given:
+            read["cuts"] = cuts_of(given["cuts"], model)
+        return Constraints(**read)
 
 
 def _read(name: str, value: Any) -> Any:
@@ -76,26 +82,8 @@ def _value(option: str, text: str) -> OptionValue:
     return plain_value(text)
 
 
-def wanted_cuts(text: str) -> Cuts:
-    """Where layers are cut: ``balanced``, ``even``, or the first layers of stages, separated by commas.
-
-    Raises:
-        ConfigError: the text is something else.
-    """
-    if text in tuple(Cutting):
-        return Cutting(text)
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--cuts {text}: must be {' or '.join(Cutting)}, or the layers at which stages begin after the "
-            "first, as in 13,25,37"
-        ) from None
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "option": wanted_options,
-    "cuts": wanted_cuts,
     "arrangement": lambda names: tuple(parse_mode(Arrangement, "arrangement", name) for name in names),
 }
 """Parsers of flags whose texts have a form of their own."""

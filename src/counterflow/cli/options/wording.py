@@ -15,7 +15,8 @@ _SPELLED = {one.field: name for name, one in COSTS.items()} | {
 """Flags by the names that the library uses."""
 _PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
 _ORDER = ("peak", "objective")
-_OWN = (*_SPELLED, *_PLAN, *_ORDER)
+_LAYOUT = ("layers", "mtp", "pp", "vpp")
+_OWN = (*_SPELLED, *_PLAN, *_ORDER, *_LAYOUT)
 
 
 def flag(name: str) -> str:

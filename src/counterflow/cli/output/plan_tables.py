@@ -158,6 +158,8 @@ def _of_best(found: Plan) -> Iterator[str]:
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
+    if found.layout is not None:
+        yield f"  layout                  {found.layout}"
     if (devices := best.mesh) is not None:
         count = best.workers * plan.replicas * plan.tensor_parallel
         told = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"

@@ -14,16 +14,19 @@ from counterflow.papers.report import FigureShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
 from counterflow.planning.report import Examples, Planned
 from counterflow.program.report import Checked
+from counterflow.schedule.layouts.report import LayoutShown
 from counterflow.schedule.report import Schemes
 from counterflow.shown import Result, sections
 from counterflow.simulation.report import Simulated
 from counterflow.synthesis.report import Synthesized
 from counterflow.training.profiling import Profiled
 from counterflow.training.report import Keys, Prepared, Trained
+from counterflow.training.torchtitan import TranslatedShown
 from counterflow.verification.report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),
+    *(LayoutShown, TranslatedShown),
     *(Profiled, Trained, Prepared, Keys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown),
 )

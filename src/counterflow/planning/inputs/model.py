@@ -5,14 +5,18 @@ Invariant: costs of a kind of layer are in a profile, never here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Configured
+from counterflow.schedule.layouts import Layout
 
 from .cluster import require_number
+
+MTP = "mtp"
+"""What a layer for multi-token prediction is called."""
 
 TrainValue = str | int | float | bool
 ConfigValue = TrainValue | list[float] | list[str]
@@ -155,6 +159,23 @@ class Model:
         """Bytes of a message per byte of activations: half if its config compresses 32-bit floats."""
         execution = self.execution
         return 0.5 if execution.compress and not execution.computes_in else 1.0
+
+    @property
+    def mtp(self) -> int:
+        """Layers for multi-token prediction, whose kind is ``mtp``."""
+        return self.layers.count(MTP)
+
+    def layout(self, cuts: Sequence[int]) -> Layout | None:
+        """The layout of Megatron-LM that says these cuts.
+
+        None where the model has no such layout: its first and last layer, embedding and head, are not each
+        the only one of its kind, or MTP layers are not right before the head.
+        """
+        first, last = self.layers[0], self.layers[-1]
+        alone = self.layers.count(first) == self.layers.count(last) == 1 < len(self.layers)
+        if not alone or MTP in self.layers[: len(self.layers) - 1 - self.mtp] or last == MTP:
+            return None
+        return Layout.of_cuts(cuts, len(self.layers), self.mtp)
 
     def runs(self) -> list[tuple[str, int]]:
         """Equal adjacent layers, as (kind, number)."""

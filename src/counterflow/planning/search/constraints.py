@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from counterflow.errors import ConfigError
 from counterflow.fields import asked
 from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.layouts import Layout
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.scheme import Scheme
 
 from ..cost.device_placement import Arrangement
 from ..cost.stages import Cuts, Cutting
 from ..inputs.cluster import Cluster
+from ..inputs.model import Model
 from .shape import Options
 
 
@@ -98,8 +100,8 @@ class Constraints:
     )
     cuts: Cuts = asked(
         Cutting.BALANCED,
-        "How layers are cut into stages: balanced (the default): by cost; even: equally many blocks each; or "
-        "the first layer of each stage but the first.",
+        "How layers are cut into stages: balanced (the default): by cost; even: equally many blocks each; "
+        "the first layer of each stage but the first; or a layout of Megatron-LM (Et*3|(tt|)*5,L).",
         metavar="RULE",
     )
     more_updates: bool = asked(
@@ -154,6 +156,29 @@ class Constraints:
         return all(
             value_of(scheme, name, options) in values for name, values in self.of_scheme(scheme).items()
         )
+
+
+def cuts_of(text: str, model: Model) -> Cuts:
+    """How layers are cut: a rule, the layers at which stages begin, with commas, or a layout of the model.
+
+    Raises:
+        ConfigError: it is something else, or the layout of another model.
+
+    >>> model = Model("tiny", ("embedding", *["block"] * 4, "head"))
+    >>> cuts_of("even", model).value, cuts_of("2,4", model), cuts_of("Et|tt|tL", model)
+    ('even', (2, 4), (2, 4))
+    """
+    if text in tuple(Cutting):
+        return Cutting(text)
+    if text.strip().startswith("E") or "|" in text:
+        return Layout.read(text).cuts(len(model.layers), mtp=model.mtp)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"cuts={text}: must be {' or '.join(Cutting)}, or the layers at which stages begin after the "
+            "first, as in 13,25,37, or a layout of Megatron-LM, as in Et*3|(tt|)*5,L"
+        ) from None
 
 
 def value_of(scheme: Scheme, name: str, options: Options) -> OptionValue | None:

@@ -29,6 +29,13 @@ class Plan:
     play: Play
 
     @property
+    def layout(self) -> str | None:
+        """Its stages as a layout of Megatron-LM; None where the model has none."""
+        cuts = self.play.stages.cuts
+        found = self.play.predictor.model.layout(cuts)
+        return None if found is None else str(found)
+
+    @property
     def prediction(self) -> Prediction:
         """The prediction as a record."""
         return self.play.prediction()

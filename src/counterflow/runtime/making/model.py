@@ -77,7 +77,7 @@ def staged(
     schedule: Schedule,
     list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
     *,
-    cuts: Sequence[int] | None,
+    cuts: Sequence[int] | str | None,
     costs: Sequence[float] | None,
 ) -> StagedModel:
     """Cut a model into the stages of a schedule; arguments as of ``Pipeline``.

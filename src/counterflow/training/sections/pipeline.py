@@ -39,8 +39,10 @@ class PipelineSection(Section, Configured):
     workers are threads of one process.
     """
 
-    cuts: WholeNumbers | None = option(None, "a list of whole numbers")
-    """Layers at which a new stage begins, counted from 0; default: balanced."""
+    cuts: WholeNumbers | str | None = option(None, "a list of whole numbers, or a layout in quotes")
+    """Layers at which a new stage begins, counted from 0, or a layout of Megatron-LM, "Et*3|t*3,L"; default:
+    balanced.
+    """
 
     @model_validator(mode="before")
     @classmethod

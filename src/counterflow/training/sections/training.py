@@ -143,6 +143,9 @@ class PlanSection(Section):
     micro_batch: int | None = count(None, MANY)
     """Samples of a micro-batch."""
 
+    layout: str | None = option(None, "a text, in quotes")
+    """The stages as a layout of Megatron-LM."""
+
     arrangement: str | None = option(None, "a text")
     """Which workers share a node: pipeline-inside, replicas-inside or copies-inside."""
 

@@ -1,0 +1,153 @@
+"""``counterflow layout``: Megatron-LM's layout strings, shown and re-derived; torchtitan's keys as ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from counterflow.errors import ConfigError
+from counterflow.fields import asked
+from counterflow.reading import read_text
+from counterflow.schedule.layouts import Kind, Layout, rederive
+
+from ..options.flags import JsonFlag, Record
+from ..output.console import WIDE, alike, console, note, print_json, table_of
+
+if TYPE_CHECKING:
+    from counterflow.schedule.layouts import Rederived, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes(Record):
+    """What the layout is re-derived for."""
+
+    panel: ClassVar[str] = "Re-derive it for another model or cluster; what is not given stays"
+
+    layers: int | None = asked(None, "Transformer layers of the model.", metavar="N")
+    mtp: int | None = asked(None, "Layers for multi-token prediction.", metavar="N")
+    stages: int | None = asked(None, "Stages of all ranks together.", metavar="D")
+    pp: int | None = asked(
+        None, "Pipeline ranks. Alone, the stages stay and are shared out over the ranks.", metavar="P"
+    )
+    vpp: int | None = asked(None, "Virtual stages of each rank, with --pp or --stages.", metavar="V")
+
+
+_NAMES = {
+    Kind.EMBEDDING: "embedding",
+    Kind.TRANSFORMER: "transformer",
+    Kind.MTP: "mtp",
+    Kind.LOSS: "loss",
+}
+
+
+def layout(
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[LAYOUT]",
+            help="A string of Megatron-LM's --pipeline-model-parallel-layout: E embedding, t transformer "
+            "layer, m MTP layer, L loss; | begins the next stage, *n and (...)*n repeat.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    changes: Changes,
+    torchtitan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="In place of a layout: a job of torchtitan, whose pipeline_parallel_* keys are printed as a "
+            "config's sections; --layers says how many layers its model has.",
+            rich_help_panel="Other forms",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a pipeline layout of Megatron-LM stage by stage, and re-derive it when layers or ranks change."""
+    if torchtitan is not None:
+        _translate(torchtitan, text, changes, as_json=as_json)
+        return
+    if text is None:
+        raise ConfigError(
+            "no layout: give one, as in counterflow layout 'Et*3|(tt|)*29,m|L', or --torchtitan FILE"
+        )
+    found = rederive(
+        Layout.read(text),
+        layers=changes.layers,
+        mtp=changes.mtp,
+        stages=changes.stages,
+        pp=changes.pp,
+        vpp=changes.vpp,
+    )
+    if as_json:
+        from counterflow.schedule.layouts.report import shown
+
+        print_json(shown(found))
+        return
+    _print(found)
+
+
+def _print(found: Rederived) -> None:
+    """The layout, then what each rank's stages have."""
+    from rich.text import Text
+
+    out = console(WIDE)
+    typer.echo(found.layout)
+    now, mtp = found.layout.count(Kind.TRANSFORMER), found.layout.count(Kind.MTP)
+    with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
+    stages = found.pp * found.vpp
+    out.print(Text(f"{now} transformer layers{with_mtp}; pp {found.pp}, vpp {found.vpp}: {stages} stages"))
+    chunks = [f"chunk {number}" for number in range(found.vpp)] if found.vpp > 1 else ["layers"]
+    table = table_of("rank", *chunks, left=("rank", *chunks), pad_edge=False)
+    rows = [tuple(found.chunk(rank, number) for number in range(found.vpp)) for rank in range(found.pp)]
+    for ranks, row in alike(rows):
+        table.add_row(ranks, *map(_in_words, row))
+    out.print(table)
+    if found.changed:
+        count = len(found.given.stages)
+        counted = f"embedding {found.embedding}, loss {found.loss}" + (
+            f", MTP {found.mtp}" if found.mtp else ""
+        )
+        out.print(
+            Text(
+                f"The layout given had {count} stages, usually of {found.usual} transformer layers. Kept of "
+                f"it: what embedding and loss count as, in transformer layers ({counted})"
+            )
+        )
+
+
+def _in_words(stage: Stage) -> str:
+    """The layers of a stage: ``embedding, 3 transformer``."""
+    counts = {kind: stage.count(kind) for kind in dict.fromkeys(stage)}
+    words = [
+        f"{count} {_NAMES[kind]}" if kind is Kind.TRANSFORMER or count > 1 else _NAMES[kind]
+        for kind, count in counts.items()
+    ]
+    return ", ".join(words) or "empty"
+
+
+def _translate(path: Path, text: str | None, changes: Changes, *, as_json: bool) -> None:
+    """Print a job of torchtitan as a config's sections."""
+    others = {
+        "LAYOUT": text,
+        "--mtp": changes.mtp,
+        "--stages": changes.stages,
+        "--pp": changes.pp,
+        "--vpp": changes.vpp,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"--torchtitan {path}: says the pipeline itself; leave out {', '.join(given)}")
+    from counterflow.training.torchtitan import TranslatedShown, from_torchtitan
+
+    job = read_text(path, "cannot be read: Is a directory", place=str(path))
+    found = from_torchtitan(job, changes.layers, name=str(path))
+    if as_json:
+        stages = None if found.layout is None else str(found.layout)
+        print_json(TranslatedShown.of(sections=found.sections, layout=stages, notes=list(found.notes)))
+        return
+    typer.echo(found.to_toml(), nl=False)
+    for each in found.notes:
+        note(each)
