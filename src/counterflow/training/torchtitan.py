@@ -288,7 +288,7 @@ def _layout(keys: _Keys, layers: int | None, chunks: int | None, name: str) -> L
 
 
 def _dealt(stages: int, layers: int, weights: tuple[int, int], name: str) -> Layout:
-    """Layers dealt out evenly, embedding and head counted as so many; the first stages have what is left."""
+    """Layers dealt out evenly, embedding and head counted as given; the first stages have what is left."""
     if stages == 1:
         return Layout.of_cuts((), layers + 2)
     each, more = divmod(layers + sum(weights), stages)

@@ -1,9 +1,9 @@
 """A layout for another number of layers, pipeline ranks or virtual stages, with what is special about it.
 
-What is special are the stages with the embedding, MTP layers and the loss: each counts as so many transformer
-layers as it has fewer than a usual stage. These counts are kept, and transformer layers are dealt out so that
-the fullest stage has as little as it can. Where stages cannot be equal, later ones have more, because the
-first stages hold the most activations.
+The stages with the embedding, MTP layers and the loss are special: each counts as the number of transformer
+layers by which it has fewer than a usual stage. These numbers are kept, and transformer layers are dealt out
+so that the fullest stage has as few as possible. Where stages cannot be equal, later ones have more, because
+the first stages hold the most activations.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Special:
 
     @classmethod
     def of(cls, layout: Layout) -> _Special:
-        """Of a layout whose embedding, MTP layers and loss are where they belong."""
+        """The special stages of a layout whose embedding, MTP layers and loss are in their places."""
         plain = [len(stage) for stage in layout.stages if stage and {*stage} == {Kind.TRANSFORMER}]
         every = plain or [stage.count(Kind.TRANSFORMER) for stage in layout.stages]
         often = Counter(every)
@@ -164,7 +164,7 @@ class _Special:
         return cls(usual, 0 if alone else usual - layout.stages[0].count(Kind.TRANSFORMER), tail)
 
     def with_mtp(self, count: int, layout: Layout) -> _Special:
-        """The same with so many MTP layers, where the ones at hand are; or with the loss."""
+        """The same with this number of MTP layers, in the stage of those at hand or of the loss."""
         places = [number for number, each in enumerate(self.tail) if Kind.MTP in each.kinds]
         now = layout.count(Kind.MTP)
         if count == now:
@@ -191,7 +191,7 @@ class _Special:
         )
 
     def dealt(self, layers: int, stages: int) -> Layout:
-        """These special stages, and transformer layers dealt out over so many stages."""
+        """The layout of these special stages, and of transformer layers dealt out over all stages."""
         tail = list(self.tail)
         while len(tail) > max(1, stages - 1):
             first, second, *rest = tail

@@ -102,7 +102,7 @@ _LONGEST_PERIOD = 64
 
 
 def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """How pieces in a row are folded: groups of so many pieces, each repeated so often."""
+    """How pieces in a row are folded: the pieces and the repetitions of each group."""
     best: list[tuple[int, int]] = [(0, 0)] * (len(pieces) + 1)  # length of the text, groups in it
     chosen: list[tuple[int, int]] = [(1, 1)] * len(pieces)
     same = [0] * (_LONGEST_PERIOD + 1)  # by period, pieces from here on that equal the one a period later
