@@ -312,7 +312,7 @@ def test_layouts_that_went_stale(case: dict[str, Any]) -> None:
         )
 
 
-def test_ten_went_stale_and_seven_come_to_what_their_projects_gave_them() -> None:
+def test_ten_went_stale_and_seven_come_to_what_their_projects_have() -> None:
     assert len(STALE) >= 10
     same = [case for case in STALE if case.get("there") == case["layout"]]
     assert len(same) == 7
