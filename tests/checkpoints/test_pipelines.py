@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         (
             nn.Sequential(*model(), nn.Linear(4, 4, dtype=torch.float64)),
             adamw,
-            r"has no '6\.weight'; read it",
+            r"has no '6\.weight'; load it",
         ),
         (
             model(),

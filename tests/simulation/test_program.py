@@ -235,7 +235,7 @@ def test_sums_at_the_end_are_timed_as_they_are_run() -> None:
 
 
 def test_ties_of_stages_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ties: stage 2 of a pipeline of 2 stages"):
+    with pytest.raises(ConfigError, match="ties: stage 2 does not exist in a pipeline of 2 stages"):
         _ = simulate(schemes.dapple(2, 2), Costs(ties=(((0, 2), 1.0),))).makespan
     with pytest.raises(ConfigError, match="ties=-1"):
         Costs(ties=(((0, 1), -1.0),))
@@ -263,7 +263,7 @@ def test_a_skip_takes_as_long_as_its_bytes() -> None:
     assert begins["B0.0"] == begins["B0.2"] + 2 + 10
     free = simulate(schedule, Costs(p2p_per_byte=1.0, message_bytes=1.0))
     assert {str(s.op): s.start for s in free.timeline}["F0.2"] == 1 + 1 + 1 + 1
-    with pytest.raises(ConfigError, match="skip_bytes: 2 numbers for 1 skips"):
+    with pytest.raises(ConfigError, match="skip_bytes: 2 numbers for 1 skip connections"):
         simulate(schedule, Costs(p2p_per_byte=1.0, skip_bytes=(1.0, 2.0)))
 
 

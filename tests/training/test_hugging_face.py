@@ -148,7 +148,7 @@ def test_positions_that_roberta_keeps_for_padding_are_none_of_a_samples(tmp_path
     base = saved(tmp_path / "base", tiny.bert("RobertaForMaskedLM"))
     sets = ["model.kind=huggingface", f"model.path={base}", f"data.path={base}"]
     assert load_config(sets=sets).model.positions == 31
-    with pytest.raises(ConfigError, match=r"model.positions = 32: the model in .* takes 31 or fewer"):
+    with pytest.raises(ConfigError, match=r"model.positions = 32: the model in .* accepts 31 or fewer"):
         config(base, tmp_path / "run", model__positions=32)
 
 
@@ -261,12 +261,12 @@ def test_fresh_weights(base: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model__layers": 2}, "model.layers: the model in model.path defines it"),
-        ({"model__positions": 64}, "model.positions = 64: the model in .* takes 32 or fewer"),
+        ({"model__positions": 64}, "model.positions = 64: the model in .* accepts 32 or fewer"),
         ({"model__path": "nowhere"}, "nowhere: is not a model that transformers can read"),
-        ({"model__kind": "gpt"}, r'model.path: is for model.kind = "huggingface", and it is "gpt"'),
+        ({"model__kind": "gpt"}, r'model.path: is for model.kind = "huggingface", but model.kind is "gpt"'),
         ({"lora__alpha": 2.0}, "lora.alpha: lora.rank is not given"),
-        ({"schedule__scheme": "pipedream-2bw"}, "take a synchronous scheme"),
-        ({"schedule__stages": 6}, "these are 5 layers, fewer than the 6 stages"),
+        ({"schedule__scheme": "pipedream-2bw"}, "choose a synchronous scheme"),
+        ({"schedule__stages": 6}, "the model has 5 layers, fewer than the 6 stages"),
     ],
 )
 def test_configs_that_cannot_run_are_refused(
@@ -279,7 +279,7 @@ def test_configs_that_cannot_run_are_refused(
 def test_a_model_without_attention_is_refused(base: Path, tmp_path: Path) -> None:
     tf.MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match="its MambaConfig tells no num_attention_heads; models of attention"
+        ConfigError, match="its MambaConfig has no num_attention_heads; only models of attention"
     ):
         config(base, tmp_path / "run", model__path=str(tmp_path))
 

@@ -223,7 +223,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         caplog.at_level(logging.WARNING),
         pytest.raises(
             CounterflowError,
-            match=r"of step 9 is not written: .*safetensors: No space left on device; those before",
+            match=r"of step 9 is not written: .*safetensors: No space left on device; earlier ones",
         ),
     ):
         train(train__steps=9, train__resume="auto", train__checkpoint_every=1)
@@ -254,7 +254,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(loop, "PATIENCE_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING):
         train(watcher=Watcher(told), train__steps=5, train__checkpoint_every=2)
-    assert "there is no checkpoint of step 4: that of step 2 is still being written" in caplog.messages
+    assert "no checkpoint of step 4 is written: that of step 2 is still being written" in caplog.messages
     assert [folder.name for folder in complete(tmp_path / "run" / "checkpoint")] == ["step-2", "step-5"]
 
 
@@ -339,7 +339,7 @@ def test_a_folder_that_cannot_be_written_costs_no_step(
 
     monkeypatch.setattr(os, "open", stale)
     metrics.add(b"1\n")
-    assert caplog.messages == [f"{path} cannot be written: Stale file handle; training goes on"]
+    assert caplog.messages == [f"{path} cannot be written: Stale file handle; training continues"]
     monkeypatch.setattr(os, "open", opened)
     metrics.add(b"2\n")
     assert path.read_bytes() == b"1\n2\n"

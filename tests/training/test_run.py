@@ -362,12 +362,12 @@ def test_a_folder_that_a_worker_does_not_see(
         ),
         (
             {"model__layers": 3},
-            r"only the config's model has '3\.attention\.output\.bias'; resume with the model it was",
+            r"only the config's model has '3\.attention\.output\.bias'; resume with the model of",
         ),
         ({"train__steps": 2}, r"it has made 2 steps, and train\.steps = 2; give train\.steps = 3 or more"),
         (
             {"optimizer__name": "sgd"},
-            r"holds the state of optimizer\.name = adamw, not of sgd; give the same",
+            r"contains the state of optimizer\.name = adamw, not of sgd; give the same",
         ),
         ({"train__resume": "none"}, r"train\.resume = none: no such file or folder"),
         ({"train__resume": "."}, r"train\.resume = \.: is not a checkpoint, and contains no complete one"),

@@ -111,7 +111,7 @@ def test_a_new_head_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     tiny.made("bert").save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         model = hf.load(tmp_path, auto=tf.AutoModelForTokenClassification, num_labels=3)
-    assert "the files have no classifier.weight, classifier.bias; made anew" in caplog.text
+    assert "the files have no classifier.weight, classifier.bias; it is initialised" in caplog.text
     state = launched(model, cf.schemes.dapple(2, 2))
     assert state["classifier.weight"].shape == (3, 32)
     assert 0 < state["classifier.weight"].std() < 1
@@ -143,5 +143,5 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(cf.ConfigError, match=r"the files have no model.layers.3.self_attn.q_proj.weight"):
         hf.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 16}))
-    with pytest.raises(cf.ConfigError, match=r"has shape \(48, 32\), and \(16, 32\) in the model"):
+    with pytest.raises(cf.ConfigError, match=r"has shape \(48, 32\), but \(16, 32\) in the model"):
         launched(hf.load(tmp_path), cf.schemes.dapple(2, 2))

@@ -194,7 +194,7 @@ def test_tied_and_frozen_weights_are_searched_like_all_others() -> None:
     found = search(model, half, cluster, 4, constraints, count=1)
     assert found.best[0].seconds == pytest.approx(min(play.seconds for play in plays))
     assert all(plan.play.schedule.synchronous for plan in found.of_schemes)
-    assert {o.what for o in found.omissions if "layers share weights" in o.reason} == {
+    assert {o.what for o in found.omissions if "shared weights need a synchronous scheme" in o.reason} == {
         "pipedream",
         "pipedream-2bw",
         "wpipe",

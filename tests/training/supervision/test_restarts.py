@@ -283,7 +283,7 @@ def test_sharded_state_counts_only_where_every_part_is_there(caplog: pytest.LogC
     assert found.step == 6
     assert found.sources[1, 1] == [(1, "rank-1.1")]
     assert choose(rows[:1], [1]) is None
-    assert "after step 7 are in memory, but optimiser state of stage 0, which rank 1 alone had" in caplog.text
+    assert "after step 7 are in memory, but optimiser state of stage 0, which only rank 1 had" in caplog.text
 
 
 def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:

@@ -307,7 +307,7 @@ def _why_none(
         told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
     rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
     if not scheme.synchronous and depths == [1]:
-        rule = "uses old weights, but one worker has no bubbles to save;  "
+        rule = "uses old weights, but one worker has no bubbles to save; "
     return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
 
 
