@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,20 @@ _KINDS = 256
 """Maximum number of kinds of mini-batches in which the loss is checked."""
 
 
+class FirstOfKind:
+    """Says whether a mini-batch is the first of its kind; beyond ``_KINDS`` kinds, that it is not."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, kind: Hashable) -> bool:
+        """Whether no mini-batch of this kind was asked for before."""
+        if kind in self._seen or len(self._seen) == _KINDS:
+            return False
+        self._seen.add(kind)
+        return True
+
+
 class LossChecks:
     """Checks of one pipeline's losses.
 
@@ -50,15 +64,12 @@ class LossChecks:
 
     def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
         self._dims = output_dims, target_dims
-        self._seen: set[tuple[int, bool]] = set()
+        self._first = FirstOfKind()
         self._told = False
 
     def of(self, kind: int, *, evaluates: bool) -> LossCheck | None:
         """What looks at a mini-batch's loss; None: another one of the kind was looked at."""
-        if (kind, evaluates) in self._seen or len(self._seen) == _KINDS:
-            return None
-        self._seen.add((kind, evaluates))
-        return LossCheck(*self._dims, self._undecided)
+        return LossCheck(*self._dims, self._undecided) if self._first((kind, evaluates)) else None
 
     def _undecided(self, why: str) -> None:
         """Warn, once, that a loss could not be looked at."""

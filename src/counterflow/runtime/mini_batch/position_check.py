@@ -19,6 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
+from .loss_check import FirstOfKind
 from .losses import Entry, LossFunction, elements_in
 from .samples import Dims, cut, samples_in
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Numbers that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
-
-_KINDS = 256
-"""Maximum number of kinds of mini-batches in which the loss is checked."""
 
 
 class _Graded(NamedTuple):
@@ -50,14 +48,11 @@ class PositionChecks:
 
     def __init__(self, output_dims: Dims, target_dims: Dims) -> None:
         self._dims = output_dims, target_dims
-        self._seen: set[int] = set()
+        self._first = FirstOfKind()
 
     def of(self, kind: int) -> PositionCheck | None:
         """What looks at a mini-batch's loss; None: another one of the kind was looked at."""
-        if kind in self._seen or len(self._seen) == _KINDS:
-            return None
-        self._seen.add(kind)
-        return PositionCheck(*self._dims)
+        return PositionCheck(*self._dims) if self._first(kind) else None
 
 
 class PositionCheck:
