@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -30,11 +31,12 @@ def _batch(positions: int = 13) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _agreement(model: nn.Module, scheme: str = SEQ1F1B) -> Agreement:
+def _agreement(model: nn.Module, scheme: str = SEQ1F1B, *, steps: int = 2, **options: Any) -> Agreement:
     torch.manual_seed(0)
+    batches = [[_batch()] for _ in range(steps)]
     optimizer = partial(torch.optim.SGD, lr=0.1)
     layers = hf.layers(model.double())
-    return verify(schedule_of(scheme, {}), layers, hf.loss, [[_batch()], [_batch()]], optimizer=optimizer)
+    return verify(schedule_of(scheme, {}), layers, hf.loss, batches, optimizer=optimizer, **options)
 
 
 def _phi() -> nn.Module:
@@ -56,6 +58,37 @@ def test_decoders_train_as_one_process(name: str) -> None:
         assert max(errors) < TOLERANCES.get(name, 1e-10), (scheme, found)
 
 
+class _Double:
+    """As torch, for modules that compute in float32 whatever their model's dtype."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def test_recurrent_layers_train_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba's compute in float32; with float64 in its place the states' gradients are exact."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    single = "1f1b(stages=2, micro_batches=1, slices=9)"  # of one position some
+    for name, scheme, options in (
+        ("mamba", SEQ1F1B, {"recompute": "layer"}),
+        ("mamba2", SEQ1F1B, {"recompute": "stage"}),
+        ("mamba", "zb-h1(stages=2, micro_batches=2, slices=2)", {}),
+        ("mamba2", "chimera(stages=2, micro_batches=2, slices=2)", {}),
+        ("mamba2", single, {}),
+        ("falcon-mamba", single, {}),
+    ):
+        model = tiny.made(name)
+        monkeypatch.setattr(sys.modules[type(model).__module__], "torch", _Double())
+        assert _agreement(model, scheme, steps=1, **options).ok, (name, scheme, options)
+
+
+def test_recurrent_layers_as_they_are() -> None:
+    found = _agreement(tiny.made("mamba2"))
+    assert max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error) < 5e-6, found
+
+
 def test_phi_and_adapters_train_as_one_process() -> None:
     assert _agreement(_phi()).ok
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -70,6 +103,7 @@ def test_phi_and_adapters_train_as_one_process() -> None:
         ("bert", "layers of kind every_layer have masks that are neither causal nor causal within a window"),
         ("llama-eager", "calls transformers' attention 'sdpa' 0 times, and slices need one call; load the"),
         ("gemma2", "calls transformers' attention 'sdpa' 0 times"),
+        ("olmo-hybrid", "a OlmoHybridLinearAttentionDecoderLayer does not scan as Mamba's layers do"),
         ("opt", r"layer 0 \(_First\) of stage 0 makes something else of a whole sequence"),
     ],
 )

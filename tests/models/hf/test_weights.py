@@ -18,8 +18,8 @@ from counterflow.schedule.ir import Schedule
 
 from . import tiny
 
-STORED_OTHERWISE = {"mixtral", "deepseek-v4"}
-"""Their files have each expert's weights apart."""
+STORED_OTHERWISE = {"mixtral", "deepseek-v4", "olmo-hybrid"}
+"""Their files have each expert's weights, or convolution's, apart."""
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {
 _GROUPED = SIZES | {"num_key_value_heads": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BERT = SIZES | _NO_DROPOUT
+_RECURRENT: dict[str, Any] = {
+    name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
+} | {"state_size": 4}
 _WINDOW = {"sliding_window": 4}
 
 
@@ -91,6 +94,16 @@ CAUSAL: dict[str, Callable[[], Any]] = {
             num_experts_per_tok=2,
         )
     ),
+    "olmo-hybrid": lambda: tf.OlmoHybridForCausalLM(
+        tf.OlmoHybridConfig(
+            **_GROUPED,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+        )
+    ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GROUPED, num_local_experts=4)),
     "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SIZES)),
     "opt": lambda: tf.OPTForCausalLM(
@@ -107,6 +120,11 @@ CAUSAL: dict[str, Callable[[], Any]] = {
             pad_token_id=0,
         )
     ),
+    "mamba": lambda: tf.MambaForCausalLM(tf.MambaConfig(**_RECURRENT, time_step_rank=2)),
+    "mamba2": lambda: tf.Mamba2ForCausalLM(
+        tf.Mamba2Config(**_RECURRENT, num_heads=8, head_dim=8, n_groups=2, chunk_size=4)
+    ),
+    "falcon-mamba": lambda: tf.FalconMambaForCausalLM(tf.FalconMambaConfig(**_RECURRENT, time_step_rank=2)),
 }
 MASKED: dict[str, Callable[[], Any]] = {
     "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_BERT)),

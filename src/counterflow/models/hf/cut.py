@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from counterflow.carry import Carry
 from counterflow.errors import ConfigError
 
 from .masks import forms_of, is_mask, masks_made, narrowed, widened
+from .recurrence import LINEAR, recurring
 from .slices import CAUSAL, EVERY, FULL, KINDS, attending
 from .stand_ins import HIDDEN, Absent, Called, Held, Note, unfollowed
 from .weights import Filling
@@ -55,14 +56,19 @@ _STREAMS = Plan("layers", ("hc_head", "norm"))
 
 _BERT = Plan("encoder.layer", ("pooler",))
 
+_MAMBA = Plan("layers", ("norm_f",))
+
 _PLANS = {
     "bert": _BERT,
     "camembert": _BERT,
     "deepseek_v4": _STREAMS,
     "distilbert": Plan("transformer.layer", ()),
     "electra": _BERT,
+    "falcon_mamba": _MAMBA,
     "hy_v4": _STREAMS,
     "gpt2": Plan("h", ("ln_f",)),
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA,
     "modernbert": Plan("layers", ("final_norm",)),
     "opt": Plan("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
     "roberta": _BERT,
@@ -418,12 +424,19 @@ class _Block(Layer):
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = widened(value["taken"][self.kind])
-        ours = CAUSAL in value
-        with attending(self.carry, self.block, self.window) if ours else nullcontext():
-            hidden = self.block(value[HIDDEN], *args, **kwargs)
+        with self._carried(value) as beside:
+            hidden = self.block(value[HIDDEN], *args, **{**kwargs, **beside})
         if not isinstance(hidden, Tensor):
             raise unfollowed("has repeated layers that give more than one tensor")
         return {**value, HIDDEN: hidden}
+
+    def _carried(self, value: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Around the layer's call: what sees to its carried state; gives further arguments."""
+        if CAUSAL not in value:
+            return nullcontext({})
+        if self.kind != LINEAR:
+            return attending(self.carry, self.block, self.window)
+        return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
 
 
 class _Last(Layer):

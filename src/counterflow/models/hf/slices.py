@@ -21,6 +21,8 @@ from counterflow.attention import attend
 from counterflow.carry import Carry
 from counterflow.errors import ConfigError
 
+from .recurrence import LINEAR
+
 CAUSAL = "causal"
 """The key of what goes from layer to layer that says so."""
 
@@ -29,8 +31,8 @@ EVERY = "every_layer"
 
 FULL = "full_attention"
 
-KINDS = EVERY, FULL, "sliding_attention"
-"""The kinds of layers whose attention is causal, or causal within a window."""
+KINDS = EVERY, FULL, "sliding_attention", LINEAR
+"""The kinds of layers that can run in slices, if their masks are causal, or causal within a window."""
 
 _SDPA = "sdpa"
 
@@ -50,8 +52,8 @@ _now = _Now()
 
 
 @contextmanager
-def attending(carry: Carry, block: nn.Module, window: int | None) -> Iterator[None]:
-    """Around a layer that runs on a slice.
+def attending(carry: Carry, block: nn.Module, window: int | None) -> Iterator[dict[str, Any]]:
+    """Around a layer that runs on a slice; gives what the layer is called with.
 
     Args:
         carry: the layer's own.
@@ -64,7 +66,7 @@ def attending(carry: Carry, block: nn.Module, window: int | None) -> Iterator[No
     _intercept()
     _now.carry, _now.window, _now.calls = carry, window, 0
     try:
-        yield
+        yield {}
         calls = _now.calls
     finally:
         _now.carry = None
