@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from emulated_device import Clock, First, InputHalf, Output, WeightHalf, precise_sleep, sleep_until
+from emulated_device import First, precise_sleep, slept
 from machine import machine, shown
 from program_times import WIDTH, measured
 from torch import Tensor, nn
@@ -45,16 +45,8 @@ class Split(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         begin = time.perf_counter()
-        clock = Clock()
-        clock.now = begin
         forward, inputs, weights = (seconds * value.shape[0] for seconds in self.seconds)
-        hidden = InputHalf.apply(value, inputs, clock)
-        product = hidden @ WeightHalf.apply(self.weight, weights, clock)
-        if product.grad_fn is not None:
-            product.grad_fn.register_prehook(lambda _: setattr(clock, "entered", time.perf_counter()))
-        output: Tensor = Output.apply(product, value.shape, clock)
-        sleep_until(begin + forward)
-        return output
+        return slept(value, self.weight, begin, (forward, inputs, weights))[0]
 
 
 def split_stages(costs: cf.Costs) -> tuple[list[nn.Module], Sequence[int]]:

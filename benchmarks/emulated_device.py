@@ -40,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ class Clock:
     """Whether the input's gradient is made; the weight's, if it is not, begins where it was entered."""
 
 
+def blank(like: Tensor, shape: torch.Size) -> Tensor:
+    """Zeros, so that the first step's checks find them alike; if it is large, what its memory contains.
+
+    Memory is not what is measured.
+    """
+    return like.new_zeros(shape) if shape.numel() <= BYTES["4KiB"] // 4 else like.new_empty(shape)
+
+
 class InputHalf(torch.autograd.Function):
     """The backward's half that makes the gradient of the input; what goes on from it is a single number."""
 
@@ -226,7 +235,7 @@ class InputHalf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        made = gradients[0].new_empty(ctx.shape)
+        made = blank(gradients[0], ctx.shape)
         ctx.clock.now = DEVICE.compute(ctx.clock.now, ctx.seconds, ctx.clock.ready)
         DEVICE.made(made, ctx.clock.now)
         ctx.clock.passed_on = True
@@ -254,7 +263,7 @@ class Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, shape: torch.Size, clock: Clock) -> Tensor:
         ctx.clock = clock
-        return value.new_empty(shape)  # nothing is written: memory is not what is measured
+        return blank(value, shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -263,12 +272,46 @@ class Output(torch.autograd.Function):
         return gradients[0].new_ones(1, 1), None, None
 
 
-class Sleep(nn.Module):
-    """The layers of a stage: to autograd a product with a weight, from which both halves go on.
+def slept(
+    value: Tensor,
+    weight: Tensor,
+    begin: float,
+    seconds: tuple[float, float, float],
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A stage's output after a sleep, and its state; to autograd a product with a weight, from which both
+    halves of the backward go on.
 
     A forward makes its graph first and sleeps then, so that it takes as long as it is to from when its code
     is entered to when it returns; a backward's halves make what they give before they sleep.
+
+    Args:
+        value: what the stage is given.
+        weight: of one element.
+        begin: when the stage's code was entered.
+        seconds: of the forward, and of the backward's halves: the input's gradient, the weight's.
+        state: what the slice before left.
     """
+    forward, inputs, weights = seconds
+    clock = Clock()
+    clock.now = begin
+    hidden = InputHalf.apply(value, inputs, clock)
+    if state is not None:
+        hidden = hidden + state
+    product = hidden @ WeightHalf.apply(weight, weights, clock)
+    if product.grad_fn is not None:
+        product.grad_fn.register_prehook(partial(_entered, clock))
+    output: Tensor = Output.apply(product, value.shape, clock)
+    DEVICE.made(output, DEVICE.compute(begin, forward, DEVICE.ready(value)))
+    return output, hidden
+
+
+def _entered(clock: Clock, _: tuple[Tensor, ...]) -> None:
+    clock.entered = time.perf_counter()
+
+
+class Sleep(nn.Module):
+    """The layers of a stage."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -276,22 +319,10 @@ class Sleep(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, value: Tensor) -> Tensor:
-        clock = Clock()
-        clock.now = time.perf_counter()
+        begin = time.perf_counter()
         work = self.share * value.shape[0] / SAMPLES
         half = work * BACKWARD_SECONDS / 2
-        hidden = InputHalf.apply(value, half, clock)
-        weight = WeightHalf.apply(self.weight, half, clock)
-        product = hidden @ weight
-        if product.grad_fn is not None:
-            product.grad_fn.register_prehook(partial(_entered, clock))
-        output: Tensor = Output.apply(product, value.shape, clock)
-        DEVICE.made(output, DEVICE.compute(clock.now, work * FORWARD_SECONDS, DEVICE.ready(value)))
-        return output
-
-
-def _entered(clock: Clock, _: tuple[Tensor, ...]) -> None:
-    clock.entered = time.perf_counter()
+        return slept(value, self.weight, begin, (work * FORWARD_SECONDS, half, half))[0]
 
 
 class Shown(torch.autograd.Function):
@@ -325,7 +356,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].new_empty(ctx.output)
+        gradient = blank(gradients[0], ctx.output)
         DEVICE.made(gradient, 0.0)
         return gradient
 
@@ -347,7 +378,7 @@ class Row:
     ours: bool
     copies: float
     peak: float
-    """Most activations of a worker, in those of one worker's share of the model; 0: not known (torch's)."""
+    """Most activations of a worker, in those of one worker's share of the model; 0: none are saved."""
     ideal: float
     with_messages: float | None
     """Simulated with messages that take as long as measured; None for torch's."""
@@ -428,9 +459,13 @@ def simulated(schedule: cf.Schedule, message_seconds: float = 0.0) -> cf.Simulat
     return cf.simulate(schedule, costs)
 
 
-def sleepers(stages: int, workers: int) -> list[nn.Module]:
+Layer = Callable[[float], nn.Module]
+"""What makes the layers of a stage, given its share of what a worker holds."""
+
+
+def sleepers(stages: int, workers: int, layer: Layer = Sleep) -> list[nn.Module]:
     """By stage its layers; the first one has another before it."""
-    first, *others = (Sleep(workers / stages) for _ in range(stages))
+    first, *others = (layer(workers / stages) for _ in range(stages))
     return [nn.Sequential(First(), first), *others]
 
 
@@ -463,14 +498,16 @@ class Ours:
         groups: Groups,
         *,
         barrier: bool = True,
+        layer: Layer = Sleep,
+        simulate: Callable[[cf.Schedule, float], cf.Simulation] = simulated,
     ) -> None:
         groups.asked.clear()
-        found, slower = simulated(schedule), simulated(schedule, message_seconds)
+        found, slower = simulate(schedule, 0.0), simulate(schedule, message_seconds)
         copies = sum(found.weight_copies) / schedule.stages
         peak = max(found.peak_activations) * schedule.workers / schedule.stages
         ideal, with_messages = (r.makespan if barrier else r.steady_step or 0.0 for r in (found, slower))
         self.row = Row(name, True, copies, peak, ideal, with_messages, [], [])
-        first, *others = sleepers(schedule.stages, schedule.workers)
+        first, *others = sleepers(schedule.stages, schedule.workers, layer)
         assert isinstance(first, nn.Sequential)
         self.pipeline = cf.Pipeline(
             [*first, *others],
@@ -580,10 +617,12 @@ class BareAutograd(Bare):
 class Theirs:
     """A schedule of torch.distributed.pipelining's."""
 
-    def __init__(self, name: str, count: int, rank: int, workers: int, *, steps: int = 1) -> None:
+    def __init__(
+        self, name: str, count: int, rank: int, workers: int, *, steps: int = 1, layer: Layer = Sleep
+    ) -> None:
         make, chunks = THEIR_SCHEDULES[name]
         self.stages = workers * chunks
-        layers = sleepers(self.stages, workers)
+        layers = sleepers(self.stages, workers, layer)
         held = [rank, self.stages - 1 - rank if "V" in name else workers + rank][:chunks]
         device = torch.device("cpu")
         stages = [theirs.PipelineStage(layers[s], s, self.stages, device) for s in held]
@@ -592,10 +631,12 @@ class Theirs:
         parameters = [p for stage in held for p in layers[stage].parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
         if make is theirs.Schedule1F1B:  # the order it lists is not the one it runs: F0 is missing at the end
-            orders = our_orders(cf.schemes.dapple(workers, count))
+            same = cf.schemes.dapple(workers, count)
+            orders, peak = our_orders(same), max(simulated(same).peak_activations)
         else:
-            orders = their_orders(self.schedule.pipeline_order, self.stages, 1 / chunks)
-        self.row = Row(name, False, 1.0, 0.0, in_a_row(orders, steps) / steps, None, [], [])
+            flat = flattened(self.schedule.pipeline_order)
+            orders, peak = their_orders(flat, self.stages, 1 / chunks), their_peak(flat) / chunks
+        self.row = Row(name, False, 1.0, peak, in_a_row(orders, steps) / steps, None, [], [])
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         self.schedule.step(
@@ -652,8 +693,21 @@ def our_orders(schedule: cf.Schedule) -> list[list[Needed]]:
     return [[needed(op) for op in order] for order in schedule.orders]
 
 
-def their_orders(orders: dict[int, list[Any]], stages: int, share: float) -> list[list[Needed]]:
-    """Those of one of torch's schedules."""
+def flattened(orders: dict[int, list[Any]]) -> list[list[Any]]:
+    """The orders of one of torch's schedules by rank, with no action that is two."""
+    return [[p for a in order if a for p in (a.sub_actions or (a,))] for _, order in sorted(orders.items())]
+
+
+def their_peak(orders: Sequence[Sequence[Any]]) -> int:
+    """The most forwards of a stage that a rank saves at once."""
+    change = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+    return max(
+        max(accumulate(change.get(action.computation_type, 0) for action in order)) for order in orders
+    )
+
+
+def their_orders(orders: Sequence[Sequence[Any]], stages: int, share: float) -> list[list[Needed]]:
+    """The same for ``in_a_row``."""
     half = share * BACKWARD_SECONDS / 2
     seconds = {
         Kind.FORWARD: share * FORWARD_SECONDS,
@@ -673,8 +727,7 @@ def their_orders(orders: dict[int, list[Any]], stages: int, share: float) -> lis
         before = stage - 1 if forward else stage + 1
         return (forward, stage, number), (forward, before, number) if 0 <= before < stages else None, lasts
 
-    flat = [[p for a in order if a for p in (a.sub_actions or (a,))] for _, order in sorted(orders.items())]
-    return [[needed(a) for a in order if a.computation_type in seconds] for order in flat]
+    return [[needed(a) for a in order if a.computation_type in seconds] for order in orders]
 
 
 # The run
@@ -723,20 +776,36 @@ def work(settings: Settings, count: int) -> dict[str, list[Row]]:
         note(rank, f"D={workers} N={count} {payload}: {len(contenders)} contenders made")
         inputs = torch.zeros(count * SAMPLES, BYTES[payload] // 4 // SAMPLES)
         targets = torch.zeros(count * SAMPLES)
+        expected = count * workers * (FORWARD_SECONDS + BACKWARD_SECONDS)
         for turn in range(settings.warm_up + settings.repeats):
-            gc.collect()
-            gc.freeze()  # what lives so far is many contenders'; a step should not pay for looking through it
-            for contender in contenders:
-                taken, slept, busy = timed(lambda c=contender: c.step(inputs, targets), transport)
-                expected = count * workers * (FORWARD_SECONDS + BACKWARD_SECONDS)
-                if turn:  # the first may run a stage more, to learn shapes
-                    assert abs(slept - expected) < 1e-6, (contender.row.name, slept, expected)
-                if turn >= settings.warm_up:
-                    contender.row.steps.append(taken)
-                    contender.row.busy.append(busy)
+            take_turns(
+                contenders, inputs, targets, transport, expected, turn, counts=turn >= settings.warm_up
+            )
             note(rank, f"D={workers} N={count} {payload}: turn {turn + 1}")
         found[payload] = [contender.row for contender in contenders]
     return found
+
+
+def take_turns(
+    contenders: Sequence[Ours | Theirs | Bare],
+    inputs: Tensor,
+    targets: Tensor,
+    transport: Any,
+    expected: float,
+    turn: int,
+    *,
+    counts: bool,
+) -> None:
+    """A step of each; ``expected`` are the seconds that all workers together are to sleep in it."""
+    gc.collect()
+    gc.freeze()  # what lives so far is many contenders'; a step should not pay for looking through it
+    for contender in contenders:
+        taken, asked, busy = timed(partial(contender.step, inputs, targets), transport)
+        if turn:  # the first may run a stage more, to learn shapes
+            assert abs(asked - expected) < 1e-6, (contender.row.name, asked, expected)
+        if counts:
+            contender.row.steps.append(taken)
+            contender.row.busy.append(busy)
 
 
 def timed(step: Callable[[], None], transport: Any) -> tuple[float, float, float]:
