@@ -73,7 +73,7 @@ def order_chart(schedule: Schedule, costs: Costs) -> Chart:
     for worker, order in enumerate(schedule.orders):
         at = 0.0
         for op in order:
-            piece = Piece(op.kind, op.stage, worker, len(op.micro_batches), op.parts)
+            piece = Piece.of(op, worker, schedule.workload)
             spans.append(Span(worker, op, at, at := at + ops.seconds(piece)))
     lanes, lane_of = _lanes(schedule)
     return Chart(

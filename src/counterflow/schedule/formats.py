@@ -56,6 +56,7 @@ class _File(BaseModel):
     placement: Annotated[list[Annotated[list[Index], Field(min_length=1)]], Field(min_length=1)]
     versions: list[Annotated[list[Index], Field(min_length=1)]] | None = None
     steady: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] | None = None
+    lengths: list[Count] | None = None
     skips: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
     skips_once: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
     orders: Annotated[list[list[str]], Field(min_length=1)]
@@ -87,6 +88,8 @@ def dumps(schedule: Schedule) -> str:
         lines.append(_rows("versions", [list(row) for row in schedule.workload.versions]))
     if schedule.steady is not None:
         lines.append(_rows("steady", [list(span) for span in schedule.steady]))
+    if len({*schedule.workload.lengths}) > 1:
+        lines.append(f'  "lengths": {json.dumps(schedule.workload.lengths)}')
     skips = schedule.workload.skips
     for key, once in (("skips", False), ("skips_once", True)):
         if rows := [[skip.source, skip.target] for skip in skips if skip.once is once]:
@@ -181,6 +184,11 @@ def _schedule(file: _File, name: str) -> Schedule:
             f"{name}: micro_batches={file.micro_batches} and periods={file.periods}{sliced or ','} but the "
             f"orders run {there} forwards in total; each {each} needs one on every stage"
         )
+    if file.lengths is not None and len(file.lengths) != slices:
+        raise ConfigError(
+            f"{name}: lengths: {len(file.lengths)} numbers, but the ops are of {slices} slices; give one per "
+            "slice"
+        )
     workload = Workload(
         placement=Placement(workers, tuple(map(tuple, file.placement))),
         micro_batches=file.micro_batches,
@@ -189,7 +197,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         synchronous=file.synchronous,
         versions=_versions(file, stages, name),
         skips=_skips(file, stages, name),
-        slices=slices,
+        lengths=tuple(file.lengths or (1,) * slices),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
 

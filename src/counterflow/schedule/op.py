@@ -141,7 +141,9 @@ class Op(NamedTuple):
 
     @property
     def work(self) -> float:
-        """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
+        """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward; of a slice as if all were
+        equally long, see ``Workload.work``.
+        """
         return len(self.micro_batches) / self.parts
 
     @property

@@ -138,7 +138,7 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
 
 
 _CALL = re.compile(r"\s*([^\s()]+)\s*(?:\(([^()]*)\))?\s*")
-_SIZE = re.compile(r"\s*(\w+)\s*=\s*([\w-]+)\s*")
+_SIZE = re.compile(r"\s*(\w+)\s*=\s*([\w+-]+)\s*")
 _FLAGS = {"true": True, "false": False}
 
 

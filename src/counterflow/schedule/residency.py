@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .ir import Op, Product, Schedule
+from .ir import Op, Product, Schedule, Workload
 
 
-def stash_change(op: Op) -> float:
+def stash_change(op: Op, workload: Workload | None = None) -> float:
     """Change of a worker's stashed forwards by an op, in (stage x micro-batch) units.
 
-    A forward is stashed until its weight gradients are computed.
+    A forward is stashed until its weight gradients are computed. Without a workload slices count as equally
+    long.
     """
-    return op.kind.stash * op.work
+    return op.kind.stash * (op.work if workload is None else workload.work(op))
 
 
 def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[float, ...]:
@@ -28,7 +29,7 @@ def peak_activations(schedule: Schedule, stages: range | None = None) -> tuple[f
         for op in order:
             if stages is not None and op.stage not in stages:
                 continue
-            stashed += stash_change(op)
+            stashed += stash_change(op, schedule.workload)
             peak = max(peak, stashed)
         peaks.append(peak)
     return tuple(peaks)

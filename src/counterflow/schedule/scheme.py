@@ -7,7 +7,7 @@ a scheme. A record makes no schedule; its builder does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import wraps
@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, Protocol, overload
 from counterflow.errors import ConfigError
 
 from .ir import OptionValue, Schedule
-from .orders.slices import sliced
+from .orders.slices import lengths_of, sliced
 from .workload import Workload
 
 SLICES = "slices"
@@ -62,6 +62,7 @@ class Option:
         unsaid: the value that pictures omit.
         order_only: whether only the order depends on the option, and not the workload.
         multiplies: whether the number of stages is multiplied by the value.
+        lengths: whether a number may also be given as lengths, such as ``512+256+256``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Option:
     unsaid: OptionValue | None = None
     order_only: bool = False
     multiplies: bool = False
+    lengths: bool = False
 
     @property
     def required(self) -> bool:
@@ -92,7 +94,7 @@ class Option:
         """Type of its values, as errors say it."""
         if self.kind is OptionType.WORD:
             return f"one of {', '.join(self.words)}"
-        return " or ".join([self.kind.value, *self.words])
+        return " or ".join([self.kind.value, *self.words, *(["lengths such as 512+256"] * self.lengths)])
 
     def refuse(self, value: object) -> None:
         """Refuse a value of the wrong type.
@@ -106,6 +108,9 @@ class Option:
         """
         is_flag = isinstance(value, bool)
         if isinstance(value, str) and value in self.words:
+            return
+        if self.lengths:
+            lengths_of(value)
             return
         if self.kind is OptionType.WORD:
             raise ConfigError(f"{self.name}={value!r}: unknown; legal: {', '.join(self.words)}")
@@ -131,7 +136,13 @@ class Option:
 
 MICRO_BATCHES = Option("micro_batches", "1 or more", "N: micro-batches of a mini-batch", letter="N")
 PERIODS = Option("periods", "1 or more", "updates to simulate", default=8, noun="period")
-SLICED = Option(SLICES, "1 or more", "number of slices into which a micro-batch's sequence is cut", default=1)
+SLICED = Option(
+    SLICES,
+    "1 or more",
+    "slices of a sequence: a number, or lengths (512+256)",
+    default=1,
+    lengths=True,
+)
 SPLIT = Option(
     "split",
     "true or false",
@@ -312,23 +323,24 @@ class Scheme:
                 f"{most:,} are built; choose smaller numbers"
             )
 
-    def schedule(self, options: Mapping[str, OptionValue]) -> Schedule:
+    def schedule(self, options: Mapping[str, Any]) -> Schedule:
         """The schedule with these options and with each micro-batch cut into ``slices``.
 
         Args:
-            options: options of the scheme, with its depth as ``stages`` or ``workers``, and ``slices``, which
-                a scheme may also have as an option of its own.
+            options: options of the scheme, with its depth as ``stages`` or ``workers``, and ``slices``, a
+                number or lengths, which a scheme may also have as an option of its own.
 
         Raises:
             ConfigError: the builder refuses the options, or the work cannot be sliced.
         """
         own = dict(options)
         slices = 1 if self.option(SLICES) else own.pop(SLICES, 1)
-        if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
-            raise ConfigError(f"{SLICES}={slices!r}: must be a whole number, 1 or more")
-        own = self.with_own_depth(own)
-        self.refuse_too_large({**own, "micro_batches": _times(own.get("micro_batches", 1), slices)})
-        return sliced(self.build, own, slices)
+        own, micro_batches = self.with_own_depth(own), own.get("micro_batches", 1)
+        if type(slices) is int:  # before a list is made of it
+            self.refuse_too_large({**own, "micro_batches": _times(micro_batches, slices)})
+        lengths = lengths_of(slices)
+        self.refuse_too_large({**own, "micro_batches": _times(micro_batches, len(lengths))})
+        return sliced(self.build, own, lengths)
 
     def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:
         """The workload of the schedule with these options.
@@ -353,7 +365,7 @@ class EitherDepth(Protocol[_P]):
     @overload
     def __call__(self, *given: _P.args, **options: _P.kwargs) -> Schedule: ...
     @overload
-    def __call__(self, **options: OptionValue) -> Schedule: ...
+    def __call__(self, **options: OptionValue | Sequence[int]) -> Schedule: ...
 
 
 def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_P]:

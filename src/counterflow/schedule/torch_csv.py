@@ -76,7 +76,7 @@ def _beyond(schedule: Schedule) -> str | None:
         return "micro-batches that run together"
     if any(op.parts != schedule.workload.slices for op in schedule.ops()):
         return "micro-batches that are halved"
-    return None
+    return "slices of different lengths" if len({*schedule.workload.lengths}) > 1 else None
 
 
 def loads(text: str, name: str) -> Schedule:
@@ -125,7 +125,7 @@ def loads(text: str, name: str) -> Schedule:
         placement=Placement(len(orders), (tuple(where[stage] for stage in range(len(where))),)),
         micro_batches=len(forwards),
         passes=passes_of(op for order in orders for op in order),
-        slices=max(slices),
+        lengths=(1,) * max(slices),
     )
     return Schedule(SCHEME, (), workload, orders)
 

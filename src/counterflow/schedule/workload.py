@@ -90,8 +90,8 @@ class Workload:
             synchronous workload uses version 0.
         trains: whether gradients are computed; otherwise only outputs (an evaluation).
         skips: skip connections, ascending.
-        slices: number of slices into which each micro-batch is cut along its sequence; each forward is then
-            also of one slice, and all parts are slices.
+        lengths: relative lengths of the slices into which each micro-batch is cut along its sequence; one:
+            micro-batches are whole. With several, each forward is of one slice, and all parts are slices.
     """
 
     placement: Placement
@@ -102,7 +102,7 @@ class Workload:
     versions: Versions | None = None
     trains: bool = True
     skips: tuple[SkipLink, ...] = ()
-    slices: int = 1
+    lengths: tuple[int, ...] = (1,)
 
     @property
     def total_micro_batches(self) -> int:
@@ -110,10 +110,23 @@ class Workload:
         return self.micro_batches * self.periods
 
     @property
+    def slices(self) -> int:
+        """Number of slices of each micro-batch."""
+        return len(self.lengths)
+
+    @property
     def sample_parts(self) -> int:
         """The most parts into which backwards divide a micro-batch's samples; a slice has all of them."""
         parts = (share.parts for one in self.passes for share in one.shares)
         return 1 if self.slices > 1 else max(parts, default=1)
+
+    def work(self, op: Op) -> float:
+        """Work of an op in micro-batches: 2 for a doubled forward, 0.5 for a half backward, its share of the
+        sequence for a slice.
+        """
+        if self.slices == 1:
+            return op.work
+        return len(op.micro_batches) * self.lengths[op.part] / sum(self.lengths)
 
     def period_of(self, op: Op) -> int:
         """The period to whose gradients ``op`` adds, or whose samples it reads."""
@@ -276,7 +289,7 @@ class Workload:
         """The workload of only the forwards of one period, of whole micro-batches."""
         passes = tuple(replace(p, shares=()) for p in self.of_periods(1).passes)
         return replace(
-            self, passes=passes, periods=1, synchronous=True, versions=None, trains=False, slices=1
+            self, passes=passes, periods=1, synchronous=True, versions=None, trains=False, lengths=(1,)
         )
 
 

@@ -41,6 +41,9 @@ class Costs:
             ``backward``.
         weight_gradients: the other part; None means the rest of ``backward`` after ``input_gradient``, at
             least 0.
+        attention: share of a forward's time, and of a backward's, that is causal attention: a slice's grows
+            with the positions before it. A split backward has it in its input gradient.
+        overhead: time that each op takes in addition, however small its part of a micro-batch is.
         p2p: time of one message between two workers; a number, or ``p2p[sender][receiver]``.
         p2p_per_byte: additional time per byte of a message, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of its gradient.
@@ -89,6 +92,15 @@ class Costs:
         metavar="SECONDS",
         name="weight_gradient",
         divided=0.0,
+    )
+    attention: PerStage = asked(
+        0.0,
+        "Share of a forward and of a backward that is attention, of which later slices have more. Default 0.",
+        metavar="SHARE",
+        divided=None,
+    )
+    overhead: PerStage = asked(
+        0.0, "Time that each op takes in addition, however short its slice. Default 0.", metavar="SECONDS"
     )
     p2p: PerLink = asked(0.0, "Time of one message between two workers. Default 0.", float, metavar="SECONDS")
     p2p_per_byte: PerLink = 0.0
@@ -142,6 +154,7 @@ class Costs:
             "backward",
             "input_gradient",
             "weight_gradients",
+            "overhead",
             "sync",
             "sync_slowdown",
             "agreement",
@@ -153,6 +166,10 @@ class Costs:
             refuse_negative("sync_crossings", seconds)
         for _, seconds in self.ties:
             refuse_negative("ties", seconds)
+        refuse_negative("attention", self.attention, "shares")
+        for share in [self.attention] if isinstance(self.attention, (int, float)) else self.attention:
+            if share > 1:
+                raise ConfigError(f"attention={share}: is a share of a forward; must be 1 or less")
         refuse_negative("message_bytes", self.message_bytes, "bytes")
         refuse_negative("skip_bytes", self.skip_bytes, "bytes")
         for name, links in (("p2p", self.p2p), ("p2p_per_byte", self.p2p_per_byte)):
@@ -192,6 +209,7 @@ class Costs:
 
 _NO_TIMES = frozenset(
     {
+        "attention",
         "message_bytes",
         "skip_bytes",
         "link",

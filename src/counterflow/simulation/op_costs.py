@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import add
+from operator import add, mul
 from typing import TYPE_CHECKING, Protocol
 
 from counterflow.errors import ConfigError
 from counterflow.fields import asked
-from counterflow.schedule.ir import OpKind
+from counterflow.schedule.ir import Op, OpKind, Workload
 from counterflow.schedule.modes import Recompute
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Piece:
         micro_batches: number of micro-batches computed together.
         parts: number of parts of the micro-batch, of which the op computes one.
         shares: for a forward, number of backwards that differentiate it; each may need a graph of its own.
+        part: number of its slice; 0 if it is none.
+        lengths: relative lengths of the slices of a micro-batch; one: it is whole.
     """
 
     kind: OpKind
@@ -42,11 +44,43 @@ class Piece:
     micro_batches: int = 1
     parts: int = 1
     shares: int = 1
+    part: int = 0
+    lengths: tuple[int, ...] = (1,)
     work: float = field(init=False, compare=False)
-    """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward."""
+    """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward, its share of the sequence for
+    a slice.
+    """
+    attention: float = field(init=False, compare=False)
+    """Attention to all positions up to its own, in micro-batches: for the slice from a share b of the
+    sequence to e it is e² - b².
+    """
+    before: float = field(init=False, compare=False)
+    """Share of the sequence that is before its slice; 0 if it is none."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "work", self.micro_batches / self.parts)
+        work = attention = self.micro_batches / self.parts
+        before = 0.0
+        if self.sliced:
+            whole, begin = sum(self.lengths), sum(self.lengths[: self.part])
+            end = begin + self.lengths[self.part]
+            work = self.micro_batches * (end - begin) / whole
+            attention = self.micro_batches * (end**2 - begin**2) / whole**2
+            before = begin / whole
+        object.__setattr__(self, "work", work)
+        object.__setattr__(self, "attention", attention)
+        object.__setattr__(self, "before", before)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it is of one of several slices."""
+        return len(self.lengths) > 1
+
+    @classmethod
+    def of(cls, op: Op, worker: int, workload: Workload, shares: int = 1) -> Piece:
+        """The piece of an op on a worker."""
+        part = op.part if workload.slices > 1 else 0
+        batches = len(op.micro_batches)
+        return cls(op.kind, op.stage, worker, batches, op.parts, shares, part, workload.lengths)
 
 
 class OpCosts(Protocol):
@@ -98,6 +132,8 @@ class ByteCosts:
         layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
         largest_layer: maximum bytes that a layer saves beyond its input, for one micro-batch; None means that
             all layers of the stage save the same.
+        state: bytes of one micro-batch that a stage leaves to later slices, such as keys and values: a part
+            of ``activations`` that is saved in any case. Its gradient waits for the slice that made it.
     """
 
     weights: PerStage = asked(
@@ -140,6 +176,13 @@ class ByteCosts:
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
     casts: PerStage = 0.0
+    state: PerStage = asked(
+        0.0,
+        "What slices of one micro-batch leave to later ones (keys and values), a part of --activation-bytes.",
+        metavar="BYTES",
+        name="state_bytes",
+        divided=0.0,
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -172,6 +215,8 @@ class StageBytes:
         stash: bytes of one micro-batch that are saved from its forward to its backward.
         between: bytes that are saved from input gradient to weight gradients, if the backward is split.
         space: for each kind of op, additional bytes while it runs.
+        state: bytes of one micro-batch that slices leave to later ones, without recomputation.
+        recomputed: whether ``stash`` is without them, because the rest is computed again.
     """
 
     weights: list[float]
@@ -179,6 +224,32 @@ class StageBytes:
     stash: list[float]
     between: list[float]
     space: Mapping[OpKind, list[float]]
+    state: list[float] = field(default_factory=list)
+    recomputed: bool = False
+
+    def of_piece(self, piece: Piece) -> tuple[float, float]:
+        """Bytes that an op adds when it starts and when it has ended."""
+        at_start, at_end = (amount * piece.work for amount in self.changes(piece.kind, piece.stage))
+        state_at_start, state_at_end = self.state_changes(piece)
+        return at_start + state_at_start, at_end + state_at_end
+
+    def state_changes(self, piece: Piece) -> tuple[float, float]:
+        """The part of them that is the state of slices, as far as it is not in ``stash``.
+
+        The gradient of a slice's state exists from the last slice's backward until the slice's own.
+        """
+        at_start = at_end = 0.0
+        state = self.state[piece.stage] * piece.micro_batches if self.state and piece.sliced else 0.0
+        own = state * piece.work / piece.micro_batches
+        if piece.kind.whole and self.recomputed:
+            at_start += own
+        elif piece.kind.stash < 0 and self.recomputed:
+            at_end -= own
+        if piece.kind.carries < 0:
+            last = piece.part == len(piece.lengths) - 1
+            at_start += state * piece.before if last else 0.0
+            at_end -= 0.0 if last else own
+        return at_start, at_end
 
     def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
         """Bytes that an op on one micro-batch adds when it starts and when it has ended."""
@@ -219,6 +290,8 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
         stash=stash,
         between=each("kept_for_weights", full),
         space=dict(zip(OpKind, (none, again, again, none), strict=True)),
+        state=each("state"),
+        recomputed=recompute is not Recompute.NONE,
     )
 
 
@@ -228,37 +301,52 @@ class StageOps:
 
     Attributes:
         table: seconds of each kind of op, by stage, for one micro-batch.
+        attention: the seconds of these that are attention to earlier positions, in the same form.
+        overhead: seconds that each op takes in addition, by stage, however small its part is.
         held: bytes by stage; None: not counted.
     """
 
     table: dict[OpKind, list[float]]
     held: StageBytes | None
+    attention: dict[OpKind, list[float]]
+    overhead: list[float]
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageOps:
-        """Costs by stage. A recomputation happens once, with the input gradient."""
+        """Costs by stage. A recomputation happens once, with the input gradient.
+
+        Attention has no weights, so that a split backward has all of it in the input gradient.
+        """
         forward = per_stage("forward", costs.forward, stages)
         backward = per_stage("backward", costs.backward, stages)
-        inputs = [b / 2 for b in backward]
+        shares = per_stage("attention", costs.attention, stages)
+        seen, seen_back = (list(map(mul, shares, times)) for times in (forward, backward))
+        inputs = [b / 2 + s / 2 for b, s in zip(backward, seen_back, strict=True)]
         if costs.input_gradient is not None:
             inputs = per_stage("input_gradient", costs.input_gradient, stages)
         weights = [max(0.0, b - i) for b, i in zip(backward, inputs, strict=True)]
         if costs.weight_gradients is not None:
             weights = per_stage("weight_gradients", costs.weight_gradients, stages)
+        halved = list(map(min, seen_back, inputs))
         recompute = Recompute(costs.recompute)
         if recompute is not Recompute.NONE:
             backward = [b + f for f, b in zip(forward, backward, strict=True)]
             inputs = [i + f for f, i in zip(forward, inputs, strict=True)]
+            seen_back, halved = (list(map(add, seen, back)) for back in (seen_back, halved))
         table = dict(zip(OpKind, (forward, backward, inputs, weights), strict=True))
-        return cls(table, None if costs.memory is None else stage_bytes(costs.memory, recompute, stages))
+        attention = dict(zip(OpKind, (seen, seen_back, halved, [0.0] * stages), strict=True))
+        held = None if costs.memory is None else stage_bytes(costs.memory, recompute, stages)
+        return cls(table, held, attention, per_stage("overhead", costs.overhead, stages))
 
     def seconds(self, piece: Piece) -> float:
         """Duration of an op, see ``OpCosts``."""
-        return self.table[piece.kind][piece.stage] * piece.work
+        seconds = self.table[piece.kind][piece.stage] * piece.work
+        if piece.attention != piece.work:
+            seconds += self.attention[piece.kind][piece.stage] * (piece.attention - piece.work)
+        return seconds + self.overhead[piece.stage]
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds, see ``OpCosts``."""
         if self.held is None:
             return 0.0, 0.0
-        at_start, at_end = self.held.changes(piece.kind, piece.stage)
-        return at_start * piece.work, at_end * piece.work
+        return self.held.of_piece(piece)

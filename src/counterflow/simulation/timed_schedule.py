@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
+from itertools import count, starmap
 from operator import add
 from threading import Lock
 from typing import Any, NamedTuple
@@ -216,17 +216,19 @@ class TimedSchedule:
         """
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         stages = range(self.schedule.stages)
-        kinds, of, batches, _, _, parts, _ = self.nodes.columns
-        each = [1] * len(self.ops)
+        kinds, of, batches, _, part, parts, _ = self.nodes.columns
+        each, lengths = [1] * len(self.ops), self.schedule.workload.lengths
+        if len(lengths) == 1:
+            part = [0] * len(self.ops)
         # A sliced forward has one backward: that of its own slice.
-        if self.schedule.workload.slices == 1 and any(several > 1 for several in shares.values()):
+        if len(lengths) == 1 and any(several > 1 for several in shares.values()):
             each = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
         numbers: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)
-        keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, each, strict=True)
+        keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, each, part, strict=True)
         which = np.fromiter(map(numbers.__getitem__, keys), dtype=np.int64, count=len(self.ops))
         if not all(key[1] in stages for key in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
-        return [Piece(*key) for key in numbers], which
+        return list(starmap(partial(Piece, lengths=lengths), numbers)), which
 
     def seconds(self, costs: Costs) -> Floats:
         """Duration of each op.

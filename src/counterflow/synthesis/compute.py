@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.orders.slices import slices_option
 from counterflow.schedule.placement import linear
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
@@ -260,7 +261,7 @@ def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
     yield "workers", problem.workers
     yield "micro_batches", problem.workload.micro_batches
     if problem.workload.slices > 1:
-        yield "slices", problem.workload.slices
+        yield "slices", slices_option(problem.workload.lengths)
     for store in problem.stores:
         ends = sorted({min(store.most), max(store.most)})
         told = " to ".join(f"{most:,.10g}" for most in ends)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.orders.slices import sliced_workload
+from counterflow.schedule.orders.slices import sliced_workload, slices_option
 from counterflow.schedule.placement import Placement
 from counterflow.schedule.scheme import SLICES, SPLIT, Scheme
 from counterflow.schedule.workload import Workload
@@ -46,13 +46,14 @@ def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator
 
 def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
     """The orders of one scheme."""
-    wanted, slices = _likeness(problem.workload), problem.workload.slices
+    wanted, lengths = _likeness(problem.workload), problem.workload.lengths
     for options in reversed(list(_options(scheme, problem.workload))):
         try:
             scheme.refuse_too_large(options)
-            if _likeness(sliced_workload(scheme.workload_of(options), slices)) != wanted:
+            if _likeness(sliced_workload(scheme.workload_of(options), lengths)) != wanted:
                 continue
-            schedule = scheme.schedule({**options, SLICES: slices} if slices > 1 else options)
+            own = {SLICES: slices_option(lengths)} if len(lengths) > 1 else {}
+            schedule = scheme.schedule({**options, **own})
         except ConfigError:  # no schedule of this size
             continue
         if _likeness(schedule.workload) != wanted:

@@ -51,7 +51,7 @@ def problem_of(
     letters, links = _letters(workload, costs)
     stores = []
     if peak is not None:
-        stores.append(_activations(letters, _limits("peak", peak, workload.placement.workers)))
+        stores.append(_activations(workload, letters, _limits("peak", peak, workload.placement.workers)))
     if memory_bytes is not None:
         stores.append(_bytes(workload, costs, letters, memory_bytes))
     for store in stores:
@@ -119,7 +119,7 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
     letters = []
     for op in ops:
         worker = placement.worker(op.pipe, op.stage)
-        takes = seconds.seconds(Piece(op.kind, op.stage, worker, parts=op.parts))
+        takes = seconds.seconds(Piece.of(op, worker, workload))
         if not 0 <= takes < math.inf:
             raise ConfigError(f"{op} takes {takes} seconds: must be finite, 0 or more")
         needs = []
@@ -149,7 +149,7 @@ def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
         each, per_byte = (_of_link(x, sender, receiver) for x in (costs.p2p, costs.p2p_per_byte))
         lower, upper = sorted((maker.stage, taker.stage))
         size = sizes[lower] if upper == lower + 1 else skip_sizes[skips[lower, upper]]
-        return each + per_byte * size * maker.work
+        return each + per_byte * size * workload.work(maker)
 
     return seconds
 
@@ -169,8 +169,9 @@ def _limits(name: str, value: Limit, workers: int) -> tuple[float, ...]:
     return tuple(float(number) for number in value)
 
 
-def _activations(letters: Sequence[Letter], most: tuple[float, ...]) -> Store:
-    change = [stash_change(Op(x.kind, x.stage, (0,), parts=x.parts)) for x in letters]
+def _activations(workload: Workload, letters: Sequence[Letter], most: tuple[float, ...]) -> Store:
+    ops = [Op(x.kind, x.stage, (0,), part=x.part, parts=x.parts) for x in letters]
+    change = [stash_change(op, workload) for op in ops]
     at_start = tuple(max(c, 0.0) for c in change)
     return Store(ACTIVATIONS, at_start, tuple(min(c, 0.0) for c in change), most)
 
@@ -190,7 +191,9 @@ def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: L
             )
         most.append(all_bytes - base)
     ops = costs.of_ops(placement.stages)
-    changes = [ops.bytes(Piece(x.kind, x.stage, x.worker, parts=x.parts)) for x in letters]
+    slices = [Op(x.kind, x.stage, (0,), part=x.part, parts=x.parts) for x in letters]
+    pieces = [Piece.of(op, x.worker, workload) for op, x in zip(slices, letters, strict=True)]
+    changes = [ops.bytes(piece) for piece in pieces]
     return Store(BYTES, tuple(a for a, _ in changes), tuple(b for _, b in changes), tuple(most))
 
 

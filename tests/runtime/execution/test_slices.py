@@ -196,6 +196,8 @@ GRID = (
     "zb-h1(stages=2, micro_batches=2, slices=3)",
     "zb-h2(stages=2, micro_batches=4, slices=2)",
     "zb-v(workers=2, micro_batches=4, slices=2)",
+    "1f1b(stages=2, micro_batches=2, slices=4+3+2+1)",
+    "chimera(stages=2, micro_batches=2, split=true, slices=3+1)",
     "v-half(workers=2, micro_batches=4, slices=2)",
     "v-min(workers=2, micro_batches=4, slices=3)",
     "dualpipe(workers=2, micro_batches=4, slices=2)",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
-from counterflow import ConfigError, Costs, Schedule, check, schemes, simulate
+from counterflow import ByteCosts, ConfigError, Costs, Schedule, check, schemes, simulate
 from counterflow.program import rules
 from counterflow.program.rules import Subject
-from counterflow.schedule import formats, registry
+from counterflow.schedule import formats, registry, torch_csv
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
 from counterflow.simulation import lower
@@ -129,3 +130,61 @@ def test_what_a_slice_needs() -> None:
     assert needs["F0.1:1/3"] == {"F0.0:1/3", "F0.1:0/3"}
     assert needs["B0.0:1/3"] == {"F0.0:1/3", "B0.1:1/3", "B0.0:2/3"}
     assert needs["B0.1:2/3"] == {"F0.1:2/3"}
+
+
+def test_lengths_of_slices() -> None:
+    """A text or numbers; equal ones are a number, and the order is that of equal slices."""
+    lengths = schemes.dapple(stages=3, micro_batches=2, slices=(4, 2, 2))
+    assert str(lengths) == "dapple(stages=3, micro_batches=2, slices=4+2+2)"
+    assert registry.schedule_of(str(lengths), {}) == lengths
+    assert formats.loads(formats.dumps(lengths), "a file") == lengths
+    equal = schemes.dapple(stages=3, micro_batches=2, slices="5+5+5")
+    assert equal == schemes.dapple(stages=3, micro_batches=2, slices=3)
+    assert lengths.orders == equal.orders
+    check(lengths)
+    assert simulate(lengths).peak_activations == (1.75, 1.5, 1.25)  # of 5, 4 and 3 slices
+    assert simulate(lengths).busy == (6.0,) * 3
+    with pytest.raises(ConfigError, match="torch"):
+        torch_csv.dumps(lengths)
+    for wrong in ("4+", "4+0", (1, -1), (), "two", 1.5, True):
+        with pytest.raises(ConfigError, match="must be a whole number, 1 or more, or lengths such as 512"):
+            schemes.dapple(stages=3, micro_batches=2, slices=wrong)
+    text = formats.dumps(lengths).replace("[4, 2, 2]", "[4, 2]")
+    with pytest.raises(ConfigError, match="lengths: 2 numbers, but the ops are of 3 slices"):
+        formats.loads(text, "a file")
+
+
+def test_slices_of_growing_cost() -> None:
+    """Attention to all before it: the slice from b to e of the sequence has e² - b² of it."""
+    schedule = schemes.dapple(stages=1, micro_batches=1, slices=(3, 1))
+    costs = Costs(forward=8.0, backward=16.0, attention=0.5, overhead=0.25)
+    found = simulate(schedule, costs)
+    # linear 4 · 3/4 and 4 · 1/4; attention 4 · 9/16 and 4 · 7/16
+    assert found.start.tolist() == [0.0, 5.5, 8.5, 14.25]
+    assert found.makespan == 14.25 + 2 * 5.25 + 0.25 == 24.0 + 4 * 0.25
+    split = simulate(schemes.zb_h1(stages=1, micro_batches=1, slices=(3, 1)), replace(costs, overhead=0.0))
+    assert split.makespan == 24.0  # weights have no attention: 4 of the halves' 16 are linear in each
+    weights = [
+        end - start
+        for op, start, end in zip(split.schedule.orders[0], split.start, split.end, strict=True)
+        if op.kind.value == "W"
+    ]
+    assert sorted(weights) == [1.0, 3.0]
+    with pytest.raises(ConfigError, match=r"attention=1\.5: is a share of a forward; must be 1 or less"):
+        Costs(attention=1.5)
+
+
+def test_what_slices_leave_is_in_memory_once_and_its_gradient_until_it_is_used() -> None:
+    schedule = schemes.dapple(stages=1, micro_batches=1, slices=(2, 1, 1))
+    memory = ByteCosts(activations=80.0, inputs=8.0, state=16.0)
+
+    def amounts(recompute: str) -> list[float]:
+        used = simulate(schedule, Costs(memory=memory, recompute=recompute)).memory
+        assert used is not None
+        return list(used[0].amounts)
+
+    # 40, 60, 80 saved; the last backward makes gradients of 12 for what the first two slices left
+    assert amounts("none") == [40.0, 60.0, 80.0, 92.0, 72.0, 48.0, 0.0]
+    # with recomputation inputs and states are saved: 12, 18, 24
+    # a backward's rest while it runs: 18, 18 and 36
+    assert amounts("stage") == [12.0, 18.0, 24.0, 54.0, 48.0, 56.0, 0.0]

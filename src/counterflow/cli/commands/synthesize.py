@@ -16,7 +16,7 @@ from counterflow.planning.play import Play
 from counterflow.planning.predict import Predictor
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.orders.slices import sliced_workload
+from counterflow.schedule.orders.slices import lengths_of, sliced_workload
 from counterflow.schedule.scheme import MOST_OPS
 from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis import Limit, Objective, Synthesis
@@ -48,7 +48,9 @@ class Work(Record):
     waves: int | None = asked(None, "Down-and-up passes, for wave. Default 2.")
     pairs: int | None = asked(None, "Pairs of pipes, for two-way. Default 1.")
     split: bool = asked(True, "Split each backward into input gradient and weight gradients.")
-    slices: int = asked(1, "Slices of the sequence of each micro-batch.", metavar="NUMBER", least=1)
+    slices: str = asked(
+        "1", "Slices of the sequence of each micro-batch, or their lengths.", metavar="NUMBER|LENGTHS"
+    )
 
     def workload(self) -> Workload:
         """All ops and what each needs.
@@ -61,9 +63,10 @@ class Work(Record):
         )
         if self.micro_batches < 1:
             raise ConfigError(f"--micro-batches {self.micro_batches}: must be 1 or more")
-        ops = placed.stages * self.micro_batches * self.slices * (3 if self.split else 2)
+        slices = int(self.slices) if self.slices.isdecimal() else len(lengths_of(self.slices))
+        ops = placed.stages * self.micro_batches * slices * (3 if self.split else 2)
         if ops > MOST_OPS:
-            sliced = f" of {self.slices} slices" if self.slices > 1 else ""
+            sliced = f" of {slices} slices" if slices > 1 else ""
             raise ConfigError(
                 f"{placed.stages} stages and {self.micro_batches} micro-batches{sliced} are {ops:,} ops, and "
                 f"at most {MOST_OPS:,} are ordered; choose smaller numbers"

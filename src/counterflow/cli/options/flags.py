@@ -172,6 +172,8 @@ def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
         about += f" One of {', '.join(option.words)}."
     elif option.words:
         kind, metavar = str, "|".join([option.letter or "NUMBER", *option.words])
+    elif option.lengths:
+        kind, metavar = str, "NUMBER|LENGTHS"
     return Annotated[kind | None, _option(_SCHEME, about, *names, metavar=metavar)]
 
 

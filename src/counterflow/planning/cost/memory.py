@@ -31,6 +31,7 @@ from counterflow.program.lowering import messages, unit_times
 from counterflow.schedule.ir import Op, Product, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
+from counterflow.simulation import Piece
 from counterflow.simulation.memory import Changes, above_base
 from counterflow.simulation.timed_schedule import timed
 
@@ -116,6 +117,7 @@ class _Walk:
 
     def __init__(self, schedule: Schedule, worker: int, stages: StageCosts, recompute: Recompute) -> None:
         self.placement, self.worker = schedule.placement, worker
+        self.workload, self.work = schedule.workload, schedule.workload.work
         self.held, self.outputs = stages.held(recompute), stages.output_bytes
         self.last = schedule.stages - 1
         each = stages.memory
@@ -151,7 +153,7 @@ class _Walk:
                 continue
             if isinstance(action, Receive):
                 op = action.output
-                self.pool += self.outputs[op.boundary] * op.work
+                self.pool += self.outputs[op.boundary] * self.work(op)
                 self.most_pool = max(self.most_pool, self.pool)
             else:  # in place of the message before it
                 self.sent[action.peer] = action.output, self.made  # type: ignore[union-attr]
@@ -161,7 +163,7 @@ class _Walk:
         return self.placement.worker(op.pipe, stage) == self.worker
 
     def _input(self, op: Op) -> float:
-        return self.outputs[op.stage - 1] * op.work if op.stage else 0.0
+        return self.outputs[op.stage - 1] * self.work(op) if op.stage else 0.0
 
     def run(self, op: Op) -> None:
         """An op, from the end of the one before to its own."""
@@ -178,14 +180,14 @@ class _Walk:
 
     def _forward(self, op: Op) -> None:
         stage = op.stage
-        at_start, at_end = (amount * op.work for amount in self.held.changes(op.kind, stage))
-        stays = at_start + at_end - self.counted[stage] * op.work
+        at_start, at_end = self.held.of_piece(Piece.of(op, self.worker, self.workload))
+        stays = at_start + at_end - self.counted[stage] * self.work(op)
         if stage and not self._is_here(op, stage - 1):
             self.inputs += self._input(op)
-        self._note(max(stays, at_start - self.entering[stage] * op.work), stays)
+        self._note(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
         self.stash += stays
         if stage < self.last:
-            self._lay(op, self._beyond_kept(stage) * op.work, stage + 1)
+            self._lay(op, self._beyond_kept(stage) * self.work(op), stage + 1)
 
     def _beyond_kept(self, stage: int) -> float:
         """Bytes of a stage's output that its forward does not keep."""
@@ -196,11 +198,13 @@ class _Walk:
         ends = Product.WEIGHT_GRADIENTS in op.kind.makes
         if first and stage < self.last:
             self._answered(op)
-        gradient = self.outputs[stage] * op.work if stage < self.last else 0.0
+        gradient = self.outputs[stage] * self.work(op) if stage < self.last else 0.0
         own = self.counted[stage]
-        whole = (self.held.stash[stage] - own) * op.work
-        rest = max(0.0, self.between[stage] * op.work - gradient)
-        self._note(self.held.space[op.kind][stage] * op.work, 0.0)
+        whole = (self.held.stash[stage] - own) * self.work(op)
+        rest = max(0.0, self.between[stage] * self.work(op) - gradient)
+        before, after = self.held.state_changes(Piece.of(op, self.worker, self.workload))
+        self._note(self.held.space[op.kind][stage] * self.work(op) + before, 0.0)
+        self.stash += before + after
         self.stash += (0.0 if ends else rest) - (whole if first else rest)
         if ends:
             self._give_back(op, gradient)
@@ -217,7 +221,7 @@ class _Walk:
         if op.stage:
             size = self._input(op)
             if self._is_here(op, op.stage - 1):
-                self.gone_here += self._beyond_kept(op.stage - 1) * op.work
+                self.gone_here += self._beyond_kept(op.stage - 1) * self.work(op)
             else:
                 self.over.append((size, size))
 

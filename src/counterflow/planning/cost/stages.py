@@ -184,8 +184,7 @@ class PlannedOps:
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds to its worker's memory when it starts, and when it has ended."""
-        at_start, at_end = self.stages.held(self.recompute).changes(piece.kind, piece.stage)
-        return at_start * piece.work, at_end * piece.work
+        return self.stages.held(self.recompute).of_piece(piece)
 
 
 def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:

@@ -132,7 +132,7 @@ def peak(subject: Subject) -> Iterator[str]:
     for worker, order in enumerate(subject.schedule.orders):
         stashed = 0.0
         for index, op in enumerate(order):
-            stashed += stash_change(op)
+            stashed += stash_change(op, subject.schedule.workload)
             if stashed > subject.peak_limit:
                 yield (
                     f"worker {worker}, op {index}: {op} makes {stashed:g} stashed forwards, "

@@ -164,7 +164,7 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
     if unit.parts == 1:
         return tree
     if batch.sequence is not None:
-        return slice_of(tree, unit, batch.sequence[of_targets])
+        return slice_of(tree, unit, batch.sequence[of_targets], batch.sequence.lengths)
     dims = batch.target_dims if of_targets else batch.input_dims
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 

@@ -17,7 +17,7 @@ from .loss_check import LossCheck
 from .losses import Losses
 from .position_check import PositionCheck
 from .samples import Dims
-from .slicing import SequenceDims
+from .slicing import SequenceDims, rows_of_slice
 from .told import Told
 
 Key = tuple[int, Unit]
@@ -30,23 +30,23 @@ class RowsOf(dict[Unit, SampleRows]):
     Args:
         first: number of this replica's first micro-batch among those of all replicas.
         samples: number of samples by micro-batch.
-        slices: number of slices of each micro-batch.
-        lengths: number of positions of the sequence by micro-batch; empty if not known.
+        lengths: relative lengths of the slices of each micro-batch; one: it is whole.
+        positions: number of positions of the sequence by micro-batch; empty if not known.
     """
 
     def __init__(
-        self, first: int, samples: Sequence[int], slices: int = 1, lengths: Sequence[int] = ()
+        self, first: int, samples: Sequence[int], lengths: Sequence[int] = (1,), positions: Sequence[int] = ()
     ) -> None:
-        self.first, self.samples, self.slices, self.lengths = first, samples, slices, lengths
+        self.first, self.samples, self.lengths, self.positions = first, samples, lengths, positions
 
     def __missing__(self, unit: Unit) -> SampleRows:
         samples = self.samples[unit.micro_batch]
-        if self.slices > 1:  # parts are slices of all its samples
+        if len(self.lengths) > 1:  # parts are slices of all its samples
             number, whole = self.first + unit.micro_batch, 0
-            if self.lengths:
-                whole = self.lengths[unit.micro_batch]
-            positions = unit.rows(whole)
-            count = positions.stop - positions.start
+            if self.positions:
+                whole = self.positions[unit.micro_batch]
+            its = rows_of_slice(unit.part, self.lengths, whole)
+            count = its.stop - its.start
             found = self[unit] = SampleRows(number, samples, 0, samples, *unit[1:3], count, whole)
             return found
         rows = unit.rows(samples)
@@ -84,7 +84,7 @@ class Batch:
         outputs: outputs of the last stage by unit, if requested.
         has_loss: whether losses are computed.
         compared: whether the copies of stages are compared after this mini-batch.
-        sequence: dimensions along which it is cut in slices; None: it is not cut.
+        sequence: how it is cut in slices; None: it is not cut.
     """
 
     step: int

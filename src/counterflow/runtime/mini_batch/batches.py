@@ -23,7 +23,7 @@ from .given import Given, even, ready, whole
 from .loss_check import LossCheck, LossChecks
 from .losses import Losses
 from .position_check import PositionCheck, PositionChecks
-from .slicing import SequenceDims, lengths_of
+from .slicing import SequenceDims, positions_of
 from .told import Call, Told
 
 _KINDS = 256
@@ -95,7 +95,7 @@ class Batches:
         self._checks = (
             None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
         )
-        self._slices = schedule.workload.slices
+        self._slices, self._lengths = schedule.workload.slices, schedule.workload.lengths
         if self._slices > 1 and batching.per_micro_batch_loss:
             raise ConfigError(
                 f"per_micro_batch_loss: {schedule.scheme} has no loss of a whole micro-batch where it cuts "
@@ -148,7 +148,6 @@ class Batches:
                 f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
                 "outputs; call evaluate(outputs=True) or predict"
             )
-        slices = self._slices if call.trains else 1
         counts = given.counts()
         self._refuse_missing(given, call)
         sizes = next((tuple(found) for found in counts if found is not None), ())
@@ -170,8 +169,12 @@ class Batches:
             told = Told(call, step, outputs, follows=True)
         agreed = self._agreement.last
         self._refuse_few(agreed, step)
-        sequence = SequenceDims(self._batching.sequence_dims, self._batching.target_sequence_dims)
-        lengths = lengths_of(given, agreed.sizes, sequence, slices) if slices > 1 else ()
+        lengths = self._lengths if call.trains else (1,)
+        sequence, positions = None, tuple[int, ...]()
+        if len(lengths) > 1:
+            batching = self._batching
+            sequence = SequenceDims(batching.sequence_dims, batching.target_sequence_dims, lengths)
+            positions = positions_of(given, agreed.sizes, sequence)
         at_once = not self._schedule.synchronous  # needed when the user may change what was given
         its_inputs, its_targets = (
             Feed(given.cut(pieces, dims, agreed.sizes), self._copies, at_once=at_once) if takes else None
@@ -187,7 +190,7 @@ class Batches:
             samples=agreed.sizes,
             total=agreed.total,
             rows=rows_of(
-                self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), slices, lengths
+                self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), lengths, positions
             ),
             training=call.trains,
             input_dims=given.input_dims,
@@ -201,7 +204,7 @@ class Batches:
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
             checks=self._checks_of(agreed, call, run) if self._needs_targets(call) else [],
-            sequence=sequence if slices > 1 else None,
+            sequence=sequence,
         )
 
     def compare(self, mine: Told, rows: Sequence[Told]) -> None:

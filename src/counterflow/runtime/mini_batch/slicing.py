@@ -21,53 +21,72 @@ from .samples import Dims, cut, samples_in
 
 
 class SequenceDims(NamedTuple):
-    """Where the positions of a micro-batch's inputs and targets are; of one that is not sliced None."""
+    """Where the positions of a micro-batch's inputs and targets are, and the relative lengths of its
+    slices.
+    """
 
     inputs: Dims
     targets: Dims
+    lengths: tuple[int, ...]
 
 
-def lengths_of(given: Given, sizes: Sequence[int], dims: SequenceDims, slices: int) -> tuple[int, ...]:
+def rows_of_slice(part: int, lengths: Sequence[int], positions: int) -> slice:
+    """The positions of a slice.
+
+    Args:
+        part: number of the slice.
+        lengths: relative lengths of all slices; exact if their sum is ``positions``.
+        positions: number of positions of the whole sequence.
+
+    >>> rows_of_slice(1, (512, 256, 256), 1024), rows_of_slice(1, (1, 1, 1), 10)
+    (slice(512, 768, None), slice(3, 6, None))
+    """
+    whole, before = sum(lengths), sum(lengths[:part])
+    return slice(positions * before // whole, positions * (before + lengths[part]) // whole)
+
+
+def positions_of(given: Given, sizes: Sequence[int], sequence: SequenceDims) -> tuple[int, ...]:
     """Number of positions of each micro-batch's sequence; empty if this worker has no part of the mini-batch.
 
     Args:
         given: inputs and targets of this worker.
         sizes: samples by micro-batch.
-        dims: dimensions of the positions.
-        slices: number of slices of each micro-batch.
+        sequence: dimensions of the positions, and the slices.
 
     Raises:
         ConfigError: inputs or targets cannot be cut into the slices, or their lengths differ.
     """
     found = [
-        [positions_in(tree, its, name, slices) for tree in pieces]
+        [positions_in(tree, its, name, sequence.lengths) for tree in pieces]
         for pieces, its, name in (
-            (given.inputs, dims.inputs, "inputs"),
-            (given.targets, dims.targets, "targets"),
+            (given.inputs, sequence.inputs, "inputs"),
+            (given.targets, sequence.targets, "targets"),
         )
         if pieces is not None
     ]
     for one, other in pairwise(found):
         if one != other:
             raise ConfigError(
-                f"micro-batches in {slices} slices have {one[0]} positions in their inputs and {other[0]} in "
-                "their targets; say with sequence_dims and target_sequence_dims where they are"
+                f"micro-batches in {len(sequence.lengths)} slices have {one[0]} positions in their inputs "
+                f"and {other[0]} in their targets; say with sequence_dims and target_sequence_dims where "
+                "they are"
             )
     return tuple(found[0] if given.ready else found[0] * len(sizes)) if found else ()
 
 
-def positions_in(tree: Any, dims: Dims, name: str, slices: int) -> int:
+def positions_in(tree: Any, dims: Dims, name: str, lengths: Sequence[int]) -> int:
     """The positions of a micro-batch's sequence.
 
     Args:
         tree: its inputs or targets.
         dims: where the positions are.
         name: what to call it: ``inputs`` or ``targets``.
-        slices: into how many slices it is cut.
+        lengths: relative lengths of the slices into which it is cut.
 
     Raises:
-        ConfigError: its tensors do not agree, there are none, or fewer than slices.
+        ConfigError: its tensors do not agree, there are none, or a slice would have none.
     """
+    slices = len(lengths)
     try:
         found = samples_in(tree, dims, name, whole=True)
     except ConfigError as error:
@@ -81,12 +100,19 @@ def positions_in(tree: Any, dims: Dims, name: str, slices: int) -> int:
             f"a micro-batch of {found} positions cannot be cut in {slices} slices; take fewer slices, or "
             "longer sequences"
         )
+    short = [part for part in range(slices) if not len(range(found)[rows_of_slice(part, lengths, found)])]
+    if short:
+        raise ConfigError(
+            f"a micro-batch of {found} positions cannot be cut in slices of lengths "
+            f"{'+'.join(map(str, lengths))}: slice {short[0]} would have none; take other lengths, or longer "
+            "sequences"
+        )
     return found
 
 
-def slice_of(tree: Any, unit: Unit, dims: Dims) -> Any:
+def slice_of(tree: Any, unit: Unit, dims: Dims, lengths: Sequence[int]) -> Any:
     """A slice of a micro-batch's inputs or targets, contiguous as the whole is, which its tensors know."""
-    rows = unit.rows(samples_in(tree, dims, whole=True))
+    rows = rows_of_slice(unit.part, lengths, samples_in(tree, dims, whole=True))
 
     def noted(own: Any, whole: Any) -> Any:
         if not isinstance(own, Tensor) or own is whole:

@@ -15,6 +15,7 @@ Source: Li et al., TeraPipe (ICML 2021); Sun et al., Seq1F1B (arXiv 2406.03488) 
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,43 +28,90 @@ from ..workload import Share, Workload
 from .fill import filled
 
 
-def sliced_workload(workload: Workload, slices: int) -> Workload:
+def lengths_of(slices: object) -> tuple[int, ...]:
+    """Relative lengths of slices, from what people give.
+
+    Args:
+        slices: number of slices of equal length; or their lengths, as a text such as ``512+256+256`` or as
+            a sequence of numbers. A sequence of as many positions as their sum is cut into exactly these,
+            another in proportion.
+
+    Returns:
+        The lengths; all 1 if they are equal.
+
+    Raises:
+        ConfigError: it is neither, or a length is below 1.
+
+    >>> lengths_of(3), lengths_of("512+256+256"), lengths_of([64, 64])
+    ((1, 1, 1), (512, 256, 256), (1, 1))
+    """
+    found: list[int] = []
+    if isinstance(slices, str) and slices.isdecimal():
+        slices = int(slices)
+    if type(slices) is int and slices >= 1:
+        return (1,) * slices
+    if isinstance(slices, str) and _LENGTHS.fullmatch(slices):
+        found = [*map(int, slices.split("+"))]
+    elif isinstance(slices, Sequence) and all(type(one) is int for one in slices):
+        found = [*slices]
+    if not found or min(found) < 1:
+        raise ConfigError(
+            f"slices={slices!r}: must be a whole number, 1 or more, or lengths such as 512+256+256"
+        )
+    return (1,) * len(found) if len({*found}) == 1 else tuple(found)
+
+
+_LENGTHS = re.compile(r"\d+(\+\d+)+")
+
+
+def slices_option(lengths: Sequence[int]) -> OptionValue:
+    """Lengths of slices as the value of an option: their number if they are equal.
+
+    >>> slices_option((1, 1, 1)), slices_option((512, 256, 256))
+    (3, '512+256+256')
+    """
+    return len(lengths) if len({*lengths}) == 1 else "+".join(map(str, lengths))
+
+
+def sliced_workload(workload: Workload, slices: object) -> Workload:
     """The same work with each micro-batch cut into slices.
 
     Args:
         workload: a synchronous workload whose micro-batches run one by one.
-        slices: n, 1 or more.
+        slices: number of slices, or their lengths.
 
     Raises:
         ConfigError: the workload is asynchronous, forwards contain several micro-batches, or backwards are
             divided.
     """
-    if slices == 1:
+    lengths = lengths_of(slices)
+    if len(lengths) == 1:
         return workload
     if not workload.synchronous:
         raise ConfigError(
-            f"slices={slices}: asynchronous schemes have no slices; choose a synchronous one, such as 1f1b"
+            f"slices={len(lengths)}: asynchronous schemes have no slices; choose a synchronous one, such as "
+            "1f1b"
         )
     passes = []
     for one in workload.passes:
         if len(one.micro_batches) > 1 or any(share.parts > 1 for share in one.shares):
             raise ConfigError(
-                f"slices={slices}: micro-batches that run together, or are halved, cannot be sliced; choose "
-                "concat=direct"
+                f"slices={len(lengths)}: micro-batches that run together, or are halved, cannot be sliced; "
+                "choose concat=direct"
             )
         split = one.shares[0].split
-        shares = tuple(Share(one.micro_batches, part, slices, split) for part in range(slices))
+        shares = tuple(Share(one.micro_batches, part, len(lengths), split) for part in range(len(lengths)))
         passes.append(replace(one, shares=shares))
-    return replace(workload, passes=tuple(passes), slices=slices)
+    return replace(workload, passes=tuple(passes), lengths=lengths)
 
 
-def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], slices: int) -> Schedule:
-    """The schedule of a scheme with sliced micro-batches.
+def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], slices: object) -> Schedule:
+    """The schedule of a scheme with sliced micro-batches. The order is that of slices of equal length.
 
     Args:
         build: the scheme's builder.
         options: the scheme's options, including ``micro_batches``.
-        slices: n, 1 or more.
+        slices: number of slices, or their lengths.
 
     Raises:
         ConfigError: the builder refuses the options, or the work cannot be sliced.
@@ -72,17 +120,21 @@ def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], s
     >>> print(*sliced(dapple, {"stages": 2, "micro_batches": 1}, 2).orders[0])
     F0.0:0/2 F0.0:1/2 B0.0:1/2 B0.0:0/2
     """
-    whole = build(**options)
-    if slices == 1:
+    lengths = lengths_of(slices)
+    whole, n = build(**options), len(lengths)
+    if n == 1:
         return whole
-    workload = sliced_workload(whole.workload, slices)
-    named = replace(whole, options=(*whole.options, ("slices", slices)), workload=workload)
-    in_place = tuple(tuple(part for op in order for part in _parts(op, slices)) for order in whole.orders)
+    named = replace(
+        whole,
+        options=(*whole.options, ("slices", slices_option(lengths))),
+        workload=sliced_workload(whole.workload, n),
+    )
+    in_place = tuple(tuple(part for op in order for part in _parts(op, n)) for order in whole.orders)
     found = replace(named, orders=in_place)
     units = _by_units(build, options, named)
-    if units is None or max(peak_activations(units)) > max(peak_activations(found)):
-        return found
-    return units
+    if units is not None and max(peak_activations(units)) <= max(peak_activations(found)):
+        found = units
+    return replace(found, workload=replace(found.workload, lengths=lengths))
 
 
 def _parts(op: Op, slices: int) -> list[Op]:

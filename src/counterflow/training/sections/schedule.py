@@ -144,10 +144,14 @@ def _legal(option: Option) -> str:
     return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
 
 
+_LENGTHS = re.compile(r"[\d+]+")
+"""A text that may be lengths of slices."""
+
+
 def _is_of_kind(option: Option, value: object) -> bool:
     """Whether a file's value has a type that the option accepts; the scheme checks the value itself."""
     if isinstance(value, str):
-        return bool(option.words)
+        return bool(option.words) or (option.lengths and _LENGTHS.fullmatch(value) is not None)
     return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)
 
 
