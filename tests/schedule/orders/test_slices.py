@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_lengths_of_slices() -> None:
     assert simulate(lengths).busy == (6.0,) * 3
     with pytest.raises(ConfigError, match="torch"):
         torch_csv.dumps(lengths)
-    for wrong in ("4+", "4+0", (1, -1), (), "two", 1.5, True):
+    wrongs: list[Any] = ["4+", "4+0", (1, -1), (), "two", 1.5, True]
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match="must be a whole number, 1 or more, or lengths such as 512"):
             schemes.dapple(stages=3, micro_batches=2, slices=wrong)
     text = formats.dumps(lengths).replace("[4, 2, 2]", "[4, 2]")
