@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .carry import Carry
+from .errors import ConfigError
 from .torch_private import FLASH, FLASH_BACKWARD
 
 
@@ -31,6 +32,8 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
     window: int | None = None,
+    documents: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a whole sequence, or of a slice to all earlier slices and to itself.
 
@@ -45,35 +48,68 @@ def attend(
             saves the keys and values of earlier slices.
         scale: factor of the products; None: one over the square root of the width.
         window: number of positions that a position sees, itself included; None: all earlier ones.
+        documents: [samples, positions], numbers of the documents packed in a sequence, which do not see each
+            other; None: one document. All slices of a sequence count together.
+        seen: [samples, positions], whether a position is seen by others and itself (padding is not); None:
+            all are. A query that sees nothing gives 0.
 
     Returns:
         [samples, heads, positions, width].
+
+    Raises:
+        ConfigError: documents or seen have another shape.
     """
-    before: tuple[tuple[Tensor, Tensor], ...] = carry.take(())
-    parts = (*before, (keys, values))
+    for name, its in (("documents", documents), ("seen", seen)):
+        if its is not None and its.shape != (queries.shape[0], queries.shape[2]):
+            raise ConfigError(
+                f"attend: {name} of shape {(*its.shape,)} are to be of {queries.shape[0]} samples with "
+                f"{queries.shape[2]} positions, as the queries are; give each slice its own part of them"
+            )
+    before: tuple[_Left, ...] = carry.take(())
+    parts = (*before, (keys, values, documents, seen))
     carry.leave(parts)
-    positions, start = queries.shape[2], sum(key.shape[2] for key, _ in before)
-    grouped = queries.shape[1] != keys.shape[1]
-    if not dropout and (before or window is not None):
+    narrow = window is not None or documents is not None or seen is not None
+    if not dropout and (before or narrow):
         flat = [tensor for part in parts for tensor in part]
         scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
         found: Tensor = _ByParts.apply(scale, window, queries, *flat)  # type: ignore[no-untyped-call]
         return found
-    if before:
-        keys, values = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
     mask = None
-    if before or window is not None:
-        mask = _seen(start, positions, range(keys.shape[2]), window, queries.device)
+    if before or narrow:
+        start = sum(part[0].shape[2] for part in before)
+        masks, first = [], 0
+        for part in parts:
+            masks.append(_mask(queries, start, first, part, documents, window))
+            first += part[0].shape[2]
+        mask = torch.cat(masks, -1)
+        keys, values = (
+            torch.cat([key for key, *_ in parts], 2),
+            torch.cat([value for _, value, *_ in parts], 2),
+        )
     return functional.scaled_dot_product_attention(
-        queries, keys, values, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+        queries, keys, values, mask, dropout, is_causal=mask is None, scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )  # fmt: skip
 
 
-def _seen(start: int, positions: int, keys: range, window: int | None, device: torch.device) -> Tensor:
-    """Which keys (by their positions) each of some queries from ``start`` on sees."""
-    at = torch.arange(start, start + positions, device=device)[:, None]
-    ahead = at - torch.arange(keys.start, keys.stop, device=device)
-    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+_Left = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys, values, documents and what is seen of a slice's positions."""
+
+
+def _mask(  # noqa: PLR0917
+    queries: Tensor, start: int, first: int, part: _Left, documents: Tensor | None, window: int | None
+) -> Tensor:
+    """Which keys of a part, from position ``first`` on, each query from ``start`` on sees.
+
+    It is [positions, keys], or [samples, 1, positions, keys].
+    """
+    key, _, its_documents, seen = part
+    at = torch.arange(start, start + queries.shape[2], device=queries.device)[:, None]
+    ahead = at - torch.arange(first, first + key.shape[2], device=queries.device)
+    mask = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    if documents is not None and its_documents is not None:
+        mask = mask & (documents[:, None, :, None] == its_documents[:, None, None])
+    return mask if seen is None else mask & seen[:, None, None].bool()
 
 
 class _Part(NamedTuple):
@@ -100,7 +136,7 @@ class _Part(NamedTuple):
             return found
         scores = self._scores(queries, scale)
         total = scores.logsumexp(-1)
-        weights = (scores - total.nan_to_num(neginf=0.0)[..., None]).exp()
+        weights = (scores - _finite(total)[..., None]).exp()
         return weights.to(self.value.dtype) @ self.value, total
 
     def backward(
@@ -113,7 +149,7 @@ class _Part(NamedTuple):
                 attn_mask=None, scale=scale,
             )  # fmt: skip
             return found
-        weights = (self._scores(queries, scale) - total[..., None]).exp()
+        weights = (self._scores(queries, scale) - _finite(total)[..., None]).exp()
         wide = gradient.to(weights.dtype)
         along = (wide * output.to(weights.dtype)).sum(-1, keepdim=True)
         scores = weights * (wide @ self.value.to(weights.dtype).mT - along) * scale
@@ -130,7 +166,7 @@ class _Part(NamedTuple):
         scores = (queries @ self.key.mT).to(wide) * scale
         mask = self.mask
         if mask is None and self.causal:
-            mask = _seen(0, queries.shape[2], range(self.key.shape[2]), None, queries.device)
+            mask = _mask(queries, 0, 0, (self.key, self.value, None, None), None, None)
         return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
@@ -138,15 +174,16 @@ class _ByParts(torch.autograd.Function):
     """Attention of a slice's queries to several parts, of which the last is the slice's own."""
 
     @staticmethod
-    def forward(ctx: Any, scale: float, window: int | None, queries: Tensor, *flat: Tensor) -> Tensor:
-        groups = queries.shape[1] // flat[0].shape[1]
+    def forward(ctx: Any, scale: float, window: int | None, queries: Tensor, *flat: Tensor | None) -> Tensor:
+        parts = _parts(queries, flat, window)
+        groups = queries.shape[1] // parts[0][1].key.shape[1]
         samples, heads, positions, width = queries.shape
         # With the heads beside each other, as the projection after it takes them: it then saves no copy.
         output = queries.new_empty(samples, positions, heads, width).transpose(1, 2)
         total = queries.new_empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
         for group in range(groups):
             its = _group(queries, group, groups)
-            out, sums = _merged([part.forward(its, scale) for _, part in _parts(its, flat, window)])
+            out, sums = _merged([part.forward(its, scale) for _, part in parts])
             _group(output, group, groups).copy_(out)
             _group(total, group, groups).copy_(sums)
         ctx.save_for_backward(queries, output, total, *flat)
@@ -157,17 +194,18 @@ class _ByParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         queries, output, total, *flat = ctx.saved_tensors
-        groups = queries.shape[1] // flat[0].shape[1]
+        parts = _parts(queries, flat, ctx.window)
+        groups = queries.shape[1] // parts[0][1].key.shape[1]
         of_queries = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         found: list[Tensor | None] = [None] * len(flat)
         for group in range(groups):
             its, own, out, sums = (
                 _group(tensor, group, groups) for tensor in (queries, gradient, output, total)
             )
-            for number, part in _parts(its, flat, ctx.window):
+            for number, part in parts:
                 mine, key, value = part.backward(own, its, out, sums, ctx.scale)
                 _group(of_queries, group, groups).add_(mine)
-                for place, its_gradient in ((2 * number, key), (2 * number + 1, value)):
+                for place, its_gradient in ((number, key), (number + 1, value)):
                     there = found[place]
                     found[place] = its_gradient if there is None else there.add_(its_gradient)
         return None, None, of_queries, *found
@@ -178,19 +216,20 @@ def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
     return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
 
 
-def _parts(queries: Tensor, flat: Sequence[Tensor], window: int | None) -> list[tuple[int, _Part]]:
-    """The parts that any query sees, with their numbers."""
-    pairs = list(zip(flat[::2], flat[1::2], strict=True))
-    positions = queries.shape[2]
-    start = sum(key.shape[2] for key, _ in pairs[:-1])
+def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, _Part]]:
+    """The parts that any query sees, each with the place of its key."""
+    lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
+    positions, documents = queries.shape[2], lefts[-1][2]
+    start = sum(key.shape[2] for key, *_ in lefts[:-1])
     found, first = [], 0
-    for number, (key, value) in enumerate(pairs):
-        count, own = key.shape[2], number == len(pairs) - 1
-        whole = window is None or start + positions - window <= first
-        if whole or first + count - 1 > start - window:  # type: ignore[operator]
-            keys = range(first, first + count)
-            mask = None if whole else _seen(start, positions, keys, window, queries.device)
-            found.append((number, _Part(key, value, own, mask)))
+    for number, left in enumerate(lefts):
+        key, value, _, seen = left
+        count, own = key.shape[2], number == len(lefts) - 1
+        inside = window is None or start + positions - window <= first
+        if inside or first + count - 1 > start - window:
+            whole = inside and documents is None and seen is None
+            mask = None if whole else _mask(queries, start, first, left, documents, window)
+            found.append((4 * number, _Part(key, value, own, mask)))
         first += count
     return found
 
@@ -200,5 +239,10 @@ def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     total = torch.stack([sums for _, sums in parts]).logsumexp(0)
-    output = sum(out * (sums - total).exp()[..., None] for out, sums in parts)
+    output = sum(out * (sums - _finite(total)).exp()[..., None] for out, sums in parts)
     return output, total  # type: ignore[return-value]
+
+
+def _finite(total: Tensor) -> Tensor:
+    """A log-sum-exp with 0 in place of that of nothing, whose terms are to be 0."""
+    return total.masked_fill(total == -math.inf, 0.0)

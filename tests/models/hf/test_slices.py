@@ -31,9 +31,9 @@ def _batch(positions: int = 13) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _agreement(model: nn.Module, scheme: str = SEQ1F1B, *, steps: int = 2, **options: Any) -> Agreement:
+def _agreement(model: nn.Module, scheme: str = SEQ1F1B, *, batches: Any = None, **options: Any) -> Agreement:
     torch.manual_seed(0)
-    batches = [[_batch()] for _ in range(steps)]
+    batches = batches or [[_batch()], [_batch()]]
     optimizer = partial(torch.optim.SGD, lr=0.1)
     layers = hf.layers(model.double())
     return verify(schedule_of(scheme, {}), layers, hf.loss, batches, optimizer=optimizer, **options)
@@ -70,7 +70,9 @@ class _Double:
 def test_recurrent_layers_train_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba's compute in float32; with float64 in its place the states' gradients are exact."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
+    ids, labels = _batch()
     single = "1f1b(stages=2, micro_batches=1, slices=9)"  # of one position some
+    padding: dict[str, Any] = {"batches": [[(_padded(ids, before=True), labels)]]}
     for name, scheme, options in (
         ("mamba", SEQ1F1B, {"recompute": "layer"}),
         ("mamba2", SEQ1F1B, {"recompute": "stage"}),
@@ -78,10 +80,13 @@ def test_recurrent_layers_train_as_one_process(monkeypatch: pytest.MonkeyPatch) 
         ("mamba2", "chimera(stages=2, micro_batches=2, slices=2)", {}),
         ("mamba2", single, {}),
         ("falcon-mamba", single, {}),
+        ("mamba", SEQ1F1B, padding),
+        ("mamba2", single, padding),
     ):
         model = tiny.made(name)
         monkeypatch.setattr(sys.modules[type(model).__module__], "torch", _Double())
-        assert _agreement(model, scheme, steps=1, **options).ok, (name, scheme, options)
+        found = _agreement(model, scheme, **{"batches": [[(ids, labels)]], **options})
+        assert found.ok, (name, scheme, options)
 
 
 def test_recurrent_layers_as_they_are() -> None:
@@ -112,41 +117,87 @@ def test_other_attention_is_refused(name: str, match: str) -> None:
         _agreement(tiny.made(name))
 
 
-def _padded(name: str) -> None:
-    model = tiny.made("llama")
+def _packed(ids: Tensor) -> dict[str, Tensor]:
+    """With three documents a sample, of which one begins with the second of four slices."""
+    positions = torch.arange(13).repeat(4, 1)
+    for row, ends in enumerate(((4, 8), (3, 11), (5, 6), (1, 12))):
+        for end in ends:
+            positions[row, end:] = torch.arange(13 - end)
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def _padded(ids: Tensor, *, before: bool = False) -> dict[str, Tensor]:
+    """With as many positions of padding as the sample's number, after it or before."""
+    mask = torch.ones_like(ids)
+    for row in range(1, 4):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask if before else mask.flip(1)}
+
+
+def _numbered(ids: Tensor) -> dict[str, Tensor]:
+    return {**_padded(ids), "position_ids": _packed(ids)["position_ids"]}
+
+
+def test_packed_documents_and_padding_train_as_one_process() -> None:
+    """One process has transformers' own masks."""
+    four = "1f1b(stages=2, micro_batches=2, slices=4)"
+    for name, given, scheme, options in (
+        ("llama", _packed, four, {}),
+        ("mistral", _packed, SEQ1F1B, {"recompute": "layer"}),
+        ("gpt2", _packed, "zb-h1(stages=2, micro_batches=2, slices=2)", {}),
+        ("llama", _padded, four, {"recompute": "stage"}),
+        ("mistral", partial(_padded, before=True), SEQ1F1B, {}),
+        ("qwen2", partial(_padded, before=True), four, {}),
+        ("gpt-neox", _numbered, SEQ1F1B, {}),
+    ):
+        ids, labels = _batch()
+        found = _agreement(tiny.made(name), scheme, batches=[[(given(ids), labels)]], **options)
+        assert found.ok, (name, given, scheme, found)
+
+
+def _with_mask_of_pairs() -> None:
     pipeline = cf.Pipeline(
-        model, hf.loss, SEQ1F1B, list_layers=hf.layers, optimizer=partial(torch.optim.SGD, lr=0.1)
+        tiny.made("llama"),
+        hf.loss,
+        SEQ1F1B,
+        list_layers=hf.layers,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     ids, labels = _batch()
-    beside = torch.ones_like(ids) if name == "attention_mask" else torch.arange(13).expand(4, -1)
-    evaluated = pipeline.evaluate({"input_ids": ids, name: beside}, labels)
-    assert evaluated.loss > 0
-    pipeline.step({"input_ids": ids, name: beside}, labels)
+    pipeline.step({"input_ids": ids, "attention_mask": torch.ones(4, 13, 13, dtype=torch.bool)}, labels)
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
-def test_masks_and_positions_of_the_users_are_refused(name: str) -> None:
-    with pytest.raises(cf.ConfigError, match=f"{name} is among the inputs, and slices see all earlier ones"):
-        cf.launch(_padded, name, workers=2, transport="local")
+def test_a_mask_of_pairs_is_refused() -> None:
+    with pytest.raises(
+        cf.ConfigError, match=r"attention_mask of shape \(2, 4, 13\) is among the inputs, and in"
+    ):
+        cf.launch(_with_mask_of_pairs, workers=2, transport="local")
 
 
 def _evaluations() -> list[float]:
     torch.manual_seed(0)
     model = tiny.made("mistral").double()
     pipeline = cf.Pipeline(
-        model, hf.loss, SEQ1F1B, list_layers=hf.layers, optimizer=partial(torch.optim.SGD, lr=0.0)
-    )
+        model, hf.loss, SEQ1F1B, list_layers=hf.layers, optimizer=partial(torch.optim.SGD, lr=0.0),
+        dynamic_shapes=True,
+    )  # fmt: skip
     ids, labels = _batch()
     found = [pipeline.evaluate(ids, labels).loss]
     found.append(pipeline.step(ids, labels).loss)
-    mask = torch.ones_like(ids)
+    positions = torch.arange(13).expand(4, -1)
+    beside: tuple[dict[str, Tensor], ...] = (
+        {},
+        {"attention_mask": torch.ones_like(ids)},
+        {"position_ids": positions},
+    )
+    given = [{"input_ids": ids, **its} for its in beside]
     return [
         *found,
-        pipeline.evaluate(ids, labels).loss,
-        pipeline.evaluate({"input_ids": ids, "attention_mask": mask}, labels).loss,
+        *(pipeline.step(its, labels).loss for its in given),
+        *(pipeline.evaluate(its, labels).loss for its in given),
     ]
 
 
 def test_evaluations_before_and_after_are_the_same() -> None:
     found = cf.launch(_evaluations, workers=2, transport="local")[0]
-    assert found == pytest.approx([found[0]] * 4, rel=1e-10)
+    assert found == pytest.approx([found[0]] * 8, rel=1e-10)

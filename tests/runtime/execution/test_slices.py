@@ -237,6 +237,84 @@ def test_attention_of_groups_and_windows() -> None:
             assert agreement(schedule, layers, steps=1).ok, (heads, window, scheme)
 
 
+class Begins(nn.Module):
+    """Tokens and their documents, 0 for padding, to vectors and both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.table(given["tokens"]), given["documents"]
+
+
+class Packed(Attending):
+    """Attention within documents."""
+
+    def __init__(self, key_heads: int, window: int | None, dropout: float = 0.0) -> None:
+        super().__init__(key_heads, window)
+        self.dropout = dropout
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Any:  # type: ignore[override]
+        x, documents = given
+        made = (map_(x).unflatten(2, (-1, 2)) for map_ in (self.queries, self.keys, self.values))
+        queries, keys, values = (tensor.transpose(1, 2) for tensor in made)
+        mixed = cf.attend(
+            self.carry, queries, keys, values, window=self.window, dropout=self.dropout,
+            documents=documents, seen=documents > 0,
+        )  # fmt: skip
+        return x + mixed.transpose(1, 2).flatten(2), documents
+
+
+class Ends(nn.Linear):
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(given[0])
+
+
+def _documents(samples: int) -> Tensor:
+    """Three a sample of various lengths, and padding, of which some is between them."""
+    found = torch.randint(4, (samples, POSITIONS)).sort(1).values
+    found[:, 9] = 0
+    return found
+
+
+def test_attention_within_documents() -> None:
+    batches = []
+    for _ in range(2):
+        tokens, targets = mini_batch(8, POSITIONS)
+        batches.append([({"tokens": tokens, "documents": _documents(8)}, targets)])
+    for heads, window, scheme in ((4, None, "1f1b"), (2, 9, "zb-h1"), (1, 3, "1f1b")):
+        torch.manual_seed(0)
+        packed = [Packed(heads, window) for _ in range(3)]
+        layers = [layer.double() for layer in (Begins(), *packed, Ends(WIDTH, VOCABULARY))]
+        schedule = schedule_of(f"{scheme}(stages=3, micro_batches=2, slices=4)", {})
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        assert verify(schedule, layers, token_loss, batches, optimizer=optimizer).ok, (heads, window)
+
+
+def test_attention_within_documents_is_that_of_a_mask() -> None:
+    documents, at = _documents(3), torch.arange(POSITIONS)
+    ahead = at[:, None] - at
+    shape = 3, 2, POSITIONS, 4
+    for window in (None, 5):
+        mask = (ahead >= 0) & (ahead < (window or POSITIONS))
+        pairs = documents[:, None, :, None] == documents[:, None, None]
+        mask = mask & pairs & (documents > 0)[:, None, None]
+        given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        options: dict[str, Any] = {"window": window, "documents": documents, "seen": documents > 0}
+        expected = functional.scaled_dot_product_attention(given[0], given[1], given[2], mask)
+        of_expected = torch.autograd.grad(expected.sin().sum(), given)
+        for dropout in (0.0, 1e-300):  # with any above 0 the mask of pairs is made
+            found = cf.attend(cf.Carry(), given[0], given[1], given[2], **options, dropout=dropout)
+            assert torch.allclose(found, expected, rtol=1e-12)
+            for one, other in zip(torch.autograd.grad(found.sin().sum(), given), of_expected, strict=True):
+                assert torch.allclose(one, other, rtol=1e-12)
+    with pytest.raises(
+        cf.ConfigError, match=r"documents of shape \(22,\) are to be of 3 samples with 22 pos"
+    ):
+        cf.attend(cf.Carry(), *given, documents=documents[0])
+
+
 def _frozen() -> list[nn.Module]:
     layers = own()
     for layer in layers[:3]:

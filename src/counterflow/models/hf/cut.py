@@ -13,7 +13,7 @@ layers in an unsupported way is refused, by the first layer at the latest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 from counterflow.carry import Carry
 from counterflow.errors import ConfigError
 
-from .masks import forms_of, is_mask, masks_made, narrowed, widened
+from .masks import forms_of, is_mask, masks_made, narrowed, texts_of, widened
 from .recurrence import LINEAR, recurring
-from .slices import CAUSAL, EVERY, FULL, KINDS, attending
+from .slices import CAUSAL, EVERY, FULL, KINDS, Seen, attending
 from .stand_ins import HIDDEN, Absent, Called, Held, Note, unfollowed
 from .weights import Filling
 
@@ -266,9 +266,9 @@ class _First(Layer):
         self.wants_ids = "SequenceClassification" in type(model).__name__  # to find the padding
         self.windows = [getattr(model.base_model.config, "sliding_window", None)]
         self.before = Carry()
-        """Positions of earlier slices."""
-        self.causal: set[tuple[str, int]] = set()
-        """Kinds of layers, and lengths, whose masks were seen to be causal."""
+        """Of earlier slices: how many positions, the last one's number, and its document's."""
+        self.causal: set[tuple[str, int, frozenset[str]]] = set()
+        """Kinds of layers, lengths and inputs whose masks were seen to be what slices have in their place."""
         self.forms: dict[Any, tuple[str, bool] | None] = {}
         """By kind of layer, shape and arguments: the form of the mask; None: another form."""
         self.notes: list[Any] = []
@@ -290,11 +290,9 @@ class _First(Layer):
             raise ConfigError(
                 "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"
             )
-        beside = [name for name in ("attention_mask", "position_ids") if given.get(name) is not None]
-        if self.before.sliced:
-            self._place(given, beside)
-        plain = self.before.expects_slices and not beside
+        plain = self.before.expects_slices
         """Whether masks go nowhere, as all attention is causal and sees to it itself."""
+        seen = self._seen(given) if plain else Seen()
         # A mask that these samples do not need is made for others: stages pass on the same structure for all.
         made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
@@ -314,8 +312,11 @@ class _First(Layer):
             if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
                 raise unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
         hidden = notes[0][0]
+        if LINEAR in taken:
+            args, keywords = taken[LINEAR]
+            taken[LINEAR] = args, _with_mask(keywords, given.get("attention_mask"), hidden)
         if plain:
-            self._refuse_masks(hidden, taken)
+            self._refuse_masks(hidden, taken, seen, given.get("position_ids"))
             taken = pytree.tree_map(lambda leaf: None if is_mask(leaf, *hidden.shape[:2]) else leaf, taken)
         names = frozenset(name for name, value in given.items() if value is not None)
         for kind, its in taken.items():
@@ -324,48 +325,73 @@ class _First(Layer):
             )
             taken[kind] = pytree.tree_map(narrow, its)
         ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
-        return {HIDDEN: hidden, "taken": taken, **ids, **({CAUSAL: True} if plain else {})}
+        return {HIDDEN: hidden, "taken": taken, **ids, **({CAUSAL: seen} if plain else {})}
 
-    def _place(self, given: dict[str, Any], beside: Sequence[str]) -> None:
-        """Say where in the sequence a slice is.
+    def _seen(self, given: dict[str, Any]) -> Seen:
+        """What positions see of each other; says where in its sequence a slice is.
+
+        As in transformers, documents are packed where position ids do not count on, if there is no mask.
 
         Args:
-            given: what the model takes.
-            beside: what says, of the slice alone, where it is and what it sees.
+            given: what the model takes; a slice is given its position ids.
 
         Raises:
-            ConfigError: there is such a thing.
+            ConfigError: a mask or position ids are not by sample and position.
         """
-        if beside:
-            raise ConfigError(
-                f"{beside[0]} is among the inputs, and slices see all earlier ones of their sequence; leave "
-                "it out: of padding at the end nothing is seen, and labels of -100 keep it out of the loss"
-            )
         of = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if not isinstance(of, Tensor):
             raise unfollowed("takes neither input_ids nor inputs_embeds")
-        start, length = self.before.take(0), of.shape[1]
-        self.before.leave(start + length)
-        given["position_ids"] = torch.arange(start, start + length, device=of.device)[None]
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        for name, its in (("attention_mask", mask), ("position_ids", positions)):
+            if its is not None and its.shape != of.shape[:2]:
+                raise ConfigError(
+                    f"{name} of shape {(*its.shape,)} is among the inputs, and in slices it is to be of "
+                    f"{of.shape[0]} samples with {of.shape[1]} positions; give padding and packed documents "
+                    "in that form, or train without slices"
+                )
+        start, last, document = self.before.take((0, None, 0))
+        documents = None
+        if positions is None and self.before.sliced:
+            given["position_ids"] = torch.arange(start, start + of.shape[1], device=of.device)[None]
+        elif positions is not None and mask is None:
+            follows = positions[:, :1] == (positions[:, :1] if last is None else last + 1)
+            documents = texts_of(positions) + document + (~follows).to(torch.int64)
+            last, document = positions[:, -1:].clone(), documents[:, -1:].clone()
+        self.before.leave((start + of.shape[1], last, document))
+        return Seen(documents, None if mask is None else mask.bool())
 
-    def _refuse_masks(self, hidden: Tensor, taken: Mapping[str, Any]) -> None:
-        """Refuse masks that are not causal, of which a slice's says nothing of earlier slices.
+    def _refuse_masks(
+        self, hidden: Tensor, taken: Mapping[str, Any], seen: Seen, positions: Tensor | None
+    ) -> None:
+        """Refuse masks that are not what slices have in their place, of which a slice's says only a part.
+
+        A mask was looked at when samples had padding, or documents, that it could show.
 
         Raises:
-            ConfigError: there is one, or a kind of layer that is not known to be causal.
+            ConfigError: there is one, or a kind of layer that is not known.
         """
         forms = ["causal", *(f"causal {window}" for window in self.windows if window)]
+        documents, keys = seen
+        beside = frozenset(name for name, its in seen._asdict().items() if its is not None)
         for kind, its in taken.items():
-            if (kind, hidden.shape[1]) in self.causal:
+            key = kind, hidden.shape[1], beside
+            if key in self.causal:
                 continue
             masks = [leaf for leaf in pytree.tree_leaves(its) if is_mask(leaf, *hidden.shape[:2])]
-            known = kind in KINDS and all(any(narrowed(m, f, None) is not None for f in forms) for m in masks)
-            if not known:
+            texts = None if documents is None else positions
+            known = kind in KINDS and all(
+                any(narrowed(mask, form, texts, keys=keys) is not None for form in forms) for mask in masks
+            )
+            if not known or (beside and not masks and kind != LINEAR):
                 raise ConfigError(
-                    f"layers of kind {kind} have masks that are neither causal nor causal within a window, "
-                    "which slices do not have; train without slices"
+                    f"layers of kind {kind} have masks that are neither causal nor causal within a window"
+                    f"{', with padding and packed documents' if beside else ''}, which slices do not have; "
+                    "train without slices"
                 )
-            self.causal.add((kind, hidden.shape[1]))
+            if (documents is None or bool((documents != documents[:, :1]).any())) and not (
+                keys is not None and bool(keys.all())
+            ):
+                self.causal.add(key)
 
     @contextmanager
     def _all_called(self) -> Iterator[None]:
@@ -435,7 +461,7 @@ class _Block(Layer):
         if CAUSAL not in value:
             return nullcontext({})
         if self.kind != LINEAR:
-            return attending(self.carry, self.block, self.window)
+            return attending(self.carry, self.block, self.window, value[CAUSAL])
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
 
 
@@ -506,6 +532,17 @@ def _as_kwargs(inputs: Any) -> dict[str, Any]:
     if inputs is None:
         return {}
     return {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+
+
+def _with_mask(keywords: dict[str, Any], mask: Tensor | None, hidden: Tensor) -> dict[str, Any]:
+    """Arguments of recurrent layers, with the mask of padding that transformers leaves out.
+
+    It does so if samples have no padding or one position; stages pass on the same structure for all.
+    """
+    if mask is None or mask.shape != hidden.shape[:2] or keywords.get("attention_mask", mask) is not None:
+        return keywords
+    idle = hidden.shape[1] == 1 or bool(mask.all())
+    return {**keywords, "attention_mask": mask} if idle else keywords
 
 
 def _plain(config: Any) -> None:

@@ -46,13 +46,21 @@ def texts_of(positions: Tensor) -> Tensor:
 
 
 def narrowed(
-    mask: Tensor, form: str, positions: Tensor | None, *, trusted: bool = False
+    mask: Tensor, form: str, positions: Tensor | None, *, keys: Tensor | None = None, trusted: bool = False
 ) -> NarrowMask | None:
-    """A mask in a form; None if it does not have the form, which is not checked on a GPU if ``trusted``."""
+    """A mask in a form; None if it does not have the form, which is not checked on a GPU if ``trusted``.
+
+    Args:
+        mask: (samples, 1, positions, positions).
+        form: as of ``NarrowMask``.
+        positions: of the texts, which do not see each other; None: one text per sample.
+        keys: (samples, positions): which positions are seen; None: those that any other sees.
+        trusted: whether the form is known.
+    """
     flags = mask if mask.dtype is torch.bool else mask == 0
     added = "" if mask.dtype is torch.bool else str(mask.dtype).removeprefix("torch.")
     texts = None if positions is None else texts_of(positions.expand(len(mask), -1))
-    found = NarrowMask(flags.any(2)[:, 0], texts, form, added)
+    found = NarrowMask(flags.any(2)[:, 0] if keys is None else keys, texts, form, added)
     if trusted and mask.is_cuda:  # the host would wait for the answer
         return found
     return found if torch.equal(_made(found), mask) else None

@@ -2,7 +2,8 @@
 
 A layer that runs on a slice calls transformers' ``sdpa`` as ever; here it gets attention to all earlier
 slices as well. Its own masks would be of the slice alone and are left out: causal ones, with a window where
-the layer says one, are what slices can have. A model that is trained in slices has it so in whole runs.
+the layer says one, with padding and packed documents, are what slices can have. A model that is trained in
+slices has it so in whole runs.
 
 Invariant: a layer whose attention is not of that kind is refused.
 """
@@ -13,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -40,11 +41,24 @@ _IGNORED = {"sliding_window", "position_ids", "use_cache", "position_embeddings"
 """Arguments that change nothing beside what is done with them here."""
 
 
+class Seen(NamedTuple):
+    """What slices' positions see of each other, beside what is causal; each [samples, positions] or None.
+
+    Attributes:
+        documents: as of ``attend``.
+        seen: as of ``attend``.
+    """
+
+    documents: Tensor | None = None
+    seen: Tensor | None = None
+
+
 class _Now(threading.local):
     """What runs in this thread."""
 
     carry: Carry | None = None
     window: int | None = None
+    seen = Seen()
     calls = 0
 
 
@@ -52,24 +66,25 @@ _now = _Now()
 
 
 @contextmanager
-def attending(carry: Carry, block: nn.Module, window: int | None) -> Iterator[dict[str, Any]]:
+def attending(carry: Carry, block: nn.Module, window: int | None, seen: Seen) -> Iterator[dict[str, Any]]:
     """Around a layer that runs on a slice; gives what the layer is called with.
 
     Args:
         carry: the layer's own.
         block: the layer of transformers.
         window: of its attention, by its model's config.
+        seen: documents and padding of the slice.
 
     Raises:
         ConfigError: it does not call transformers' ``sdpa`` once.
     """
     _intercept()
-    _now.carry, _now.window, _now.calls = carry, window, 0
+    _now.carry, _now.window, _now.seen, _now.calls = carry, window, seen, 0
     try:
         yield {}
         calls = _now.calls
     finally:
-        _now.carry = None
+        _now.carry, _now.seen = None, Seen()
     if calls != 1:
         raise ConfigError(
             f"a {type(block).__name__} in a slice calls transformers' attention {_SDPA!r} {calls} times, and "
@@ -121,5 +136,7 @@ def _of_slice(  # noqa: PLR0917 - transformers' own
             "without slices"
         )
     _now.calls += 1
-    found = attend(carry, query, key, value, dropout=dropout, scale=scaling, window=sliding_window)
+    found = attend(
+        carry, query, key, value, dropout=dropout, scale=scaling, window=sliding_window, **_now.seen._asdict()
+    )
     return found.transpose(1, 2).contiguous(), None
