@@ -172,9 +172,10 @@ class Worker:
         # Threads share torch's random state and take turns for it; nothing is drawn here.
         self.pipeline.streams.shared = False
         self.step_number = 0
-        runner = self.pipeline._run
-        self._start, self._wait = runner.start_sync, runner.wait_sync
-        runner.start_sync, runner.wait_sync = self.start_sync, self.wait_sync  # type: ignore[method-assign]
+        handlers = self.pipeline._run._handlers
+        self._start, self._wait = handlers[StartSync], handlers[WaitSync]
+        handlers |= {StartSync: self.start_sync, WaitSync: self.wait_sync}
+        self.pipeline._run._lists.clear()  # what was prepared with the others
 
     def _members(self, sync: StartSync) -> list[tuple[int, int]]:
         replicas = range(self.pipeline.replicas)
