@@ -45,6 +45,7 @@ benchmarks: .venv/.installed
 	$(BIN)/python benchmarks/simulator_speed.py
 	$(BIN)/python benchmarks/engine_cost.py
 	$(BIN)/python benchmarks/emulated_device.py --bare
+	$(BIN)/python benchmarks/slices_emulated.py
 	$(BIN)/python benchmarks/program_times.py
 	$(BIN)/python benchmarks/steady_state.py
 	$(BIN)/python benchmarks/real_compute.py
