@@ -2,7 +2,7 @@
 
     python benchmarks/slices_emulated.py [--repeats 4] [--keep]
 
-Claims: a step in 1, 2, 4 and 8 slices, of equal and of growing cost, takes at most 1.03 of the simulated
+Claims: a step in 1, 2, 4 and 8 slices, of equal and of growing cost, takes at most 1.03 of the predicted
 one; 1F1B in 8 slices takes less time than torch's 1F1B and its interleaved one, and saves 0.35 of what the
 former does; and at the memory of each of torch's schedules one of ours in slices is faster.
 
@@ -15,7 +15,7 @@ Where slices of equal length grow, others are as long as makes them take equal t
 Each layer leaves a state to the next slice, with a gradient that comes back, as keys and values are. Of
 halves of a backward, that of the weight has no attention. Predicted is what ``cf.simulate`` says with
 messages that take as long as measured. Saved is the most that a worker saves for backward, in micro-batches
-of its layers.
+of its layers, as the schedule says; ``slices.py`` measures it.
 
 There are two devices. ``stream``: ops queue up, as on a GPU, and the host goes on meanwhile. ``host``: an op
 sleeps in the thread that asks for it, so that what the host does for it adds to it, and n slices have n times
