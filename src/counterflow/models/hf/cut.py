@@ -266,7 +266,7 @@ class _First(Layer):
         self.wants_ids = "SequenceClassification" in type(model).__name__  # to find the padding
         self.windows = [getattr(model.base_model.config, "sliding_window", None)]
         self.before = Carry()
-        """Of earlier slices: how many positions, the last one's number, and its document's."""
+        """State of earlier slices: how many positions, the last one's number, and its document's."""
         self.causal: set[tuple[str, int, frozenset[str]]] = set()
         """Kinds of layers, lengths and inputs whose masks were seen to be what slices have in their place."""
         self.forms: dict[Any, tuple[str, bool] | None] = {}
