@@ -25,6 +25,9 @@ _ALONE = (
     "frozen_bytes",
     "update_peak_bytes",
     "low_precision_bytes",
+    "attention_share",
+    "fixed_share",
+    "state_bytes",
 )
 _PEAKS = (
     "forward_peak_bytes",
@@ -133,6 +136,10 @@ class LayerProfile:
             because the pending graph holds it. Empty: 0.
         update_peak_bytes: memory that the optimiser needs while it updates the layer, in addition to its
             state.
+        attention_share: share of the seconds of a forward, and of a backward, that is attention to earlier
+            positions, so that a later slice of a sequence takes longer.
+        fixed_share: share of them that a slice takes however short it is.
+        state_bytes: size of what a slice of a whole sequence leaves to later ones, for one sample.
         low_precision_bytes: size of its trained weights in bfloat16 or float16, whose gradients are
             accumulated in float32 and take twice as much.
         tensor_parallel: the parts that tensor parallelism divides; None: none.
@@ -174,6 +181,9 @@ class LayerProfile:
     tensor_parallel: Division | None = None
     parameter_bytes: tuple[float, ...] = ()
     low_precision_bytes: float = 0.0
+    attention_share: float = 0.0
+    fixed_share: float = 0.0
+    state_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
@@ -193,6 +203,11 @@ class LayerProfile:
         for name in _ALONE:
             require_number(name, getattr(self, name))
         self._require_parts()
+        if self.attention_share + self.fixed_share > 1:
+            raise ConfigError(
+                f"attention_share={self.attention_share:g} and fixed_share={self.fixed_share:g}: are shares "
+                "of one time; their sum must be 1 or less"
+            )
         for size in self.parameter_bytes:
             require_number("parameter_bytes", size)
         if self.parameter_bytes and not math.isclose(sum(self.parameter_bytes), self.trained_bytes):
@@ -303,6 +318,7 @@ class Profile:
         norm_bytes_per_byte: memory that the gradient norm needs per byte of gradients, up to
             ``norm_peak_bytes``.
         norm_peak_bytes: maximum memory of the gradient norm.
+        positions: positions of a sample's sequence, which slices divide; 0: it has none.
 
     Raises:
         ConfigError: there are no kinds, or a number is negative.
@@ -321,6 +337,7 @@ class Profile:
     update_together: bool = False
     norm_bytes_per_byte: float = 0.0
     norm_peak_bytes: float = 0.0
+    positions: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -331,6 +348,7 @@ class Profile:
             "step_overhead_seconds",
             "norm_bytes_per_byte",
             "norm_peak_bytes",
+            "positions",
         ):
             require_number(name, getattr(self, name))
 
