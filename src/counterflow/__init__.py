@@ -13,7 +13,7 @@ from .lazy import attributes
 from .program.check import check
 from .schedule import schemes
 from .schedule.ir import Op, OpKind, Schedule
-from .simulation import ByteCosts, Costs, Simulation, lower, simulate
+from .simulation import ByteCosts, Costs, Simulation, balanced_slices, lower, simulate
 from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ __all__ = [
     "Synthesis",
     "WorkerError",
     "attend",
+    "balanced_slices",
     "check",
     "compare",
     "draw",

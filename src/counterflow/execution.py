@@ -224,6 +224,11 @@ class Execution(Options):
         return self.max_norm is not None or self.skip_non_finite
 
     @property
+    def slices(self) -> bool:
+        """Whether micro-batches may run in slices of their sequence."""
+        return not self.deferred_batch_norm
+
+    @property
     def computes_in(self) -> str | None:
         """Name of the lower precision in which layers compute; None: that of the weights."""
         return self.compute_dtype or self.autocast

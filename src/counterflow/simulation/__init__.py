@@ -15,6 +15,7 @@ from .memory import MemoryUse, peaks_of
 from .op_costs import ByteCosts, OpCosts, Piece
 from .program_times import play_program
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
+from .slice_lengths import balanced_slices
 from .timed_schedule import timed
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Simulation",
     "Span",
     "SyncSpan",
+    "balanced_slices",
     "lower",
     "peak_bytes",
     "simulate",

@@ -125,7 +125,7 @@ def test_a_pipe_s_ways_up_down_and_around() -> None:
     network = links(2, latency_seconds=latency, seconds_per_byte=per_byte)
     stages = costs((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), output_bytes=(10.0, 20.0, 0.0))
     times = Times([1.0, 2.0, 4.0], [9.0, 18.0, 36.0], [9.0, 18.0, 36.0], [8.0, 16.0, 32.0])
-    path = _Path.of((0, 1, 0), times, stages, network, 2)
+    path = _Path.of((0, 1, 0), times, stages, network, (1.0, 2))
     up, down = (100 + 5, 1000 + 5), (1000 + 2.5 / 2, 100 + 10 / 2)
     assert path.before == [0, 1 + up[0], 1 + up[0] + 2 + up[1]]
     assert path.after == [0, 8 + down[0], 8 + down[0] + 16 + down[1]]
@@ -133,7 +133,7 @@ def test_a_pipe_s_ways_up_down_and_around() -> None:
     middle = last + up[1] + down[1] + 2 + 16
     assert path.stay == [middle + up[0] + down[0] + 1 + 8, middle, last]
     # Stages side by side on one worker send nothing.
-    beside = _Path.of((0, 0, 0), times, stages, network, 2)
+    beside = _Path.of((0, 0, 0), times, stages, network, (1.0, 2))
     assert (beside.before, beside.after, beside.stay) == ([0, 1, 3], [0, 8, 24], [63, 54, 36])
 
 

@@ -36,6 +36,7 @@ from counterflow.planning.search.node_orders import node_orders
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.sketch import least_seconds
+from counterflow.planning.search.slicings import slicings_of
 from counterflow.planning.search.space import space
 from counterflow.planning.why import why
 from counterflow.schedule import registry
@@ -77,6 +78,16 @@ WITH_SIZES = replace(
         "head": replace(PROFILE.layers["head"], parameter_bytes=(150.0,)),
     },
 )
+SLICED = replace(
+    PROFILE,
+    positions=64,
+    layers={
+        "block": replace(PROFILE.layers["block"], attention_share=0.4, fixed_share=0.01, state_bytes=4.0),
+        "head": replace(PROFILE.layers["head"], fixed_share=0.02),
+    },
+    op_overhead_seconds=0.01,
+)
+"""A profile that knows what slices cost."""
 MODEL = Model("m", (*["block"] * 7, "head"), optimizer_states=1.0)
 CLUSTER = Cluster(
     "c",
@@ -107,7 +118,8 @@ def everything(
 ) -> Iterator[tuple[str, Play]]:
     """Every candidate of the space played, one after the other, with nothing pruned."""
     predictor = Predictor(model, profile, cluster)
-    groups, _ = space(model, cluster, mini_batch, constraints)
+    slicings = slicings_of(model, profile, constraints.slices)
+    groups, _ = space(model, cluster, mini_batch, constraints, slicings)
     for group in groups:
         for recompute, sync, arrangement, nodes, zero_stage in product(
             constraints.recompute,
@@ -201,24 +213,46 @@ def test_tied_and_frozen_weights_are_searched_like_all_others() -> None:
     }
 
 
+def test_slices_are_searched_like_all_others() -> None:
+    """Brute force finds the same; they win where micro-batches are few, and where memory is short."""
+    for memory, constraints in (
+        (4000.0, Constraints(depths=(4,), **FEWER)),
+        (900.0, Constraints(depths=(2, 4), schemes=("1f1b", "zb-v", "chimera"), slices=(1, 3, 8), **FEWER)),
+        (4000.0, Constraints(depths=(4,), schemes=("gpipe", "zb-h1", "hanayo"), slices=(2,))),
+    ):
+        cluster = replace(CLUSTER, memory_bytes=memory)
+        plays = [play for _, play in everything(MODEL, cluster, 2, constraints, SLICED) if play.fits]
+        found = search(MODEL, SLICED, cluster, 2, constraints, count=1)
+        assert found.best[0].seconds == pytest.approx(min(play.seconds for play in plays))
+        assert "slices" in dict(found.best[0].play.configuration.options)
+    whole = search(MODEL, SLICED, CLUSTER, 2, Constraints(depths=(4,), slices=(1,)), count=1)
+    sliced = search(MODEL, SLICED, CLUSTER, 2, Constraints(depths=(4,)), count=1)
+    assert sliced.best[0].seconds < whole.best[0].seconds
+    with pytest.raises(ConfigError, match="profile p has no positions"):
+        search(MODEL, PROFILE, CLUSTER, 2, Constraints(slices=(2,)))
+    with pytest.raises(ConfigError, match="a sequence has 64 positions; give fewer slices"):
+        search(MODEL, SLICED, CLUSTER, 2, Constraints(slices=(65,)))
+
+
 def test_pruning_happens() -> None:
     found = search(MODEL, PROFILE, CLUSTER, 8, count=1)
     assert sum(r.slower for r in found.rejections) > sum(r.simulated for r in found.rejections)
 
 
 @cache
-def groups_by_scheme(nodes: int, mini_batch: int) -> dict[str, list[Any]]:
+def groups_by_scheme(nodes: int, mini_batch: int, *, sliced: bool) -> dict[str, list[Any]]:
     """The space on a cluster of so many nodes; it is the same whatever their memory and links."""
     found: dict[str, list[Any]] = {}
     constraints = Constraints(depths=(2, 4, 8), more_samples=(3,), more_updates=True)
-    groups, _ = space(MODEL, replace(CLUSTER, nodes=nodes), mini_batch, constraints)
+    slicings = ((1,), (1,) * 3, (30, 20, 14)) if sliced else ((1,),)
+    groups, _ = space(MODEL, replace(CLUSTER, nodes=nodes), mini_batch, constraints, slicings)
     for group in groups:
         found.setdefault(group.scheme, []).append(group)
     return found
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
+def candidates(draw: st.DrawFn, *, sliced: bool = False) -> tuple[Cluster, Configuration]:
     """Any scheme and options on a cluster of four nodes of two."""
     cluster = replace(
         CLUSTER,
@@ -233,7 +267,7 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
         few = draw(st.integers(1, 3))
         kinds = NodeKind("plain", 4 - few), NodeKind("other", few, None, small, slow)
         cluster = replace(cluster, kinds=kinds)
-    by_scheme = groups_by_scheme(cluster.nodes, draw(st.sampled_from([8, 16, 24])))
+    by_scheme = groups_by_scheme(cluster.nodes, draw(st.sampled_from([8, 16, 24])), sliced=sliced)
     group = draw(st.sampled_from(by_scheme[draw(st.sampled_from(sorted(by_scheme)))]))
     return cluster, Configuration(
         group.scheme,
@@ -248,10 +282,15 @@ def candidates(draw: st.DrawFn) -> tuple[Cluster, Configuration]:
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(candidates(), st.sampled_from([PROFILE, WITH_SIZES]))
-def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration], profile: Profile) -> None:
-    cluster, configuration = drawn
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    st.one_of(
+        st.tuples(candidates(), st.sampled_from([PROFILE, WITH_SIZES])),
+        st.tuples(candidates(sliced=True), st.just(SLICED)),
+    )
+)
+def test_no_candidate_beats_its_bound(drawn: tuple[tuple[Cluster, Configuration], Profile]) -> None:
+    (cluster, configuration), profile = drawn
     predictor = Predictor(MODEL, profile, cluster)
     play = predictor.play(configuration)
     shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
@@ -269,7 +308,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Configuration], prof
         sharded=play.sharded,
     ).bounds(shape.most_stashed, configuration.zero_stage, shape.most_in_flight)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
-    work = least_work(shape, MODEL, PROFILE, configuration.samples, configuration.recompute)
+    work = least_work(shape, MODEL, profile, configuration.samples, configuration.recompute)
     speeds = [1 / slow for slow in links.slowness] or [1.0] * shape.placement.workers
     each = work * sum(shape.passes) / sum(speeds)
     assert each <= bound.seconds_in_any_memory * (1 + 1e-9)

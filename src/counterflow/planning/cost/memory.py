@@ -260,12 +260,13 @@ class _Walk:
         return WorkerPeak(stash + inputs, space, self.most_pool - inputs + in_flight, versions)
 
 
-def together(schedule: Schedule) -> int:
-    """The most micro-batches that a forward sends at once."""
-    return max(len(one.micro_batches) for one in schedule.workload.passes)
+def together(schedule: Schedule) -> float:
+    """The most micro-batches that a forward sends at once; of slices the longest one's share."""
+    lengths = schedule.workload.lengths
+    return max(len(one.micro_batches) for one in schedule.workload.passes) * max(lengths) / sum(lengths)
 
 
-def message_buffers(placement: Placement, together: int, stages: StageCosts) -> tuple[float, ...]:
+def message_buffers(placement: Placement, together: float, stages: StageCosts) -> tuple[float, ...]:
     """Bytes of each worker's largest message, once to send and once to receive.
 
     Args:

@@ -23,6 +23,7 @@ from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
+from .slice_costs import SliceCost
 from .stage_memory import StageMemory, stage_bytes, stage_memory, without_peaks
 
 
@@ -70,6 +71,7 @@ class StageCosts:
         ties: weights that several stages share.
         message_share: bytes of a message per byte of its content: less than 1 if compressed.
         update_peaks: memory that the optimiser needs while it updates a stage.
+        slices: cost of slices of a micro-batch.
     """
 
     samples: int
@@ -99,6 +101,7 @@ class StageCosts:
     ties: tuple[StageTie, ...] = ()
     message_share: float = 1.0
     update_peaks: tuple[float, ...] = ()
+    slices: tuple[SliceCost, ...] = ()
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
@@ -115,7 +118,11 @@ class StageCosts:
         if recompute not in self._held:
             weights = list(map(add, self.weights, self.casts))
             fixed = list(map(add, self.gradients, self.optimizer))
-            self._held[recompute] = stage_bytes(self.memory, recompute, weights, fixed)
+            held = stage_bytes(self.memory, recompute, weights, fixed)
+            if any(one.state_bytes for one in self.slices):
+                state = [one.state_bytes for one in self.slices]
+                held = replace(held, state=state, recomputed=recompute is not Recompute.NONE)
+            self._held[recompute] = held
         return self._held[recompute]
 
     @cached_property
@@ -161,6 +168,8 @@ class PlannedOps:
 
     def _profiled(self, piece: Piece) -> float:
         stages, s = self.stages, piece.stage
+        if piece.sliced:
+            return self._of_slice(piece)
         if piece.kind.whole:
             if piece.micro_batches == 2:
                 return doubled_forward(stages, self.recompute)[s]
@@ -171,6 +180,16 @@ class PlannedOps:
         seconds = half[s] if piece.work == 0.5 else whole[s] * piece.work
         if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
             seconds += stages.again[s] * piece.work  # also if split
+        return seconds
+
+    def _of_slice(self, piece: Piece) -> float:
+        stages, s = self.stages, piece.stage
+        cost, layers = stages.slices[s] if stages.slices else SliceCost(), stages.again[s]
+        overhead = stages.forward[s] - layers
+        whole = stages.forward[s] if piece.kind.whole else self._backwards(piece.kind)[0][s]
+        seconds = (whole - overhead) * cost.share(piece.kind, piece.work, piece.attention) + overhead
+        if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
+            seconds += layers * cost.share(OpKind.FORWARD, piece.work, piece.attention)
         return seconds
 
     def _backwards(self, kind: OpKind) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -322,6 +341,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
             float((sum if profile.update_together else max)(layer.update_peak_bytes for layer in stage))
             for stage in stages
         ),
+        slices=tuple(SliceCost.of(stage, samples) for stage in stages) if profile.positions else (),
     )
 
 

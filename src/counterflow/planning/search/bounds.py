@@ -158,7 +158,8 @@ def common(
     pipes = shape.placement.pipes_stages
     slowness = network.slowness
     times = [every.on(holders, slowness) for holders in pipes]
-    paths = _paths(pipes, times, stages, network, shape.parts)
+    largest, least = (most(shape.lengths) / sum(shape.lengths) for most in (max, min))
+    paths = _paths(pipes, times, stages, network, (least, shape.parts))
     owned = owned_stages(shape.placement)
     each = [fixed + weights for fixed, weights in zip(held.fixed, held.weights, strict=True)]
     fixed = [sum([each[s] for _, s in mine]) for mine in owned]
@@ -167,7 +168,9 @@ def common(
         fixed = [all_ - more for all_, more in zip(fixed, twice, strict=True)]
     # If memory of messages is computed, there may be no messages at a worker's peak.
     none = (0.0,) * len(owned)
-    buffers = none if stages.measured else message_buffers(shape.placement, max(shape.together), stages)
+    buffers = (
+        none if stages.measured else message_buffers(shape.placement, max(shape.together) * largest, stages)
+    )
     # Minimum memory: what exists throughout, and one stash of the worker's largest stage.
     stashes = [
         [together * size for size in held.stash] if count else [0.0] * len(held.stash)
@@ -375,11 +378,14 @@ class _Path:
         times: Times,
         stages: StageCosts,
         network: Network,
-        parts: int,
+        shares: tuple[float, int],
     ) -> _Path:
-        """The way along a pipe whose stages these workers hold; a gradient belongs to a part of a
-        micro-batch.
+        """The way along a pipe whose stages these workers hold.
+
+        ``shares`` are the share of a micro-batch in the shortest slice, and the parts of its backward, to
+        each of which a gradient belongs.
         """
+        least, parts = shares
         latency, per_byte, sizes = network.latency_seconds, network.seconds_per_byte, stages.message_bytes
         forward, backward = times.forward, times.backward_op
         count = len(holders)
@@ -389,7 +395,7 @@ class _Path:
             one, other = holders[stage - 1], holders[stage]
             up = down = 0.0
             if one != other:
-                size = sizes[stage - 1]
+                size = least * sizes[stage - 1]
                 up = latency[one][other] + per_byte[one][other] * size
                 down = latency[other][one] + per_byte[other][one] * size / parts
             before[stage] = before[stage - 1] + forward[stage - 1] + up
@@ -404,7 +410,11 @@ class _Path:
 
 
 def _paths(
-    pipes: tuple[tuple[int, ...], ...], times: list[Times], stages: StageCosts, network: Network, parts: int
+    pipes: tuple[tuple[int, ...], ...],
+    times: list[Times],
+    stages: StageCosts,
+    network: Network,
+    shares: tuple[float, int],
 ) -> list[_Path]:
     every = zip(pipes, times, strict=True)
-    return [_Path.of(holders, takes, stages, network, parts) for holders, takes in every]
+    return [_Path.of(holders, takes, stages, network, shares) for holders, takes in every]

@@ -39,6 +39,7 @@ class Constraints:
             leaves no candidate.
         more_updates: for schemes that update after each micro-batch, also several updates in a mini-batch.
         tensor_parallel: numbers of positions of tensor parallelism; each divides the devices of a node.
+        slices: only these numbers of slices of a micro-batch's sequence; 1: it is whole.
     """
 
     schemes: tuple[str, ...] | None = asked(
@@ -103,6 +104,13 @@ class Constraints:
         "How layers are cut into stages: balanced (the default): by cost; even: equally many blocks each; "
         "the first layer of each stage but the first; or a layout of Megatron-LM (Et*3|(tt|)*5,L).",
         metavar="RULE",
+    )
+    slices: tuple[int, ...] | None = asked(
+        None,
+        "Only this many slices of a micro-batch's sequence. Default: 1, and 2, 4 and 8 where the profile "
+        "knows what slices cost.",
+        list[int],
+        metavar="NUMBER",
     )
     more_updates: bool = asked(
         False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
 
 from ..cost.stages import StageCosts, doubled_forward, halved_forward, stage_costs
@@ -20,8 +21,9 @@ from .shape import Shape
 class Times:
     """Minimum seconds by stage: of a forward and a backward per micro-batch, and of a single backward op.
 
-    If split, ``through`` is a forward and an input gradient per micro-batch, ``backward_op`` an input
-    gradient; otherwise ``through`` is ``both``.
+    ``forward`` and ``backward_op`` are those of the slice that takes least, if there are slices. If split,
+    ``through`` is a forward and an input gradient per micro-batch, ``backward_op`` an input gradient;
+    otherwise ``through`` is ``both``.
     """
 
     forward: list[float]
@@ -79,7 +81,27 @@ def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times
         else:
             through.append(both[-1])
             backward_op.append(min(backward, smallest) if halved else backward)
+    if len(shape.lengths) > 1 and stages.slices:
+        forward, backward_op = _of_slices(shape, stages, again=again)
     return Times(forward, both, through, backward_op)
+
+
+def _of_slices(shape: Shape, stages: StageCosts, *, again: bool) -> tuple[list[float], list[float]]:
+    """Minimum seconds of a slice's forward and of its backward op; all slices take as long as the whole, or
+    longer.
+    """
+    forward, backward = [], []
+    forwards = zip(stages.slices, stages.forward, stages.again, strict=True)
+    backwards = zip(stages.backward, stages.input_gradient, strict=True)
+    for (cost, whole, layers), (both, first) in zip(forwards, backwards, strict=True):
+        overhead, shares = whole - layers, {kind: cost.least(kind, shape.lengths) for kind in OpKind}
+        more = overhead + (layers * shares[OpKind.FORWARD] if again else 0.0)
+        forward.append(overhead + layers * shares[OpKind.FORWARD])
+        least = [more + max(both - overhead, 0.0) * shares[OpKind.BACKWARD]]
+        if shape.split:
+            least.append(more + max(first - overhead, 0.0) * shares[OpKind.INPUT_GRADIENT])
+        backward.append(min(least))
+    return forward, backward
 
 
 def least_work(shape: Shape, model: Model, profile: Profile, samples: int, recompute: Recompute) -> float:

@@ -36,6 +36,7 @@ from .least_times import least_work
 from .node_orders import Runs, node_orders
 from .shape import Shape
 from .sketch import least_seconds
+from .slicings import slicings_of
 from .space import Group, Omission, space
 
 Progress = Callable[[int, int, str], None]
@@ -152,7 +153,8 @@ def search(
     for positions in dict.fromkeys(constraints.tensor_parallel):
         predictor = whole.at(positions)
         wanted = constraints.at(positions, cluster)
-        groups, omitted = space(model, predictor.cluster, mini_batch, wanted)
+        slicings = slicings_of(model, predictor.profile, constraints.slices)
+        groups, omitted = space(model, predictor.cluster, mini_batch, wanted, slicings)
         if elsewhere := sorted({*(constraints.depths or ())}.difference(wanted.depths or ())):
             reason = f"does not divide the {predictor.cluster.size} places of {positions} devices"
             omitted += [Omission(f"depth {depth}", reason) for depth in elsewhere]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from counterflow.schedule.ir import OptionValue
+from counterflow.schedule.orders.slices import lengths_of
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.scheme import Scheme
+from counterflow.schedule.scheme import SLICES, Scheme
 
 Options = tuple[tuple[str, OptionValue], ...]
 
@@ -26,6 +27,7 @@ class Shape:
         most_in_flight: upper bound of a pipe's micro-batches between their forward on stage 0 and their input
             gradient there; None: unknown.
         synchronous: whether updates flush the pipeline.
+        lengths: relative lengths of the slices of a micro-batch; one: it is whole.
     """
 
     placement: Placement
@@ -36,20 +38,41 @@ class Shape:
     most_stashed: int | None
     most_in_flight: int | None
     synchronous: bool
+    lengths: tuple[int, ...] = (1,)
 
     @property
     def without_promise(self) -> tuple[object, ...]:
         """The shape without the scheme's promises about its order."""
-        return self.placement, self.passes, self.together, self.parts, self.split, self.synchronous
+        return (
+            self.placement,
+            self.passes,
+            self.together,
+            self.parts,
+            self.split,
+            self.synchronous,
+            self.lengths,
+        )
+
+    def sliced(self, lengths: tuple[int, ...]) -> Shape | None:
+        """The shape with slices of these relative lengths, for which schemes promise nothing about an order;
+        None if its micro-batches cannot be sliced.
+        """
+        if not self.synchronous or self.parts > 1 or max(self.together) > 1:
+            return None
+        return replace(self, most_stashed=None, most_in_flight=None, lengths=lengths)
 
 
 def shape_of(scheme: Scheme, options: Options) -> Shape:
-    """The shape of the schedule that a scheme makes.
+    """The shape of the schedule that a scheme makes, with ``slices`` among its options perhaps.
 
     Raises:
         ConfigError: the scheme makes no schedule with these options.
     """
     given = dict(options)
+    if SLICES in given and scheme.option(SLICES) is None:
+        lengths = lengths_of(given.pop(SLICES))
+        whole = shape_of(scheme, tuple(given.items()))
+        return whole.sliced(lengths) or whole
     # Options that only change the order make the same workload.
     needed = tuple(
         (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only

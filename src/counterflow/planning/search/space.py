@@ -16,13 +16,14 @@ A scheme's own record says which options are worth trying.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.scheme import DEPTH, PERIODS, Scheme
+from counterflow.schedule.orders.slices import slices_option
+from counterflow.schedule.scheme import DEPTH, PERIODS, SLICES, Scheme
 
 from ..cost.sharded_state import several_hold
 from ..cost.stages import Cutting, may_cut
@@ -83,9 +84,20 @@ class Omission:
 
 
 def space(
-    model: Model, cluster: Cluster, mini_batch: int, constraints: Constraints
+    model: Model,
+    cluster: Cluster,
+    mini_batch: int,
+    constraints: Constraints,
+    slicings: Sequence[tuple[int, ...]] = ((1,),),
 ) -> tuple[list[Group], list[Omission]]:
     """All groups of candidates, and the omitted parts.
+
+    Args:
+        model: what is trained.
+        cluster: the devices.
+        mini_batch: samples of an update.
+        constraints: constraints on a plan.
+        slicings: relative lengths of slices to try; one length: micro-batches are whole.
 
     Raises:
         ConfigError: a constraint cannot be met: an unknown scheme, an option that no chosen scheme has, or an
@@ -119,7 +131,8 @@ def space(
         found = [
             group
             for depth in depths
-            for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
+            for whole in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
+            for group in _sliced(whole, scheme, slicings)
         ]
         if not found and depths:
             reason = _why_none(scheme, depths, model, cluster, (mini_batch, constraints))
@@ -265,6 +278,16 @@ def _of_depth(
                 several = several_hold(shape.placement, replicas)
                 stages = _zero_stages(model, constraints, flush=scheme.synchronous) if several else (0,)
                 yield Group(scheme.name, options, shape, replicas, samples, stages)
+
+
+def _sliced(whole: Group, scheme: Scheme, slicings: Sequence[tuple[int, ...]]) -> Iterator[Group]:
+    """A group, and those in which its micro-batches are cut in slices."""
+    for lengths in slicings:
+        if len(lengths) == 1:
+            yield whole
+        elif scheme.option(SLICES) is None and (shape := whole.shape.sliced(lengths)) is not None:
+            options = (*whole.options, (SLICES, slices_option(lengths)))
+            yield replace(whole, options=options, shape=shape)
 
 
 def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:

@@ -1,0 +1,71 @@
+"""What a slice of a micro-batch costs of the whole one, by stage.
+
+A slice takes a fixed share of the whole's seconds however short it is, a share in proportion to its length,
+and a share in proportion to its attention: all pairs of its positions with those up to them. Attention has no
+weights, so a split backward has all of it in the input gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from counterflow.schedule.ir import OpKind, Product
+from counterflow.simulation import Piece
+
+from ..inputs.profile import LayerProfile
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCost:
+    """Shares of a stage's seconds without the overhead of an op, and bytes, for one micro-batch.
+
+    Attributes:
+        fixed: share that each slice takes.
+        attention: share of a forward, and of a backward, that is attention to earlier positions.
+        of_input_gradient: the same of an input gradient alone.
+        state_bytes: bytes that slices leave to later ones.
+    """
+
+    fixed: float = 0.0
+    attention: float = 0.0
+    of_input_gradient: float = 0.0
+    state_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile], samples: float) -> SliceCost:
+        """The cost of slices of a stage with these layers."""
+        seconds = [layer.forward(samples) + layer.backward(samples) for layer in layers]
+        halves = [(layer.input_gradient(samples), layer.weight_gradients(samples)) for layer in layers]
+        whole = sum(seconds)
+        if not whole:
+            return cls()
+        pairs = [*zip(layers, seconds, strict=True)]
+        fixed = sum(layer.fixed_share * took for layer, took in pairs) / whole
+        attention = sum(layer.attention_share * took for layer, took in pairs) / whole
+        inputs, weights = map(sum, zip(*halves, strict=True))
+        of_input_gradient = attention * (inputs + weights) / inputs if inputs else 0.0
+        state = sum(layer.state_bytes for layer in layers) * samples
+        return cls(fixed, attention, min(of_input_gradient, 1.0 - fixed), state)
+
+    def share(self, kind: OpKind, work: float, attention: float) -> float:
+        """Share of the whole op's seconds that a slice takes.
+
+        Args:
+            kind: kind of the op.
+            work: the slice's share of the sequence.
+            attention: its share of the attention, see ``Piece.attention``.
+
+        >>> half = SliceCost(attention=0.5)
+        >>> half.share(OpKind.FORWARD, 0.5, 0.25), half.share(OpKind.FORWARD, 0.5, 0.75)
+        (0.375, 0.625)
+        """
+        grows = self.attention
+        if len(kind.makes) == 1 and not kind.whole:
+            grows = self.of_input_gradient if kind.gives is Product.INPUT_GRADIENT else 0.0
+        return self.fixed + (1.0 - self.fixed - grows) * work + grows * attention
+
+    def least(self, kind: OpKind, lengths: tuple[int, ...]) -> float:
+        """The least share of any slice of these relative lengths."""
+        pieces = [Piece(kind, 0, 0, parts=len(lengths), part=j, lengths=lengths) for j in range(len(lengths))]
+        return min(self.share(kind, piece.work, piece.attention) for piece in pieces)
