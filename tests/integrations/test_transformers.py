@@ -43,7 +43,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
 
     ids = padded("input_ids", 0)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": padded("labels", -100)}
+    labels = {"labels": padded("labels", -100)} if "labels" in rows[0] else {}
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), **labels}
 
 
 def made() -> Any:
@@ -83,17 +84,24 @@ def threaded(folder: str, more: dict[str, Any], resume: str | None = None) -> li
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return {
-        n: t for file in (folder / "final").glob("model*.safetensors") for n, t in load_file(file).items()
-    }
+    return {n: t for file in (folder / "final").glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float64)
+    state: dict[str, Tensor] = model.state_dict()
+    return state
 
 
 def agree(folder: Path, other: Path, told: Any, expected: Any) -> None:
     assert len(told) == len(expected)
     for row, wanted in zip(told, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-6)  # the trainer adds losses up in float32
-    found = weights(folder)
-    for name, tensor in weights(other).items():
+    found, expected_weights = weights(folder), weights(other)
+    if "model.layers.0.mlp.gate.weight" in found:  # the trainer writes experts one by one
+        found, expected_weights = loaded(folder), loaded(other)
+    assert found.keys() == expected_weights.keys() != set()
+    for name, tensor in expected_weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
@@ -111,6 +119,98 @@ def test_one_worker_trains_as_the_trainer(tmp_path: Path, more: dict[str, Any]) 
     expected = alone(tmp_path / "alone", **more)
     told = threaded(str(tmp_path / "stages"), more)
     agree(tmp_path / "stages", tmp_path / "alone", told, expected)
+
+
+def family(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "GPT2LMHead":
+        config: Any = transformers.GPT2Config(
+            vocab_size=64, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+        return transformers.GPT2LMHeadModel(config).double()
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+    )  # fmt: skip
+    config._experts_implementation = "batched_mm"  # the others do not compute in float64, or decide by values
+    return transformers.MixtralForCausalLM(config).double()
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    logits, labels = torch.as_tensor(found.predictions)[:, :-1], torch.as_tensor(found.label_ids)[:, 1:]
+    counted = labels != -100
+    return {"right": float((logits.argmax(-1) == labels)[counted].sum()), "sum": float(logits[counted].sum())}
+
+
+def adapted(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).double()
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "gpt2, metrics": {"model": "GPT2LMHead", "metrics": True},
+    "experts": {"model": "Mixtral"},
+    "adapters": {"lora": True, "more": {"load_best_model_at_end": True, "metric_for_best_model": "loss"}},
+    "packed": {"packed": True},
+    "checkpointing": {"more": {"gradient_checkpointing": True}},
+    "auto": {"schedule": "auto"},
+}
+
+
+def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict[str, float]]:
+    """Train, evaluate and predict: in one process, if pp is None."""
+    asked = JOBS[name]
+    options = OPTIONS | asked.get("more", {}) | {"output_dir": str(folder / name)}
+    options["gradient_accumulation_steps"] *= replicas if pp is None else 1
+    if pp is None:
+        kind: Any = transformers.Trainer
+        arguments: Any = transformers.TrainingArguments(**options)
+    else:
+        kind = PipelineTrainer
+        arguments = PipelineArguments(pp=pp, schedule=asked.get("schedule", "1f1b"), **options)
+    trainer = kind(
+        model=adapted(made())
+        if asked.get("lora")
+        else family(asked["model"])
+        if "model" in asked
+        else made(),
+        args=arguments,
+        train_dataset=data(12),
+        eval_dataset=data(3),
+        data_collator=transformers.DataCollatorWithFlattening() if asked.get("packed") else collate,
+        compute_metrics=accuracy if asked.get("metrics") else None,
+    )
+    trainer.train()
+    trainer.save_model(f"{folder / name}/final")
+    told = [
+        {n: v for n, v in row.items() if n in TOLD or n in ("eval_right", "eval_sum")}
+        for row in trainer.state.log_history
+    ]
+    if asked.get("metrics"):
+        labelled = trainer.predict(data(3))
+        without = trainer.predict([{"input_ids": row["input_ids"]} for row in data(3)])
+        assert without.label_ids is None
+        assert "test_loss" not in without.metrics
+        told += [{"labelled": float(abs(labelled.predictions).sum()), "loss": labelled.metrics["test_loss"]}]
+        told += [{"without": float(abs(without.predictions).sum())}]
+    return told
+
+
+def jobs(folder: str) -> list[list[dict[str, float]]]:
+    found = [job(Path(folder), name, 2) for name in JOBS]
+    return [*found, job(Path(folder) / "replicas", "experts", 1)]
+
+
+def test_features_in_two_stages_are_those_of_the_trainer(tmp_path: Path) -> None:
+    told = cf.launch(jobs, str(tmp_path / "stages"), workers=2, transport="gloo")
+    for name, found in zip(JOBS, told[0], strict=False):
+        wanted = job(tmp_path / "alone", name, None)
+        agree(tmp_path / "stages" / name, tmp_path / "alone" / name, found, wanted)
+    wanted = job(tmp_path / "both", "experts", None, replicas=2)
+    agree(tmp_path / "stages" / "replicas" / "experts", tmp_path / "both" / "experts", told[0][-1], wanted)
 
 
 @pytest.mark.parametrize(("pp", "schedule"), [(2, "zb-v")])
@@ -139,12 +239,20 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         ({"optim": "lomo"}, "optim='lomo' cannot be combined"),
         ({"schedule": "pipedream"}, "is asynchronous"),
         ({"pp": 2}, "pp=2, but 1 processes run"),
+        ({"schedule": "auto", "cuts": [1]}, "cuts cannot be combined with schedule='auto'"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True cannot be combined"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, Any], sentence: str) -> None:
     arguments = PipelineArguments(**{"output_dir": str(tmp_path), "pp": 1, **OPTIONS, **more})
     with pytest.raises(cf.ConfigError, match=sentence):
         PipelineTrainer(model=made(), args=arguments)
+
+
+def test_a_checkpoint_of_the_trainer_alone_is_refused(tmp_path: Path) -> None:
+    alone(tmp_path / "alone")
+    with pytest.raises(cf.ConfigError, match="is not one of a trainer in a pipeline"):
+        threaded(str(tmp_path / "stages"), {}, str(tmp_path / "alone" / "checkpoint-3"))
 
 
 def test_arguments_without_a_pipeline_are_refused(tmp_path: Path) -> None:

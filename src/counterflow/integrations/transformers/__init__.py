@@ -1,7 +1,7 @@
 """The Trainer of transformers, and trainers derived from it (TRL's), in pipeline stages.
 
 ``PipelineTrainer`` and ``PipelineArguments`` replace ``Trainer`` and ``TrainingArguments``; the mixins
-``Pipelined`` and ``PipelineFields`` do the same for a user's own trainer and arguments.
+``PipelineTrainerMixin`` and ``PipelineFields`` do the same for a user's own trainer and arguments.
 
 The computation of the trainer's loss (``compute_loss``: the model's own loss, label smoothing, a user's
 function, TRL's losses) is captured as one model, whose layers are found automatically and run in the stages.
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import PipelineArguments, PipelineFields
-    from .trainer import Pipelined, PipelineTrainer
+    from .trainer import PipelineTrainer, PipelineTrainerMixin
 
-__all__ = ["PipelineArguments", "PipelineFields", "PipelineTrainer", "Pipelined"]
+__all__ = ["PipelineArguments", "PipelineFields", "PipelineTrainer", "PipelineTrainerMixin"]
 
 _HOMES = {
     "PipelineArguments": "arguments",
     "PipelineFields": "arguments",
     "PipelineTrainer": "trainer",
-    "Pipelined": "trainer",
+    "PipelineTrainerMixin": "trainer",
 }
 
 

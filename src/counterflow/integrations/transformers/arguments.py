@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import transformers
 
 from counterflow.errors import ConfigError
@@ -20,6 +21,9 @@ from counterflow.schedule.ir import Schedule
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Environment variables from which accelerate learns of other processes."""
+
+AUTO, FIRST = "auto", "1f1b"
+"""The value of ``schedule`` that asks for a plan, and the scheme of the timed steps."""
 
 
 @contextmanager
@@ -35,13 +39,15 @@ def alone() -> Iterator[None]:
 @dataclass
 class PipelineFields:
     """Arguments of a pipeline, to be combined with any training arguments: ``class Mine(PipelineFields,
-    SFTConfig)``.
+    SFTConfig)``. If more processes run than ``pp``, they are replicas of the pipeline.
 
     Attributes:
         pp: number of workers over which the model is cut.
-        schedule: the scheme, by its name; ``counterflow schemes`` lists them.
+        schedule: the scheme, by its name; ``counterflow schemes`` lists them. ``auto``: the first batches are
+            timed on a copy of the model, and the fastest schedule is taken that saves no more than 1F1B.
         cuts: the numbers of the layers with which stages 1, 2, ... begin; None: balanced.
-        recompute: what a backward computes again: ``none``, ``stage`` or ``layer``.
+        recompute: what a backward computes again: ``none``, ``stage`` or ``layer``, which is what
+            ``activation_checkpointing`` of transformers becomes.
     """
 
     pp: int = field(default=1, metadata={"help": "Number of workers over which the model is cut."})
@@ -59,7 +65,38 @@ class PipelineFields:
         self.pipeline_workers = int(os.environ.get("WORLD_SIZE", "1"))
         with alone():
             super().__post_init__()  # type: ignore[misc]
+            for name in (
+                "activation_checkpointing",
+                "gradient_checkpointing",
+            ):  # the older name is the second
+                if getattr(self, name, None):
+                    setattr(self, name, False)
+                    self.recompute = "layer" if self.recompute == "none" else self.recompute
             getattr(self, "_setup_devices")  # noqa: B009 - it is made when it is first asked for
+        self._n_gpu = min(getattr(self, "_n_gpu", 0), 1)  # the others are of other workers
+        if self.device.type == "cuda" and self.pipeline_workers > 1:
+            self._pipeline_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._pipeline_device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this worker."""
+        return getattr(self, "_pipeline_device", None) or super().device  # type: ignore[misc,no-any-return]
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the pipeline."""
+        return max(self.pipeline_workers // self.pp, 1)
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this worker belongs to."""
+        return self.pipeline_rank // self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Number of replicas, which have batches of their own; a replica is one process to the trainer."""
+        return self.replicas
 
     @property
     def process_index(self) -> int:
@@ -72,23 +109,25 @@ class PipelineFields:
         return self.pipeline_rank
 
     def made_schedule(self) -> Schedule:
-        """The schedule of a step; its micro-batches are the batches that are accumulated.
+        """The schedule of a step, or with ``auto`` of the timed ones; its micro-batches are the batches that
+        are accumulated.
 
         Raises:
             ConfigError: the scheme is unknown, does not support the number of workers or micro-batches, or is
                 asynchronous.
         """
+        name = FIRST if self.schedule == AUTO else self.schedule
         options: dict[str, Any] = {
             "workers": self.pp,
             "micro_batches": self.gradient_accumulation_steps,  # type: ignore[attr-defined]
         }
-        scheme = registry.scheme(self.schedule)
+        scheme = registry.scheme(name)
         if not scheme.synchronous:
             raise ConfigError(
                 f"schedule={self.schedule!r} is asynchronous, but transformers' Trainer updates at "
                 "the end of each step; choose a synchronous scheme, such as zb-v or 1f1b"
             )
-        return registry.build(self.schedule, scheme.with_own_depth(options))
+        return registry.build(name, scheme.with_own_depth(options))
 
 
 @dataclass

@@ -1,20 +1,21 @@
 """The computation of a trainer on a batch as one model: its loss, and the outputs that it evaluates.
 
-Invariant: capturing the objective leaves the trainer unchanged; metrics that it noted from tensors without
-values are removed.
+Invariant: capturing the objective leaves the trainer unchanged.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from counterflow.loss_sum import LossSum
+
+from .trl import noting
 
 
 class _Shared:
@@ -40,41 +41,58 @@ class Objective(nn.Module):
         self.model = model
         self._shared = _Shared(trainer)
 
-    def forward(self, inputs: Mapping[str, Any], items: Tensor | None = None) -> dict[str, Any]:
-        """The loss of a batch, and the model's outputs without it.
+    def forward(
+        self,
+        inputs: Mapping[str, Any],
+        items: Tensor | None = None,
+        twice: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """The loss of a batch, the model's other outputs with samples, and what the trainer notes.
 
         Args:
             inputs: inputs of the model, with labels.
             items: for each sample, the divisor of the loss of the whole step.
+            twice: further inputs, which have a number for each pair of samples, given twice.
         """
-        loss, outputs = self._shared.trainer.compute_loss(
-            self.model,
-            dict(inputs),
-            return_outputs=True,
-            num_items_in_batch=None if items is None else items[0],
-        )
-        if isinstance(outputs, Mapping):
-            left_out = {
-                "loss",
-                *getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ()),
-            }
-            found = [v for name, v in outputs.items() if name not in left_out]
-        else:
-            found = list(outputs[1:])
-        return {"loss": loss, "outputs": [value for value in found if isinstance(value, Tensor)]}
+        trainer = self._shared.trainer
+        fused = trainer.has_fused_head  # its outputs would take a second forward
+
+        inputs = dict(inputs) | {name: tensor.chunk(2)[0] for name, tensor in (twice or {}).items()}
+
+        def run() -> Any:
+            held, trainer.model = trainer.model, self.model  # its mode decides what is noted
+            try:
+                return trainer.compute_loss(
+                    self.model,
+                    dict(inputs),
+                    return_outputs=not fused,
+                    num_items_in_batch=None if items is None else items[0],
+                )
+            finally:
+                trainer.model = held
+
+        found, metrics = noting(trainer, run)
+        loss, outputs = (found, {}) if fused else found
+        if not isinstance(outputs, Mapping):
+            outputs = {str(number): value for number, value in enumerate(outputs[1:])}
+        of_samples = {name: v for name, v in outputs.items() if name != "loss" and _is_of_samples(v)}
+        return {"loss": loss, "outputs": of_samples, "metrics": metrics}
+
+
+def _is_of_samples(value: Any) -> bool:
+    """Whether all leaves of an output are tensors with samples."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
 
 
 @contextmanager
 def as_it_was(trainer: Any) -> Iterator[None]:
     """Restore a trainer's attributes and metrics after this context."""
     before = dict(vars(trainer))
-    metrics = copy.deepcopy(before.get("_metrics"))
     try:
         yield
     finally:
         vars(trainer).update(before)
-        if metrics is not None:
-            trainer._metrics = metrics  # noqa: SLF001 - TRL's trainers have no other name for them
 
 
 def weighed(output: Mapping[str, Any], target: Tensor) -> LossSum:
@@ -87,7 +105,9 @@ def weighed(output: Mapping[str, Any], target: Tensor) -> LossSum:
     """
     loss: Tensor = output["loss"]
     factor = target[0, 0] + target[0, 1] * len(target)
-    return LossSum(loss * factor.to(loss.dtype), target[:, 2].sum())
+    weight = target[:, 2].sum()
+    metrics = {name: value.to(weight.dtype) * weight for name, value in output["metrics"].items()}
+    return LossSum(loss * factor.to(loss.dtype), weight, metrics)
 
 
 def weights(samples: int, *, factor: float, per_sample: float, weight: float) -> Tensor:

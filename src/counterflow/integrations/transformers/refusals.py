@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from counterflow.errors import ConfigError
 
-from .arguments import PipelineFields
+from .arguments import AUTO, PipelineFields
 
 Rule = tuple[str, Callable[[Any], object], str]
 """Name of an argument, whether its value is refused, and the reason with the way out."""
@@ -33,6 +34,9 @@ _OF_ARGUMENTS: tuple[Rule, ...] = (
         lambda alpha: alpha is not None,
         "its noise depends on the whole model; leave it out",
     ),
+    ("activation_offloading", bool, "it wraps the whole step; use recompute='layer'"),
+    ("enable_jit_checkpoint", bool, "a signal to one worker would stop it alone; use save_strategy"),
+    ("sync_ref_model", bool, "a second model would run in one stage; precompute its outputs"),
     ("parallelism_config", bool, "it cuts the model in other ways; leave it out"),
     (
         "optim",
@@ -56,6 +60,50 @@ _OF_TRAINER: tuple[Rule, ...] = (
 )
 
 
+def _refuse_of_replicas(arguments: PipelineFields, named: Mapping[str, Any]) -> None:
+    """Refuse what would give replicas the same samples, or count only one replica's.
+
+    Raises:
+        ConfigError: there is such an argument.
+    """
+    options: Any = arguments
+    if isinstance(named.get("train_dataset"), IterableDataset):
+        raise ConfigError(
+            f"train_dataset has no length, so it cannot be shared out over {arguments.replicas} replicas of "
+            "the pipeline; give a dataset with a length, or start pp processes"
+        )
+    for name, refused in (
+        ("train_sampling_strategy", options.train_sampling_strategy == "batch_rebalance"),
+        ("include_num_input_tokens_seen", options.include_num_input_tokens_seen not in (False, "no")),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{name}={getattr(options, name)!r} cannot be combined with replicas of the pipeline: it "
+                "looks at one replica's samples; leave it out, or start pp processes"
+            )
+
+
+def refuse_made(trainer: Any) -> None:
+    """Refuse what a trainer has made for itself.
+
+    Args:
+        trainer: the trainer.
+
+    Raises:
+        ConfigError: it has a second model, or metrics of outputs that it does not compute.
+    """
+    if hasattr(trainer, "ref_model") and not getattr(trainer.args, "precompute_ref_log_probs", False):
+        raise ConfigError(
+            "precompute_ref_log_probs=False cannot be combined with a pipeline: the reference would be a "
+            "second model, or one with its adapters switched off; set precompute_ref_log_probs=True"
+        )
+    if trainer.has_fused_head and trainer.compute_metrics is not None:
+        raise ConfigError(
+            f"compute_metrics cannot be combined with a pipeline in {type(trainer).__name__}: its head "
+            "returns no logits; leave it out, or use Trainer"
+        )
+
+
 def refuse(named: Mapping[str, Any]) -> None:
     """Refuse arguments that a pipeline does not support.
 
@@ -72,10 +120,17 @@ def refuse(named: Mapping[str, Any]) -> None:
             "PipelineArguments "
             "or arguments made with PipelineFields: class Mine(PipelineFields, SFTConfig)"
         )
-    if arguments.pipeline_workers != arguments.pp:
+    if arguments.pp < 1 or arguments.pipeline_workers % arguments.pp:
         raise ConfigError(
-            f"pp={arguments.pp}, but {arguments.pipeline_workers} processes run; start pp processes "
-            "(this trainer does not support replicas of the pipeline), or change pp"
+            f"pp={arguments.pp}, but {arguments.pipeline_workers} processes run; start pp processes, or a "
+            "multiple of pp for replicas of the pipeline, or change pp"
+        )
+    if arguments.replicas > 1:
+        _refuse_of_replicas(arguments, named)
+    if arguments.schedule == AUTO and arguments.cuts is not None:
+        raise ConfigError(
+            "cuts cannot be combined with schedule='auto', whose schedules have different numbers of stages; "
+            "leave cuts out, or name a scheme"
         )
     for owner, rules in ((arguments, _OF_ARGUMENTS), (named, _OF_TRAINER)):
         for name, asks, reason in rules:

@@ -10,6 +10,7 @@ for any number of workers.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -29,11 +31,14 @@ from counterflow.errors import ConfigError
 from counterflow.models import hf
 from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.schedule.ir import Schedule
 
-from .arguments import alone
+from .arguments import AUTO, alone
+from .auto import chosen
 from .objective import Objective, as_it_was, weighed, weights
-from .refusals import refuse
+from .refusals import refuse, refuse_made
 from .shown import Shown
+from .trl import add_metrics, plain_head
 
 if TYPE_CHECKING:
     Base = Any
@@ -44,20 +49,22 @@ OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args
 """Files of a checkpoint, by transformers' names."""
 
 
-class Pipelined(Base):  # type: ignore[misc]
-    """Runs a trainer of transformers in pipeline stages: ``class Mine(Pipelined, SFTTrainer)``.
+class PipelineTrainerMixin(Base):  # type: ignore[misc]
+    """Runs a trainer of transformers in pipeline stages: ``class Mine(PipelineTrainerMixin, SFTTrainer)``.
 
     Every worker makes the same trainer, under torchrun or in a function that ``counterflow.launch`` runs with
     processes; the class of its arguments contains ``PipelineFields``.
 
     Attributes:
         pipeline: the pipeline; None until it is needed.
+        has_fused_head: whether the model's head was TRL's, which returns no logits.
 
     Raises:
         ConfigError: an argument, which the error names, is not supported.
     """
 
     pipeline: Pipeline | None = None
+    has_fused_head: bool = False
     optimizer: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
@@ -66,6 +73,8 @@ class Pipelined(Base):  # type: ignore[misc]
         refuse(inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments)
         with alone():
             super().__init__(*args, **kwargs)
+        self.has_fused_head = plain_head(self.model)
+        refuse_made(self)
         self._collected: list[dict[str, Any]] = []
         self._layers: list[capture.CapturedLayer] = []
         self._step: Any = None
@@ -93,23 +102,44 @@ class Pipelined(Base):  # type: ignore[misc]
             items = self._get_num_items_in_batch([dict(batch)], torch.device("cpu"))
             with as_it_was(self):
                 layers = capture.layers(self._objective, self._inputs(batch, items))
-            self._layers = layers
+            self._layers, self._first = layers, dict(batch)
             self._decays = set(self.get_decay_parameter_names(model))
-            self.pipeline = Pipeline(
-                model,
-                weighed,
-                self.args.made_schedule(),
-                optimizer=self._optimizer_of,
-                list_layers=lambda _: self._layers,
-                cuts=self.args.cuts,
-                costs=[layer.cost for layer in self._layers],
-                seed=self.args.seed,
-                per_micro_batch_loss=True,  # the trainer weights the micro-batches
-                recompute=self.args.recompute,
-                clip_norm=self.args.max_grad_norm or None,
-                autocast="bfloat16" if self.args.bf16 else None,
-            )
+            schedule = self.args.made_schedule()
+            if self.args.schedule == AUTO:
+                schedule = chosen(schedule, self._timed(schedule), self._whole(batch, items, schedule))
+            self.pipeline = self._pipeline_of(schedule, model, self._layers)
         return self.pipeline
+
+    def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
+        return Pipeline(
+            model,
+            weighed,
+            schedule,
+            optimizer=self._optimizer_of,
+            list_layers=lambda _: layers,
+            cuts=self.args.cuts,
+            costs=[layer.cost for layer in layers],
+            seed=self.args.seed,
+            per_micro_batch_loss=True,  # the trainer weights the micro-batches
+            output_dims={"loss": None, "outputs": 0, "metrics": None},
+            recompute=self.args.recompute,
+            clip_norm=self.args.max_grad_norm or None,
+            autocast="bfloat16" if self.args.bf16 else None,
+        )
+
+    def _timed(self, schedule: Schedule) -> Pipeline:
+        """A pipeline of a copy of the model, to be timed."""
+        model, layers = copy.deepcopy((self.model, self._layers))
+        return self._pipeline_of(schedule, model, layers)
+
+    def _whole(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> tuple[Any, Tensor]:
+        """Inputs and targets of a step whose micro-batches are copies of a batch."""
+        times = schedule.micro_batches
+        inputs = pytree.tree_map_only(
+            Tensor, lambda tensor: torch.cat([tensor] * times), self._inputs(batch, items)
+        )
+        samples = _samples(inputs)
+        return inputs, weights(samples, factor=1.0, per_sample=0.0, weight=1 / samples)
 
     def _optimizer_of(self, parameters: Parameters) -> Optimizer:
         """The optimiser of a stage, made in the trainer's way."""
@@ -128,10 +158,14 @@ class Pipelined(Base):  # type: ignore[misc]
 
     def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
         """Inputs of an objective from a batch."""
-        inputs = dict(batch)
-        if items is None:
-            return {"inputs": inputs}
-        return {"inputs": inputs, "items": torch.as_tensor(items).expand(_samples(inputs)).contiguous()}
+        samples = _samples(batch)
+        halves = [n for n, v in batch.items() if isinstance(v, Tensor) and v.dim() and 2 * len(v) == samples]
+        found: dict[str, Any] = {"inputs": {n: v for n, v in batch.items() if n not in halves}}
+        if halves:  # of pairs of samples, one number a pair
+            found["twice"] = {name: torch.cat([batch[name]] * 2) for name in halves}
+        if items is not None:
+            found["items"] = torch.as_tensor(items).repeat(samples)
+        return found
 
     # -- a step
 
@@ -150,20 +184,51 @@ class Pipelined(Base):  # type: ignore[misc]
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
+        if scaled and not self._counts_replicas():
+            share = 1 / self.args.replicas
+        else:
+            share = 1.0 if scaled else 1 / (len(batches) * self.args.replicas)
         micro_batches = []
         for each in batches:
             samples = _samples(each["inputs"])
-            target = weights(
-                samples,
-                factor=1.0 if scaled else 1 / len(batches),
-                per_sample=0.0,
-                weight=1 / (len(batches) * samples),
-            )
-            micro_batches.append((each, target))
-        while len(micro_batches) < self.args.gradient_accumulation_steps:
-            micro_batches.append(pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], micro_batches[0]))
-        self._step = pipeline.step(micro_batches=micro_batches)
+            weight = 1 / (len(batches) * samples * self.args.replicas)
+            micro_batches.append((each, weights(samples, factor=share, per_sample=0.0, weight=weight)))
+        self._step = pipeline.step(micro_batches=_filled(micro_batches, pipeline.schedule.micro_batches))
+        add_metrics(self, self._step.metrics, len(batches) * self.args.replicas, training=True)
         return nothing + float(self._step.loss)
+
+    def _counts_replicas(self) -> bool:
+        """Whether the loss's divisor is counted over all replicas."""
+        return bool(self.args.average_tokens_across_devices)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of a step, and the divisor of their losses, over all replicas."""
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if items is not None and self.args.replicas > 1 and self._counts_replicas():
+            assert self.pipeline is not None
+            rows = self.pipeline.transport.gather_objects(float(items))
+            items = torch.as_tensor(sum(rows[ranks[0]] for ranks in self.pipeline.ranks)).to(items)
+        return batches, items
+
+    def get_train_dataloader(self) -> Any:
+        """The trainer's data loader, of which each replica has every replicas-th batch."""
+        found = super().get_train_dataloader()
+        if self.args.replicas == 1:
+            return found
+        batches = BatchSamplerShard(
+            found.batch_sampler, num_processes=self.args.replicas, process_index=self.args.replica
+        )
+        return DataLoaderShard(
+            found.dataset,
+            device=found.device,
+            batch_sampler=batches,
+            collate_fn=found.collate_fn,
+            num_workers=found.num_workers,
+            pin_memory=found.pin_memory,
+            worker_init_fn=found.worker_init_fn,
+            persistent_workers=found.persistent_workers,
+            prefetch_factor=found.prefetch_factor,
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """The norm before the pipeline clipped."""
@@ -214,31 +279,71 @@ class Pipelined(Base):  # type: ignore[misc]
         """Loss, outputs and labels of a batch, on every worker; ``model`` is in the pipeline.
 
         Raises:
-            ConfigError: the batch has no labels.
+            ConfigError: the batch has no labels and no batch with labels came before it, or outputs are asked
+                for that the trainer does not compute.
         """
-        del model, ignore_keys
-        if not self.label_names or any(inputs.get(name) is None for name in self.label_names):
-            raise ConfigError(
-                f"a batch has no {' and no '.join(self.label_names) or 'labels'}, but the pipeline was "
-                "made for a loss; evaluate data with labels, or predict with the saved model"
-            )
+        del model
         inputs = self._prepare_inputs(inputs)
-        labels = tuple(inputs[name].detach() for name in self.label_names)
+        labels = tuple(inputs[name].detach() for name in self.label_names if inputs.get(name) is not None)
+        unlabelled = len(labels) < len(self.label_names) and self._takes_labels()
+        if unlabelled:
+            inputs = self._labelled(inputs)
+        if self.has_fused_head and not prediction_loss_only:
+            raise ConfigError(
+                f"{type(self).__name__} computes no logits in a pipeline; evaluate losses only, or predict "
+                "with the saved model"
+            )
         items = self._get_num_items_in_batch([inputs], self.args.device)
         pipeline = self.made_pipeline(inputs)
         samples = _samples(inputs)
-        counted = items is not None and self._divides()
-        target = weights(
-            samples, factor=float(counted), per_sample=0.0 if counted else 1 / samples, weight=1 / samples
-        )
-        told = pipeline.evaluate(self._inputs(inputs, items), target, outputs=not prediction_loss_only)
-        loss = torch.tensor(told.loss)
+        target = weights(samples, factor=1.0, per_sample=0.0, weight=1 / samples)
+        given = self._inputs(inputs, items)
+        outputs = not prediction_loss_only
+        if self._adds_up(items):
+            told = pipeline.evaluate(given, target, outputs=outputs)
+        else:
+            whole = _filled([(given, target)], pipeline.schedule.micro_batches)
+            told = pipeline.evaluate(micro_batches=whole, outputs=outputs)
+        add_metrics(self, told.metrics, 1, training=False)
+        loss = None if unlabelled else torch.tensor(told.loss)
         if prediction_loss_only:
             return loss, None, None
-        found = [] if told.outputs is None else told.outputs["outputs"]
-        rows: list[Any] = pipeline.transport.gather_objects([tensor.cpu() for tensor in found])
-        outputs: tuple[Any, ...] = tuple(next(row for row in rows if row))
-        return loss, outputs[0] if len(outputs) == 1 else outputs, labels[0] if len(labels) == 1 else labels
+        found = {} if told.outputs is None else told.outputs["outputs"]
+        mine = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
+        rows: list[Any] = pipeline.transport.gather_objects(mine)
+        row = rows[next(rank for rank in pipeline.ranks[pipeline.replica] if rows[rank])]
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        logits = tuple(value for name, value in row.items() if name not in ignore_keys)
+        told_labels = None if unlabelled or not labels else labels[0] if len(labels) == 1 else labels
+        return loss, logits[0] if len(logits) == 1 else logits, told_labels
+
+    def _takes_labels(self) -> bool:
+        """Whether the loss is the model's, so batches need labels."""
+        return type(self).compute_loss is transformers.Trainer.compute_loss
+
+    def _labelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch with labels that make some loss, of the form that an earlier batch had."""
+        first = getattr(self, "_first", {})
+        main = getattr(self.model, "main_input_name", "input_ids")
+        if any(first.get(name) is None for name in (main, *self.label_names)):
+            raise ConfigError(
+                f"a batch has no {' and no '.join(self.label_names)}, but the pipeline is made for a loss; "
+                "train or evaluate data with labels before, or predict with the saved model"
+            )
+        added = {}
+        for name in self.label_names:
+            its: Tensor = first[name]
+            alike = its.shape == first[main].shape
+            shape = inputs[main].shape if alike else (len(inputs[main]), *its.shape[1:])
+            added[name] = torch.zeros(shape, dtype=its.dtype, device=inputs[main].device)
+        return dict(inputs) | added
+
+    def _adds_up(self, items: Any) -> bool:
+        """Whether losses of parts of a batch add up to its loss, so micro-batches may share it."""
+        experts = getattr(self.model.config, "output_router_logits", False)
+        own = self.compute_loss_func is None and self._takes_labels() and not experts
+        return own and items is not None and self._divides()
 
     def _divides(self) -> bool:
         """Whether the loss is divided by counts over the whole step, so the losses of batches add up."""
@@ -282,20 +387,41 @@ class Pipelined(Base):  # type: ignore[misc]
         """The model's weights in the form of a checkpoint."""
         from safetensors.torch import load_file  # noqa: PLC0415
 
+        adapters = hasattr(self.model, "peft_config")
         found: dict[str, Tensor] = {}
-        for file in sorted(Path(folder).glob("model*.safetensors")):
+        for file in sorted(
+            Path(folder).glob("adapter_model.safetensors" if adapters else "model*.safetensors")
+        ):
             found |= load_file(file)
         if not found:
             raise ConfigError(
-                f"{folder}: model*.safetensors does not exist; continue adapters from a new trainer"
+                f"{folder}: has no weights in safetensors; give a folder that this trainer wrote"
             )
-        return found
+        if not adapters:
+            return found
+        assert self.pipeline is not None
+        mine: dict[str, Tensor] = self.pipeline.model_state_dict(local=True)
+        adapter = f".{self.model.active_adapters[0]}"
+        for name in mine:
+            its = found.get(name.replace(adapter, "").replace(".modules_to_save", ""))
+            if adapter in name and its is not None:
+                mine[name] = its
+            elif adapter in name:
+                raise ConfigError(
+                    f"{folder}: has no weights of {name}; give a folder that this trainer wrote"
+                )
+        return mine
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER).exists():
             return
         assert self.pipeline is not None
         state = torch.load(Path(checkpoint) / OPTIMIZER, weights_only=True)
+        if "optimizer" not in state:
+            raise ConfigError(
+                f"{checkpoint}: {OPTIMIZER} is not one of a trainer in a pipeline; resume from a checkpoint "
+                "that this trainer wrote, or begin a new run from the checkpoint's model"
+            )
         self.pipeline.load_state_dict({**state, "model": self.pipeline.model_state_dict(local=True)})
         self.optimizer = Shown(self.pipeline, self.args.learning_rate)
         self.lr_scheduler.optimizer = self.optimizer
@@ -318,10 +444,16 @@ def _random_numbers_back() -> Iterator[None]:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
+def _filled(micro_batches: list[Any], count: int) -> list[Any]:
+    """As many micro-batches as the schedule has; those that are added are empty."""
+    empty = pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], micro_batches[0])
+    return micro_batches + [empty] * (count - len(micro_batches))
+
+
 def _samples(inputs: Mapping[str, Any]) -> int:
     """Number of samples of a batch."""
-    return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+    return max(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
 
 
-class PipelineTrainer(Pipelined, transformers.Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` in pipeline stages, with ``PipelineArguments``; see ``Pipelined``."""
+class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` in pipeline stages, with ``PipelineArguments``."""
