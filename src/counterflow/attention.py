@@ -65,6 +65,23 @@ def attend(
                 f"attend: {name} of shape {(*its.shape,)} are to be of {queries.shape[0]} samples with "
                 f"{queries.shape[2]} positions, as the queries are; give each slice its own part of them"
             )
+    options = dropout, scale, window, documents, seen
+    if carry.expects_slices:
+        return carry.apart(_attend, carry, queries, keys, values, *options)  # type: ignore[no-any-return]
+    return _attend(carry, queries, keys, values, *options)
+
+
+def _attend(  # noqa: PLR0917
+    carry: Carry,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+    documents: Tensor | None,
+    seen: Tensor | None,
+) -> Tensor:
     before: tuple[_Left, ...] = carry.take(())
     parts = (*before, (keys, values, documents, seen))
     carry.leave(parts)

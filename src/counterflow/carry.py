@@ -10,6 +10,8 @@ Invariant: outside of a sliced run nothing is carried, and the same layer sees t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -82,6 +84,18 @@ class Carry(nn.Module):
 
     # -- kept out of compiled code, which would take what it finds for constants
 
+    def apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function whose work depends on what earlier slices left."""
+        return function(*args)
+
+    def within(
+        self, enter: Callable[[], AbstractContextManager[dict[str, Any]]], function: Callable[..., Any],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Call a function, which may be compiled, within a context that gives further arguments."""
+        with enter() as beside:
+            return function(*args, **{**kwargs, **beside})
+
     def _take(self, otherwise: Any) -> Any:
         if not self._runs and in_backward():
             raise ConfigError(
@@ -125,6 +139,7 @@ class Carry(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``__getstate__``; ``NOTHING`` is another object in every process."""
+        _keep_out_of_compiled_code()
         self.__dict__.update({**state, "_given": NOTHING, "_left": NOTHING})
 
 
@@ -135,6 +150,7 @@ def _versions(tree: object) -> list[int]:
 
 @functools.cache
 def _keep_out_of_compiled_code() -> None:
-    """``torch.compile`` leaves taking and leaving alone; said with the first one, as it takes seconds."""
-    for name in ("_take", "_leave"):
+    """``torch.compile`` leaves what depends on slices alone; said with the first one, as it takes seconds."""
+    for name in ("_take", "_leave", "apart"):
         setattr(Carry, name, torch.compiler.disable(getattr(Carry, name)))
+    setattr(Carry, "within", torch.compiler.disable(Carry.within, recursive=False))  # noqa: B010 - a method

@@ -102,6 +102,45 @@ def test_phi_and_adapters_train_as_one_process() -> None:
         assert _agreement(adapted, scheme).ok, scheme
 
 
+def test_options_train_as_one_process() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    for model, scheme, options in (
+        (tiny.made("gpt2"), "zb-h1(stages=2, micro_batches=2, slices=2)", {"recompute": "layer"}),
+        (tiny.made("llama-tied"), "chimera(stages=2, micro_batches=2, slices=2)", {"clip_norm": 0.1}),
+        (peft.get_peft_model(tiny.made("gpt2"), config), SEQ1F1B, {"recompute": "stage", "zero_stage": 1}),
+    ):
+        assert _agreement(model, scheme, **options).ok, (scheme, options)
+
+
+def _weights(scheme: str, recompute: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.2, fan_in_fan_out=True)
+    model: Any = peft.get_peft_model(tiny.with_dropout().double(), config)
+    for weight in model.parameters():
+        weight.requires_grad_(True)
+    pipeline = cf.Pipeline(
+        model, hf.loss, scheme, list_layers=hf.layers, optimizer=partial(torch.optim.SGD, lr=0.1),
+        recompute=recompute,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    ids, labels = _batch()
+    pipeline.step(_packed(ids), labels)
+    return {name: value.clone() for name, value in pipeline.state_dict()["model"].items()}
+
+
+def test_dropout_is_drawn_by_slice_whatever_the_schedule_and_recomputation() -> None:
+    """Of embeddings, layers, attention weights and adapters, also with packed documents."""
+    found = []
+    for scheme, stages, recompute in (("zb-h1", 2, "none"), ("1f1b", 4, "layer")):
+        text = f"{scheme}(stages={stages}, micro_batches=2, slices=3)"
+        rows = cf.launch(_weights, text, recompute, workers=stages, transport="local")
+        found.append({name: value for row in rows for name, value in row.items()})
+    for other in found[1:]:
+        assert found[0].keys() == other.keys()
+        for name, value in found[0].items():
+            assert torch.allclose(value, other[name], rtol=1e-10, atol=1e-12), name
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [

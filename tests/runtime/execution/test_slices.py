@@ -229,6 +229,36 @@ def test_options_with_slices(scheme: str) -> None:
         assert found.ok, (options, found)
 
 
+def attending() -> list[nn.Module]:
+    return between(*(partial(Attending, 2, window) for window in (None, 5, None)))
+
+
+def test_further_options_with_slices() -> None:
+    """In float32 what compression and bfloat16 round is told from what slices get wrong."""
+
+    def single(make: Make) -> Make:
+        return lambda: [layer.float() for layer in make()]
+
+    exact, rounded = 1e-10, 3e-3
+    for scheme, make, options, within in (
+        (
+            "chimera",
+            attending,
+            {"replicas": 2, "clip_norm": 0.1, "zero_stage": 1, "recompute": "layer"},
+            exact,
+        ),
+        ("zb-h1", own, {"replicas": 2, "clip_norm": 0.1, "recompute": "stage"}, exact),
+        ("1f1b", single(attending), {"compress": True}, rounded),
+        ("chimera", single(own), {"compress": True, "steps": 3}, rounded),
+        ("zb-h1", single(attending), {"autocast": torch.bfloat16}, rounded),
+        ("1f1b", single(own), {"autocast": torch.bfloat16, "recompute": "layer"}, rounded),
+        ("chimera", single(attending), {"compute_dtype": torch.bfloat16, "recompute": "stage"}, rounded),
+    ):
+        schedule = schedule_of(f"{scheme}(stages=2, micro_batches=2, slices=3)", {})
+        found = agreement(schedule, make, **{"steps": 1, **options})  # type: ignore[arg-type]
+        assert max(found.loss_error, found.norm_error, found.weight_error) < within, (scheme, options, found)
+
+
 def test_attention_of_groups_and_windows() -> None:
     for heads, window in ((4, None), (2, None), (1, 3), (2, 9)):
         layers = partial(between, *[partial(Attending, heads, window)] * 3)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.carry import NOTHING
+from counterflow.models import hf
+from counterflow.models.gpt import GPTConfig
+from counterflow.models.loss import next_token_loss
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.ir import Schedule
+from counterflow.verification.agreement import verify
 
 D = torch.float64
 
@@ -109,3 +116,47 @@ def test_changes_in_place_in_compiled_layers_are_right_where_layers_are_computed
     expected = pytest.approx(run("none", False)[0], rel=1e-6)
     assert run("stage")[0] == expected
     assert run("layer")[0] == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_in_slices_give_the_same() -> None:
+    torch._dynamo.reset()
+    config = GPTConfig(1, 8, 2, 17, 12, dropout=0.0)
+    schedule = cf.schemes.dapple(stages=2, micro_batches=1, slices=3)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    layers = [layer.double() for layer in config.build()]
+    batches = [[config.sample(2, 12)]]
+    assert verify(schedule, layers, next_token_loss, batches, optimizer=optimizer, compile="eager").ok
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_of_transformers_gives_the_same_in_slices() -> None:
+    """Its attention is called with more parts by each slice; what is around it is compiled."""
+    torch._dynamo.reset()
+    llama = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    first, block, _ = hf.layers(transformers.LlamaForCausalLM(llama).double().train())
+    carries = [
+        module for layer in (first, block) for module in layer.modules() if isinstance(module, cf.Carry)
+    ]
+    graphs = []
+
+    def counted(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run() -> Tensor:
+        states, found = [NOTHING, NOTHING], []
+        for slice_ in torch.arange(12).view(1, 12).chunk(3, 1):
+            for carry, state in zip(carries, states, strict=True):
+                carry.expect_slices(expected=True)
+                carry.begin(state)
+            found.append(block(first(slice_))["hidden_states"])
+            states = [carry.end() for carry in carries]
+        return torch.cat(found, 1)
+
+    plain = run()
+    block.compile(backend=counted)
+    torch.testing.assert_close(run(), plain, rtol=1e-10, atol=1e-10)
+    assert graphs

@@ -450,18 +450,19 @@ class _Block(Layer):
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = widened(value["taken"][self.kind])
-        with self._carried(value) as beside:
-            hidden = self.block(value[HIDDEN], *args, **{**kwargs, **beside})
+        if CAUSAL in value:
+            enter = partial(self._carried, value[CAUSAL])
+            hidden = self.carry.within(enter, self.block, value[HIDDEN], *args, **kwargs)
+        else:
+            hidden = self.block(value[HIDDEN], *args, **kwargs)
         if not isinstance(hidden, Tensor):
             raise unfollowed("has repeated layers that give more than one tensor")
         return {**value, HIDDEN: hidden}
 
-    def _carried(self, value: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Around the layer's call: what sees to its carried state; gives further arguments."""
-        if CAUSAL not in value:
-            return nullcontext({})
+    def _carried(self, seen: Seen) -> AbstractContextManager[dict[str, Any]]:
+        """Around the block on a slice, or in a model that is trained in slices; gives further arguments."""
         if self.kind != LINEAR:
-            return attending(self.carry, self.block, self.window, value[CAUSAL])
+            return attending(self.carry, self.block, self.window, seen)
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
 
 

@@ -99,7 +99,8 @@ def _intercept(module: str) -> bool:
     names = _SCANS.keys() & vars(sys.modules[module]).keys()
     for name in names:
         own = getattr(sys.modules[module], name)
-        setattr(sys.modules[module], name, functools.partial(_scan, _SCANS[name], own))
+        ours = functools.partial(_scan, _SCANS[name], own)
+        setattr(sys.modules[module], name, torch.compiler.disable(ours))
     return bool(names)
 
 

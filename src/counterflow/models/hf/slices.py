@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from counterflow.attention import attend
@@ -98,7 +99,8 @@ def _intercept() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
     own = ALL_ATTENTION_FUNCTIONS[_SDPA]
-    ALL_ATTENTION_FUNCTIONS.register(_SDPA, functools.partial(_attention, own))
+    ours = functools.partial(_attention, own)
+    ALL_ATTENTION_FUNCTIONS.register(_SDPA, torch.compiler.disable(ours))
 
 
 def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
