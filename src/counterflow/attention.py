@@ -67,7 +67,8 @@ def attend(
             )
     options = dropout, scale, window, documents, seen
     if carry.expects_slices:
-        return carry.apart(_attend, carry, queries, keys, values, *options)  # type: ignore[no-any-return]
+        found: Tensor = carry._apart(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
+        return found
     return _attend(carry, queries, keys, values, *options)
 
 

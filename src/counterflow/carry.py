@@ -84,11 +84,11 @@ class Carry(nn.Module):
 
     # -- kept out of compiled code, which would take what it finds for constants
 
-    def apart(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _apart(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function whose work depends on what earlier slices left."""
         return function(*args)
 
-    def within(
+    def _within(
         self, enter: Callable[[], AbstractContextManager[dict[str, Any]]], function: Callable[..., Any],
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
@@ -151,6 +151,6 @@ def _versions(tree: object) -> list[int]:
 @functools.cache
 def _keep_out_of_compiled_code() -> None:
     """``torch.compile`` leaves what depends on slices alone; said with the first one, as it takes seconds."""
-    for name in ("_take", "_leave", "apart"):
+    for name in ("_take", "_leave", "_apart"):
         setattr(Carry, name, torch.compiler.disable(getattr(Carry, name)))
-    setattr(Carry, "within", torch.compiler.disable(Carry.within, recursive=False))  # noqa: B010 - a method
+    setattr(Carry, "_within", torch.compiler.disable(Carry._within, recursive=False))  # noqa: B010, SLF001

@@ -452,7 +452,7 @@ class _Block(Layer):
         args, kwargs = widened(value["taken"][self.kind])
         if CAUSAL in value:
             enter = partial(self._carried, value[CAUSAL])
-            hidden = self.carry.within(enter, self.block, value[HIDDEN], *args, **kwargs)
+            hidden = self.carry._within(enter, self.block, value[HIDDEN], *args, **kwargs)
         else:
             hidden = self.block(value[HIDDEN], *args, **kwargs)
         if not isinstance(hidden, Tensor):
