@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.models import hf
+from counterflow.schedule import schemes
 from counterflow.schedule.registry import schedule_of
 from counterflow.verification.agreement import Agreement, verify
 
@@ -211,6 +212,29 @@ def test_a_mask_of_pairs_is_refused() -> None:
         cf.ConfigError, match=r"attention_mask of shape \(2, 4, 13\) is among the inputs, and in"
     ):
         cf.launch(_with_mask_of_pairs, workers=2, transport="local")
+
+
+def _peak(slices: int) -> int:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
+    pipeline = cf.Pipeline(
+        tf.LlamaForCausalLM(config).train(),
+        hf.loss,
+        schemes.dapple(stages=4, micro_batches=4, slices=slices),
+        list_layers=hf.layers,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        cuts=[2, 3, 4],
+    )
+    ids = torch.randint(32, (4, 256))
+    pipeline.step(ids, ids)
+    return pipeline.peak_saved_bytes
+
+
+def test_what_earlier_slices_left_is_saved_once() -> None:
+    whole, four = (max(cf.launch(_peak, n, workers=4, transport="local")) for n in (1, 4))
+    assert four < 0.45 * whole
 
 
 def _evaluations() -> list[float]:
