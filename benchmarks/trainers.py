@@ -397,10 +397,10 @@ def first_checkpoint(folder: Path) -> Path:
 
 
 def weights(folder: Path, architecture: str) -> dict[str, torch.Tensor]:
-    if architecture == "Mixtral":  # the trainer writes experts one by one
+    if architecture in ("Mixtral", "GPT-NeoX"):  # the trainer writes weights by older names
         import transformers
 
-        kind = transformers.MixtralForCausalLM
+        kind = transformers.AutoModelForCausalLM
         state: dict[str, torch.Tensor] = kind.from_pretrained(
             folder / "final", dtype=torch.float64
         ).state_dict()

@@ -188,11 +188,13 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
             share = 1 / self.args.replicas
         else:
             share = 1.0 if scaled else 1 / (len(batches) * self.args.replicas)
-        micro_batches = []
+        micro_batches, parts = [], len(batches) * self.args.replicas
         for each in batches:
             samples = _samples(each["inputs"])
-            weight = 1 / (len(batches) * samples * self.args.replicas)
-            micro_batches.append((each, weights(samples, factor=share, per_sample=0.0, weight=weight)))
+            weight = 1 / samples  # so sums of weights are whole numbers, which no precision rounds
+            micro_batches.append(
+                (each, weights(samples, factor=share * parts, per_sample=0.0, weight=weight))
+            )
         self._step = pipeline.step(micro_batches=_filled(micro_batches, pipeline.schedule.micro_batches))
         add_metrics(self, self._step.metrics, len(batches) * self.args.replicas, training=True)
         return nothing + float(self._step.loss)
@@ -296,7 +298,7 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
         items = self._get_num_items_in_batch([inputs], self.args.device)
         pipeline = self.made_pipeline(inputs)
         samples = _samples(inputs)
-        target = weights(samples, factor=1.0, per_sample=0.0, weight=1 / samples)
+        target = weights(samples, factor=float(samples), per_sample=0.0, weight=1.0)
         given = self._inputs(inputs, items)
         outputs = not prediction_loss_only
         if self._adds_up(items):
