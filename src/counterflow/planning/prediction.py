@@ -212,7 +212,7 @@ def choices(configuration: Configuration) -> str:
     """
     told = []
     for name, value in configuration.options:
-        option = registry.scheme(configuration.scheme).option(name)
+        option = registry.option(configuration.scheme, name)
         assert option is not None
         plain = option.unsaid if option.kind is OptionType.NUMBER else option.default
         if value != plain and name not in (*DEPTH, "micro_batches"):

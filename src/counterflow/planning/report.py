@@ -13,6 +13,7 @@ from pydantic import BeforeValidator
 
 from counterflow.shown import Options, Part, Result, reads, said
 
+from .by_length import AtLength
 from .orders import Orders
 from .prediction import Parts
 from .search.found import Found
@@ -246,6 +247,22 @@ class Planned(Result):
     ]
     why: WhyShown
     synthesized: Annotated[OrdersShown | None, said("computed orders, with `--synthesize`")]
+    by_length: Annotated[
+        list[AtLengthShown],
+        said("plans at other lengths of the sequence, with `--by-length`; otherwise empty"),
+    ]
+
+
+class AtLengthShown(Part):
+    """The best plans at a length of the sequence."""
+
+    positions: Annotated[int, said("positions of a sample's sequence")]
+    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits")]
+    sliced: Annotated[PlanShown | None, said("the best plan with slices; null: none fits")]
+    slices_win: Annotated[bool, said("whether slices are faster, or alone fit")]
+    faster: Annotated[
+        float | None, said("how many times as fast slices are; null: one of the two does not fit")
+    ]
 
 
 class ExampleShown(Part):
@@ -263,7 +280,13 @@ class Examples(Result):
     examples: list[ExampleShown]
 
 
-def planned(task: Task, found: Found, explained: Why, orders: Orders | None = None) -> Planned:
+def planned(
+    task: Task,
+    found: Found,
+    explained: Why,
+    orders: Orders | None = None,
+    by_length: Sequence[AtLength] = (),
+) -> Planned:
     """The best plans with all their explanations.
 
     Args:
@@ -271,6 +294,9 @@ def planned(task: Task, found: Found, explained: Why, orders: Orders | None = No
         found: result of the search.
         explained: why the best plan is the best.
         orders: orders computed for the best plans.
+        by_length: plans at other lengths.
     """
     layout = found.best[0].layout
-    return Planned.of(task=task, found=found, layout=layout, why=explained, synthesized=orders)
+    return Planned.of(
+        task=task, found=found, layout=layout, why=explained, synthesized=orders, by_length=by_length
+    )

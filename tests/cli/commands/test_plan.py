@@ -30,6 +30,7 @@ KEYS = [
     "omitted",
     "why",
     "synthesized",
+    "by_length",
 ]
 
 

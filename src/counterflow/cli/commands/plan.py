@@ -11,6 +11,7 @@ import typer
 
 from counterflow.errors import ConfigError
 from counterflow.fields import asked
+from counterflow.planning.by_length import AtLength, plans_by_length
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
@@ -105,6 +106,9 @@ class Results(Record):
     save_inputs: Path | None = asked(
         None, "Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.", metavar="DIR"
     )
+    by_length: bool = asked(
+        False, "Also plan other lengths of the sequence: from which one slices win, and by what."
+    )
     layout: bool = asked(
         False, "Print only the best plan's layout, for Megatron-LM's --pipeline-model-parallel-layout."
     )
@@ -136,19 +140,23 @@ def plan(
         )
     found, orders = ordering.ordered(found, constraints)
     explained = why(found)
+    by_length: tuple[AtLength, ...] = ()
+    if output.by_length:
+        with search_bar("planning other lengths") as report:
+            by_length = plans_by_length(task, constraints, progress=report)
     out, best = output.out, found.best[0]
     written = None if out is None else _write(task, best, out)
     if as_json:
         from counterflow.planning.report import planned
 
-        print_json(planned(task, found, explained, orders))
+        print_json(planned(task, found, explained, orders, by_length))
         return
     if output.layout:
         _print_layout(best)
     else:
         from ..output.plan_tables import print_plans
 
-        print_plans(task, found, explained, output.top, orders)
+        print_plans(task, found, explained, output.top, orders=orders, by_length=by_length)
     if out is not None:
         _note_written(best, out, written)
 

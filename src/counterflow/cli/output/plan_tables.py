@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from counterflow.planning.by_length import slices_win_from
 from counterflow.planning.prediction import choices
 from counterflow.planning.search.node_orders import in_words
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.scheme import SLICES
 
 from .console import WIDE, byte_size, console, number, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from counterflow.planning.by_length import AtLength
     from counterflow.planning.inputs.cluster import Cluster
     from counterflow.planning.orders import Orders
     from counterflow.planning.prediction import Configuration, Parts, Prediction
@@ -25,7 +28,13 @@ if TYPE_CHECKING:
 
 
 def print_plans(
-    task: Task, found: Found, explained: Why, top: int | None, orders: Orders | None = None
+    task: Task,
+    found: Found,
+    explained: Why,
+    top: int | None,
+    *,
+    orders: Orders | None = None,
+    by_length: Sequence[AtLength] = (),
 ) -> None:
     """Print the ranking, the best plan, why it is the best, and the rest.
 
@@ -35,6 +44,7 @@ def print_plans(
         explained: why the best plan is the best.
         top: number of best plans to show; None: the best of every scheme.
         orders: orders computed for the best plans.
+        by_length: plans at other lengths of the sequence.
     """
     out = console(WIDE)
     cluster = task.cluster
@@ -66,6 +76,8 @@ def print_plans(
         out.print(Text(line))
     if orders is not None:
         _print_orders(out, orders)
+    if by_length:
+        _print_lengths(out, by_length)
     out.print(_rejected(found))
     for omission in found.omissions:
         out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
@@ -170,6 +182,35 @@ def _of_best(found: Plan) -> Iterator[str]:
 
 _MESH_TOLD = 32
 """Maximum number of devices of a mesh that is printed on a line."""
+
+
+def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
+    """Print the best plans with and without slices by length, and from which length slices win."""
+    table = table_of(
+        *("positions", "whole sequences", "step", "in slices", "slices", "step", "times as fast"),
+        left=("whole sequences", "in slices", "slices"),
+        pad_edge=False,
+    )
+    for each in lengths:
+        cells = []
+        for plan in (each.whole, each.sliced):
+            configuration = None if plan is None else plan.play.configuration
+            cells.append("none fits" if configuration is None else configuration.scheme)
+            if plan is each.sliced:
+                cells.append("" if configuration is None else str(dict(configuration.options)[SLICES]))
+            cells.append("" if plan is None else _seconds(plan.seconds))
+        faster = "" if each.faster is None else f"{each.faster:.2f}"
+        table.add_row(f"{each.positions:,}", *cells, faster)
+    out.print()
+    out.print(table)
+    first = slices_win_from(lengths)
+    if first is None:
+        told = f"Slices do not win at {lengths[-1].positions:,} positions, the longest sequence tried"
+    elif first.faster is None:
+        told = f"Slices win from {first.positions:,} positions on, where whole sequences do not fit"
+    else:
+        told = f"Slices win from {first.positions:,} positions on: {first.faster:.2f} times as fast there"
+    out.print(Text(told))
 
 
 def _print_orders(out: Console, orders: Orders) -> None:
