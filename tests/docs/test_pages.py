@@ -401,16 +401,21 @@ def test_slices_are_what_their_program_draws() -> None:
     assert not found.failed
 
 
-def test_long_sequences(run: Run) -> None:
+def test_long_sequences(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "long-sequences.md"
     found = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert found.attempted >= 2
     assert not found.failed
-    (commands,) = blocks("long-sequences.md", "sh")
-    lines = commands.splitlines()
-    assert len(lines) == 4
+    monkeypatch.chdir(DOCS.parent)
+    lines = "".join(blocks("long-sequences.md", "sh")).replace("\\\n", "").splitlines()
+    assert len(lines) == 5
     for line in lines:
         answer = run(*shlex.split(line.removeprefix("counterflow ")))
         assert answer.code == 0, answer
-    layer = blocks("long-sequences.md", "python")[1]
+        if "--by-length" in line:
+            assert (
+                "Slices win already at 2,048 positions, the shortest sequence tried: 1.07 times" in answer.out
+            )
+            assert "2.28" in answer.out
+    layer = blocks("long-sequences.md", "python")[2]
     exec(layer + "\nRecurrent()(torch.ones(1, 2, 32))", {"cf": cf, "nn": torch.nn, "torch": torch})

@@ -208,6 +208,11 @@ def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
         told = f"Slices do not win at {lengths[-1].positions:,} positions, the longest sequence tried"
     elif first.faster is None:
         told = f"Slices win from {first.positions:,} positions on, where whole sequences do not fit"
+    elif first is lengths[0]:
+        told = (
+            f"Slices win already at {first.positions:,} positions, the shortest sequence tried: "
+            f"{first.faster:.2f} times as fast there"
+        )
     else:
         told = f"Slices win from {first.positions:,} positions on: {first.faster:.2f} times as fast there"
     out.print(Text(told))
