@@ -35,10 +35,11 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.op import boundary
 from counterflow.schedule.residency import peak_activations, version_lives
 
-from .costs import Costs, Link, PerLink
+from .costs import Costs, Link
 from .memory import Changes
 from .op_costs import Piece, per_stage, stage_bytes
 from .sync_times import sync_times
+from .travel import travel_seconds
 
 KEPT_MODELS = 8
 """Number of models cached, so trying many costs on a few schedules builds each model once."""
@@ -245,40 +246,6 @@ class TimedSchedule:
         found: Floats = lasts[which]
         return found
 
-    def message_seconds(self, costs: Costs) -> Floats:
-        """Travel time of each message."""
-        seconds = self._by_message("p2p", costs.p2p)
-        if costs.p2p_per_byte == 0.0:
-            return seconds
-        sizes = np.array(per_stage("message_bytes", costs.message_bytes, self.schedule.stages))
-        outputs, work = self.sent
-        sent: Floats = sizes[outputs]
-        by_skip = self.messages.skips >= 0
-        if by_skip.any():
-            skips = self.schedule.workload.skips
-            if not isinstance(costs.skip_bytes, (int, float)) and len(costs.skip_bytes) != len(skips):
-                raise ConfigError(
-                    f"skip_bytes: {len(costs.skip_bytes)} numbers for {len(skips)} skip connections; give "
-                    "one "
-                    "number, or one per skip connection"
-                )
-            each = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
-            sent[by_skip] = each[self.messages.skips[by_skip]]
-        sent *= work
-        return seconds + self._by_message("p2p_per_byte", costs.p2p_per_byte) * sent
-
-    def _by_message(self, name: str, value: PerLink) -> Floats:
-        """A cost of links for each message."""
-        if isinstance(value, (int, float)):
-            return np.full(len(self.messages.makers), float(value))
-        links = np.array(value, dtype=np.float64)
-        if links.shape != (self.schedule.workers,) * 2:
-            raise ConfigError(
-                f"{name}: a table of shape {links.shape} for {self.schedule.workers} workers; "
-                "give one number, or one row of numbers per worker"
-            )
-        return links[self.messages.senders, self.messages.receivers]
-
     def changes(self, costs: Costs) -> Changes:
         """Changes of each worker's memory; ``costs.memory`` is set."""
         assert costs.memory is not None
@@ -339,7 +306,7 @@ class TimedSchedule:
         """The lists and durations of ops and messages alone."""
         free = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
         none = np.zeros(len(self.messages.makers))
-        travel = none if free else self.message_seconds(costs)
+        travel = none if free else travel_seconds(costs, self.schedule, self.messages, self.sent)
         busy, waited = np.zeros(len(seconds)), none
         if not costs.overlap and not free:  # messages of one op travel one after another
             np.add.at(busy, self.messages.makers, travel)

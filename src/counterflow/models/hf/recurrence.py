@@ -27,13 +27,13 @@ LINEAR = "linear_attention"
 """The kind of layers that transformers gives a convolution's edge and a recurrent state."""
 
 
-class _Now(threading.local):
+class _Before(threading.local):
     """What runs in this thread."""
 
     cache: _Cache | None = None
 
 
-_now = _Now()
+_now = _Before()
 
 
 class _Cache:

@@ -5,10 +5,12 @@ The search itself is in ``search.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from counterflow.html import titled
 
+from ..inputs.cluster import Cluster
 from ..play import Play
 from ..prediction import Configuration, Prediction, ranking
 from .space import Omission
@@ -118,3 +120,25 @@ class Found:
         """The best plan of every scheme, in a notebook."""
         plans = [plan.play.prediction() for plan in self.of_schemes]
         return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))
+
+
+def nothing_fits(cluster: Cluster, tallies: Mapping[str, Rejections], omissions: Iterable[Omission]) -> str:
+    """What each scheme would need, if no candidate fits; for people."""
+    reasons = [f"  {omission.what}: {omission.reason}" for omission in omissions]
+    if not tallies:
+        return "\n".join(["no plan meets the constraints", *reasons])
+    lines = [
+        f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
+        + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
+    ]
+    for name, tally in tallies.items():
+        if tally.closest is not None:
+            closest = tally.closest
+            of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
+            told = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
+            lines.append(told + (of if cluster.kinds else ""))
+    return "\n".join([*lines, *reasons])
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"

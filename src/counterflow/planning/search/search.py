@@ -31,7 +31,7 @@ from ..predict import Predictor
 from ..prediction import Configuration
 from .bounds import Bounds, Common, common
 from .constraints import Constraints
-from .found import Found, Plan, Rejections, TooLarge
+from .found import Found, Plan, Rejections, TooLarge, nothing_fits
 from .least_times import least_work
 from .node_orders import Runs, node_orders
 from .shape import Shape
@@ -167,7 +167,7 @@ def search(
         )
         runs[-1].run(groups)
     if not best.plans:
-        raise PlanError(runs[0].nothing_fits(omissions))
+        raise PlanError(nothing_fits(cluster, tallies, omissions))
     in_more_memory = None
     for run in runs:
         limit = (in_more_memory or best.plans[0]).seconds
@@ -424,32 +424,8 @@ class _Search:
                 limit, found = plan.seconds, plan
         return found
 
-    def nothing_fits(self, omissions: list[Omission]) -> str:
-        cluster = self.predictor.cluster
-        if not self.tallies:
-            return "\n".join(["no plan meets the constraints", *_reasons(omissions)])
-        lines = [
-            f"no plan fits: a device of cluster {cluster.name} has {_gib(cluster.usable_bytes)} for it"
-            + (f" ({_gib(cluster.reserve_bytes)} are reserved)" if cluster.reserve_bytes else "")
-        ]
-        for name, tally in self.tallies.items():
-            if tally.closest is not None:
-                closest = tally.closest
-                of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
-                told = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
-                lines.append(told + (of if cluster.kinds else ""))
-        return "\n".join([*lines, *_reasons(omissions)])
-
 
 def _too_large(scheme: str, play: Play) -> TooLarge:
     needed, usable = [worker.total for worker in play.memory], play.usable_bytes
     fullest = max(range(len(needed)), key=lambda worker: needed[worker] - usable[worker])
     return TooLarge(scheme, play.configuration, needed[fullest], fullest, usable[fullest])
-
-
-def _reasons(omissions: list[Omission]) -> list[str]:
-    return [f"  {omission.what}: {omission.reason}" for omission in omissions]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.4g} GiB" if size >= 2**20 else f"{size:g} bytes"
