@@ -96,6 +96,20 @@ def test_the_best_order_of_slices_at_each_memory(peak: int, makespan: float) -> 
         assert found.method == "dapple(stages=2, micro_batches=2, slices=2)"
 
 
+def test_the_best_order_of_slices_of_growing_cost() -> None:
+    """Attention makes the second of two equal slices longer; the exact search finds no better order."""
+    pytest.importorskip("ortools")
+    costs = cf.Costs(attention=0.5)
+    for slices, makespan in ((2, 7.875), ("5+3", 7.5234375)):
+        workload = sliced_workload(plain(linear(2), 2), slices)
+        found = cf.synthesize(workload, costs, peak=2, moves=100)
+        best, _ = least(problem_of(workload, costs, peak=2))
+        assert found.makespan == pytest.approx(makespan)
+        assert best == pytest.approx(makespan)
+        assert cf.simulate(found.schedule, costs).makespan == pytest.approx(makespan)
+        assert loads(dumps(found.schedule), "mine.json") == found.schedule
+
+
 def test_an_order_of_slices_is_searched_for_between_the_memories_of_seq1f1b() -> None:
     """Four stages hold 5 of two slices each with Seq1F1B, in 16.5; with 4 the best takes 18."""
     workload = sliced_workload(plain(linear(4), 4), 2)
