@@ -32,6 +32,7 @@ from counterflow.runtime.stages.split_backward import SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.schedule.ir import SkipLink
 
+from .sequences import Growth, at_lengths
 from .workspace import NO_WORKSPACE, Workspace, measure_workspace
 
 
@@ -59,6 +60,10 @@ class StageCost:
         output_bytes: bytes that the next stage takes, without skip connections.
         skips: values for later stages.
         workspace: memory of its ops while they run.
+        attention_share: share of its seconds that is attention to earlier positions; 0 without slices, like
+            the next two.
+        fixed_share: share of them that a slice takes however short it is.
+        state_bytes: size of what slices of a micro-batch leave to later ones.
     """
 
     forward_seconds: float
@@ -78,6 +83,9 @@ class StageCost:
     output_bytes: int = 0
     skips: tuple[SkipCost, ...] = ()
     workspace: Workspace = NO_WORKSPACE
+    attention_share: float = 0.0
+    fixed_share: float = 0.0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,47 +118,73 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
         repeats: number of measurements.
     """
     count = pipeline.schedule.micro_batches
-    last = pipeline.schedule.stages - 1
     samples = split_points(samples_in(inputs, pipeline.batching.input_dims), count)[1]
     # What one backward computes is measured: halves do not cost half of a whole to the byte. Of slices a
     # whole micro-batch is, for which each worker has room: they cost their shares, and see what is before.
     parts = pipeline.schedule.workload.sample_parts
     unit = Unit(0, 0, parts).rows(samples)
     rows = SampleRows(0, samples, unit.start, unit.stop)
-    taken: dict[int, Any] = {}
-    made: list[_Made] = []
-    for stage in range(last + 1):
-        mine = None
-        if stage in pipeline.stages:
-            if stage == 0:
-                taken[stage] = moved(cut(inputs, unit, pipeline.batching.input_dims), pipeline.device)
-            else:
-                taken[stage] = _input_of(stage, made, pipeline.device)
-            if stage < last:
-                with torch.no_grad():
-                    output = _run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
-                takes = any(tensor.requires_grad for tensor in _tensors(taken[stage]) if stage)
-                mine = _Made.of(output, pipeline.stages[stage], takes=takes)
-        told = cast("list[_Made | None]", pipeline.transport.gather_objects(mine))
-        made += [row for row in told if row is not None][:1]
-    target = (
-        moved(cut(targets, unit, pipeline.batching.target_dims), pipeline.device)
-        if last in pipeline.stages
-        else None
+    sliced = pipeline.schedule.workload.slices > 1
+    whole, *shorter = (
+        _Chain.of(pipeline, rows, share, *its)
+        for share, *its in (
+            at_lengths(inputs, targets, pipeline.batching) if sliced else [(1.0, inputs, targets)]
+        )
     )
     costs = {
-        stage: _measured(
-            pipeline, copy, taken[stage], target if stage == last else None, rows=rows, repeats=repeats
-        )
+        stage: _measured(pipeline, copy, whole, shorter, rows=rows, repeats=repeats)
         for stage, copy in pipeline.stages.items()
     }
     by_rank = cast("list[dict[int, StageCost]]", pipeline.transport.gather_objects(costs))
-    found = [_median([row[stage] for row in by_rank if stage in row]) for stage in range(last + 1)]
+    stages = range(pipeline.schedule.stages)
+    found = [_median([row[stage] for row in by_rank if stage in row]) for stage in stages]
     scale = rows.samples / (rows.stop - rows.start)
     return [
-        *(replace(cost, **one.costs(scale)) for cost, one in zip(found, made, strict=False)),
+        *(replace(cost, **one.costs(scale)) for cost, one in zip(found, whole.made, strict=False)),
         found[-1],
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What this worker's stages are run on, of a share of the sequence.
+
+    Attributes:
+        share: the share.
+        taken: inputs by stage.
+        target: target of the last stage, if it is here.
+        made: outputs of all stages but the last.
+    """
+
+    share: float
+    taken: dict[int, Any]
+    target: Any
+    made: list[_Made]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, rows: SampleRows, share: float, inputs: Any, targets: Any) -> _Chain:
+        """Run stage after stage; all workers call it."""
+        unit, last = slice(rows.start, rows.stop), pipeline.schedule.stages - 1
+        taken: dict[int, Any] = {}
+        made: list[_Made] = []
+        for stage in range(last + 1):
+            mine = None
+            if stage in pipeline.stages:
+                if stage == 0:
+                    taken[stage] = moved(cut(inputs, unit, pipeline.batching.input_dims), pipeline.device)
+                else:
+                    taken[stage] = _input_of(stage, made, pipeline.device)
+                if stage < last:
+                    with torch.no_grad():
+                        output = _run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
+                    takes = any(tensor.requires_grad for tensor in _tensors(taken[stage]) if stage)
+                    mine = _Made.of(output, pipeline.stages[stage], takes=takes)
+            told = cast("list[_Made | None]", pipeline.transport.gather_objects(mine))
+            made += [row for row in told if row is not None][:1]
+        target = None
+        if last in pipeline.stages:
+            target = moved(cut(targets, unit, pipeline.batching.target_dims), pipeline.device)
+        return cls(share, taken, target, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +290,17 @@ def _run_of(pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *beside: Feat
 
 
 def _measured(
-    pipeline: Pipeline, copy: StageCopy, value: Any, target: Any, *, rows: SampleRows, repeats: int
+    pipeline: Pipeline,
+    copy: StageCopy,
+    whole: _Chain,
+    shorter: Sequence[_Chain],
+    *,
+    rows: SampleRows,
+    repeats: int,
 ) -> StageCost:
+    value, target = whole.taken[copy.stage], whole.target if copy.last else None
     given = _tensors(value)
+    sliced = pipeline.schedule.workload.slices > 1
     parameters = copy.parameters()
     constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
     if copy.stage == 0:
@@ -266,7 +308,7 @@ def _measured(
     if target is not None:
         constant += _tensors(target)
 
-    def loss(output: Any) -> list[Tensor]:
+    def loss(output: Any, target: Any = target) -> list[Tensor]:
         if target is not None:
             assert pipeline.loss_function is not None
             with copy.precision.computing():  # autocast has its own precision for losses
@@ -285,17 +327,19 @@ def _measured(
         if not copy.precision.plain:
             cast_to = _in_both([*constant, *given], outputs_of)
             constant += cast_to
-        forward, backward = [], []
-        for _ in range(repeats + 1):
+
+        def seconds(chain: _Chain) -> tuple[float, float]:
             start = _now(pipeline)
-            outputs = outputs_of()
+            outputs = loss(run(chain.taken[copy.stage]), chain.target if copy.last else None)
             middle = _now(pipeline)
             if outputs:
                 with copy.precision.backward():
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-            end = _now(pipeline)
-            forward.append(middle - start)
-            backward.append(end - middle)
+            return middle - start, _now(pipeline) - middle
+
+        turns = [[seconds(chain) for chain in (whole, *shorter)] for _ in range(repeats + 1)][1:]
+        by_length = [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)]
+        state = _state_bytes(pipeline, copy, value, rows) if sliced else 0
         saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
         halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
         workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
@@ -312,9 +356,11 @@ def _measured(
     scale = rows.samples / (rows.stop - rows.start)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
     passing = [tensor for tensor in given if tensor.requires_grad]
+    shares = [chain.share for chain in (whole, *shorter)]
+    growth = Growth.of(shares, by_length, attends=state > 0)
     return StageCost(
-        forward_seconds=scale * statistics.median(forward[1:]),
-        backward_seconds=scale * statistics.median(backward[1:]),
+        forward_seconds=scale * statistics.median(turn[0][0] for turn in turns),
+        backward_seconds=scale * statistics.median(turn[0][1] for turn in turns),
         activation_bytes=round(scale * saved),
         input_bytes=0 if copy.stage == 0 else round(scale * sum(held.values())),
         layer_input_bytes=round(scale * layer_inputs),
@@ -328,7 +374,20 @@ def _measured(
         cast_bytes=_held([], cast_to),
         held_input_bytes=round(scale * _held([*constant, *kept], passing)) if kept else 0,
         workspace=workspace.scaled(scale),
+        attention_share=growth.attention,
+        fixed_share=growth.fixed,
+        state_bytes=round(scale * state),
     )
+
+
+def _state_bytes(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> int:
+    """Bytes that the layers of a stage leave to a later slice, of a whole sequence as the first one."""
+    if copy.skips is None or not copy.skips.carries:
+        return 0
+    with torch.no_grad():
+        output = _run_of(pipeline, copy, rows._replace(slices=2))(value)
+    left = _tensors([output.skips[number] for number in copy.skips.carries])
+    return sum({id(tensor): tensor.nbytes for tensor in left}.values())
 
 
 def _split(
@@ -421,7 +480,14 @@ def _now(pipeline: Pipeline) -> float:
 
 def _median(costs: list[StageCost]) -> StageCost:
     """The costs of a stage over its copies: bytes are equal, times differ."""
-    times = ("forward_seconds", "backward_seconds", "input_gradient_seconds", "weight_gradients_seconds")
+    times = (
+        "forward_seconds",
+        "backward_seconds",
+        "input_gradient_seconds",
+        "weight_gradients_seconds",
+        "attention_share",
+        "fixed_share",
+    )
     return replace(
         costs[0], **{name: statistics.median(getattr(cost, name) for cost in costs) for name in times}
     )

@@ -134,6 +134,7 @@ class ByteCosts:
             all layers of the stage save the same.
         state: bytes of one micro-batch that a stage leaves to later slices, such as keys and values: a part
             of ``activations`` that is saved in any case. Its gradient waits for the slice that made it.
+        state_gradients: bytes of these gradients; None: as many as of the state.
     """
 
     weights: PerStage = asked(
@@ -183,6 +184,7 @@ class ByteCosts:
         name="state_bytes",
         divided=0.0,
     )
+    state_gradients: PerStage | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -215,7 +217,8 @@ class StageBytes:
         stash: bytes of one micro-batch that are saved from its forward to its backward.
         between: bytes that are saved from input gradient to weight gradients, if the backward is split.
         space: for each kind of op, additional bytes while it runs.
-        state: bytes of one micro-batch that slices leave to later ones, without recomputation.
+        state: bytes of one micro-batch that slices leave to later ones.
+        state_gradients: their gradients; empty: as many.
         recomputed: whether ``stash`` is without them, because the rest is computed again.
     """
 
@@ -225,6 +228,7 @@ class StageBytes:
     between: list[float]
     space: Mapping[OpKind, list[float]]
     state: list[float] = field(default_factory=list)
+    state_gradients: list[float] = field(default_factory=list)
     recomputed: bool = False
 
     def of_piece(self, piece: Piece) -> tuple[float, float]:
@@ -236,19 +240,23 @@ class StageBytes:
     def state_changes(self, piece: Piece) -> tuple[float, float]:
         """The part of them that is the state of slices, as far as it is not in ``stash``.
 
-        The gradient of a slice's state exists from the last slice's backward until the slice's own.
+        The state of a slice is an input of all later ones, and of itself it is an output that is computed
+        again: it exists from its forward until the next slice's backward has ended. Its gradient exists from
+        the last slice's backward until its own.
         """
         at_start = at_end = 0.0
-        state = self.state[piece.stage] * piece.micro_batches if self.state and piece.sliced else 0.0
-        own = state * piece.work / piece.micro_batches
-        if piece.kind.whole and self.recomputed:
-            at_start += own
-        elif piece.kind.stash < 0 and self.recomputed:
-            at_end -= own
+        if not self.state or not piece.sliced:
+            return at_start, at_end
+        state = self.state[piece.stage] * piece.micro_batches
+        gradients = self.state_gradients[piece.stage] * piece.micro_batches if self.state_gradients else state
+        share = [length / sum(piece.lengths) for length in piece.lengths]
+        last = piece.part == len(share) - 1
+        if self.recomputed and piece.kind.whole and not last:
+            at_start += state * share[piece.part]
         if piece.kind.carries < 0:
-            last = piece.part == len(piece.lengths) - 1
-            at_start += state * piece.before if last else 0.0
-            at_end -= 0.0 if last else own
+            at_end -= state * share[piece.part - 1] if self.recomputed and piece.part else 0.0
+            at_start += gradients * piece.before if last else 0.0
+            at_end -= 0.0 if last else gradients * share[piece.part]
         return at_start, at_end
 
     def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
@@ -291,6 +299,7 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
         between=each("kept_for_weights", full),
         space=dict(zip(OpKind, (none, again, again, none), strict=True)),
         state=each("state"),
+        state_gradients=each("state_gradients", costs.state),
         recomputed=recompute is not Recompute.NONE,
     )
 

@@ -26,7 +26,7 @@ from ..stages.skips import Carried
 from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part
-from .skips import Came, Output
+from .skips import Came, Output, Parts
 from .stash import Again, ForwardInput, Stash, tensors_in
 from .tasks import RunOp, Tools
 
@@ -51,6 +51,9 @@ class RunForward(RunOp):
         begin = self._begin()
         found = self._outputs_of(batch, given)
         self._end(begin)
+        if self._sliced and batch.training:
+            for unit, output in zip(self.units, found, strict=True):
+                self._count_state(unit, output)
         if self.target is not None or self.skips.gives:
             self._hand_on(batch, found)
         if self.target is None and self.ends_losses:
@@ -103,6 +106,17 @@ class RunForward(RunOp):
                         "recompute='none', or make the graph that it needs under torch.enable_grad()"
                     ) from error
                 raise
+
+    def _count_state(self, unit: Unit, output: Output) -> None:
+        """Count what a slice leaves to the next one, among whose inputs is what the one before left."""
+        stashes, saved = self._in_flight.stashes, self._in_flight.saved
+        if unit.part:
+            saved.release(stashes[self.stage, unit._replace(part=unit.part - 1)].left)
+        skips, (parts, tensors) = self.copy.skips, output
+        if skips is not None and skips.carries and unit.part < unit.parts - 1:
+            assert isinstance(parts, Parts)
+            _, count = parts.each[-1]
+            self._in_flight.hold(tensors[len(tensors) - count :], stashes[self.stage, unit].left)
 
     def _hand_on(self, batch: Batch, found: Sequence[Output]) -> None:
         """Lay ready for later stages, or the next slice, what was given."""

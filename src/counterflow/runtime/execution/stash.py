@@ -6,7 +6,7 @@ Invariant: nothing here is run; who puts it down and who takes it up are ``forwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -68,6 +68,7 @@ class Stash:
         held: what is counted as saved for the backward.
         again: what that needs.
         joints: detach points in the graph of a split backward.
+        left: what is counted as left to the next slice, until that has it among its inputs.
     """
 
     inputs: list[Tensor]
@@ -80,6 +81,7 @@ class Stash:
     joints: Joints | None = None
     done: Sequence[Tensor] = ()
     loss: Tensor | None = None
+    left: list[Kept] = field(default_factory=list)
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""

@@ -348,10 +348,12 @@ class SkipRunner(Feature):
     Args:
         plan: the stage's skips.
         layers: its layers as they are on this worker.
+        by_layer: whether the layers are computed again one by one, so that graphs save nothing.
     """
 
-    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
+    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
         self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
+        self._by_layer = by_layer
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
         self._carries: dict[int, list[tuple[int, Carry]]] = {}
         needed = plan.handed_on
@@ -388,17 +390,21 @@ class SkipRunner(Feature):
             output = run(value, step, rows)
             made = {number: self._made(layer.index, numbered[number]) for number in its.saves}
             left = {number: carry.end() for number, carry in carries}
+            if any(state is NOTHING for state in left.values()):
+                raise ConfigError(
+                    f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave() in each "
+                    "forward, with None if the next slice needs nothing"
+                )
+            if rows.slice == rows.slices - 1:
+                left = {}  # nobody takes it
+            if left and (self._by_layer or not torch.is_grad_enabled()):
+                left = _compact(left)
         finally:
             for skip in skips:
                 skip._empty()  # noqa: SLF001
                 skip._runs = False  # noqa: SLF001
             for _, carry in carries:
                 carry.end()
-        if any(state is NOTHING for state in left.values()):
-            raise ConfigError(
-                f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave() in each "
-                "forward, with None if the next slice needs nothing"
-            )
         if versions(held) != before:
             raise ConfigError(
                 f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
@@ -411,3 +417,22 @@ class SkipRunner(Feature):
             raise ConfigError(f"layer {index} did not save the skip {skip.name!r} in its forward")
         skip._check()  # noqa: SLF001
         return skip._value  # noqa: SLF001
+
+
+def _compact(left: dict[int, Any]) -> dict[int, Any]:
+    """States that hold no other memory: keys and values may be views of one tensor with the queries.
+
+    Where a graph saves that tensor, nothing is gained, and states stay as they are.
+    """
+    sizes: dict[int, int] = {}
+    views = {id(leaf): leaf for leaf in pytree.tree_leaves(left) if type(leaf) is Tensor}
+    for view in views.values():
+        pointer = view.untyped_storage().data_ptr()
+        sizes[pointer] = sizes.get(pointer, 0) + view.nbytes
+    copies = {
+        key: view.clone(memory_format=torch.contiguous_format)
+        for key, view in views.items()
+        if sizes[view.untyped_storage().data_ptr()] < view.untyped_storage().nbytes()
+    }
+    found: dict[int, Any] = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), left)
+    return found

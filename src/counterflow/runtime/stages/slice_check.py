@@ -106,7 +106,7 @@ class SliceCheck:
             if output is None:
                 return None
             if numbers:
-                left = {number: output.skips[number] for number in numbers}
+                left = {number: output.skips[number] for number in numbers if number in output.skips}
             found.append(_without(output, set(numbers)))
         whole, ours = _joined(leaves, rows), _joined(found, rows)
         output = None if whole is None else run(whole[0], rows[0]._replace(slice=0, slices=1))

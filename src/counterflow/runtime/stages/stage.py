@@ -105,7 +105,8 @@ class StageCopy:
         if recompute is Recompute.LAYER:
             computing = self.precision.computing
             self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
-        self._skip_runner = None if skips is None else SkipRunner(skips, self.layers)
+        by_layer = recompute is Recompute.LAYER
+        self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._compose()
         self.slice_check: SliceCheck | None = SliceCheck(self._layer_runs())
         """Check of the stage's first slices, if it has slices; None afterwards."""
