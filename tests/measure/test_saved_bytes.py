@@ -43,6 +43,7 @@ SCHEDULES = [
     schemes.dualpipe(4, 8),
     schemes.chimera(4, 4, split=True),
 ]
+SLICED = [schemes.dapple(4, 3, slices=4), schemes.zb_h1(3, 4, slices=2), schemes.chimera(2, 2, slices=(9, 7))]
 
 
 def _work(schedule: Schedule, recompute: str, **options: Any) -> tuple[list[StageCost], int]:
@@ -110,6 +111,17 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
     _is_predicted(schedule, recompute, found)
 
 
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("schedule", SLICED, ids=str)
+def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Schedule, recompute: str) -> None:
+    found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")
+    costs = found[0][0]
+    keys_and_values = 2 * SAMPLES * EXAMPLE.positions * EXAMPLE.hidden * 4
+    assert sum(cost.state_bytes for cost in costs) == EXAMPLE.layers * keys_and_values
+    assert all(0 <= cost.attention_share + cost.fixed_share <= 1 for cost in costs)
+    _is_predicted(schedule, recompute, found)
+
+
 @pytest.mark.parametrize("how", ["autocast", "compute_dtype"])
 def test_cast_weights_count_once(how: str) -> None:
     """With one worker: torch's autocast has one cache for all threads, and each of them drops it."""
@@ -130,6 +142,8 @@ def _is_predicted(schedule: Schedule, recompute: str, found: list[tuple[list[Sta
         layers=[cost.layers for cost in costs],
         layer_inputs=[cost.layer_input_bytes for cost in costs],
         largest_layer=[cost.largest_layer_bytes for cost in costs],
+        state=[cost.state_bytes for cost in costs],
+        state_gradients=0.0,  # are not counted as saved
     )
     predicted = cf.simulate(schedule, cf.Costs(recompute=recompute, memory=memory)).memory
     assert predicted is not None

@@ -34,7 +34,7 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     )
     assert reported == [
         *(("layers", done, 2) for done in (0, 1, 2)),
-        *((part, done, 1) for part in ("steps", "links") for done in (0, 1)),
+        *((part, done, 1) for part in ("sequences", "steps", "links") for done in (0, 1)),
     ]
     assert found.model.runs() == [("gpt-embedding", 1), ("gpt-block", 3), ("gpt-head", 1)]
     assert found.cluster.size == 1
@@ -57,7 +57,20 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     assert block.output_bytes == 4 * hidden * positions
     assert block.weights_bytes == 4 * (12 * hidden**2 + 13 * hidden)
     assert found.model.input_bytes == 8 * positions
+    assert found.profile.positions == positions
+    assert block.state_bytes == 2 * positions * hidden * 4  # keys and values
+    for layer in found.profile.layers.values():
+        assert 0 <= layer.attention_share + layer.fixed_share <= 1
+        assert layer is block or layer.attention_share == layer.state_bytes == 0
     assert found.model.optimizer_states == 2.0
+
+
+def test_a_model_that_slices_do_not_divide_has_no_positions(config: Configure) -> None:
+    """A BERT sees later positions too: its slices are refused, and nothing else is."""
+    found = measure(config(model__kind="bert", model__layers=1), sizes=(1,), workers=1, repeats=1)
+    assert found.profile.positions == 0
+    layers = found.profile.layers.values()
+    assert {(each.attention_share, each.fixed_share, each.state_bytes) for each in layers} == {(0, 0, 0)}
 
 
 def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
@@ -79,7 +92,8 @@ def test_what_is_timed_is_what_will_run(config: Configure, monkeypatch: pytest.M
     measure(config(model__layers=2), sizes=(1,), workers=1, repeats=1)
     assert not compiled
     measure(config(model__layers=2, pipeline__compile=True), sizes=(1,), workers=1, repeats=1)
-    assert len(compiled) == 3 * 4  # embedding, two blocks and head: as one stage, as stages, and between ops
+    # embedding, two blocks and head: as one stage, as stages, with shorter sequences, and between ops
+    assert len(compiled) == 4 * 4
 
 
 def test_sizes_below_one_are_refused(config: Configure) -> None:

@@ -136,6 +136,19 @@ def test_saved_bytes_are_as_predicted(train: Train, recompute: str) -> None:
         assert memory.measured > memory.predicted > saved.predicted
 
 
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+def test_saved_bytes_of_slices_are_as_predicted(train: Train, recompute: str) -> None:
+    summary = train(
+        train__steps=2,
+        model__dropout=0.0,
+        schedule__scheme="1f1b",
+        schedule__slices=2,
+        pipeline__recompute=recompute,
+    )
+    for pair in summary.saved_bytes:
+        assert pair.measured == pytest.approx(pair.predicted, rel=0.02)
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05])
 def test_without_a_barrier_the_metrics_are_the_same(train: Train, clip_norm: float, tmp_path: Path) -> None:
     for name, barrier in (("with", True), ("without", False)):

@@ -9,20 +9,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from counterflow.execution import Execution
+from counterflow.errors import CounterflowError
+from counterflow.execution import Batching, Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.transport.base import Transport
+from counterflow.runtime.transport.local import Hub
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .op_times import WARM_UP_STEPS, OpTimer, least
+from .sequences import Growth, at_lengths, positions_of_batch
 from .stage_costs import StageCost, measure_stages
 from .workspace import UpdateMemory, measure_update
 
@@ -103,7 +107,8 @@ class _Turns:
         """Run a step of each pipeline, and an update."""
         for timer in self._timers:
             timer.turn()
-        self._updates.append(_update_seconds(self._timers[0].pipeline))
+        if self._timers:
+            self._updates.append(_update_seconds(self._timers[0].pipeline))
 
     def update_seconds(self, quietest: float) -> float:
         """Seconds of an update of this worker, from the turns."""
@@ -111,8 +116,8 @@ class _Turns:
 
     def close(self) -> None:
         """Free the timed pipelines."""
-        for timer in self._timers:
-            timer.pipeline.close()
+        for pipeline in {id(timer.pipeline): timer.pipeline for timer in self._timers}.values():
+            pipeline.close()
 
 
 class LayerTimer(_Turns):
@@ -122,9 +127,7 @@ class LayerTimer(_Turns):
         self.size = size
         self._batch = subject.batch(size * MICRO_BATCHES)
         count = len(subject.layers)
-        one = dapple(1, MICRO_BATCHES)
-        # 1F1B as well, in which no op follows one of the same layer, so both find little in the caches.
-        each = interleaved(1, MICRO_BATCHES, chunks=count) if count > 1 else one
+        each, one = _each(count, MICRO_BATCHES), dapple(1, MICRO_BATCHES)
         super().__init__(*(OpTimer(_pipeline(subject, made), *self._batch) for made in (one, each)))
 
     def result(self, quietest: float = 1.0) -> AtSize:
@@ -144,6 +147,82 @@ class LayerTimer(_Turns):
             measure_update(one, each),
             together.by_worker,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AtLengths:
+    """How layers' costs depend on the length of a sequence.
+
+    Attributes:
+        positions: positions of a whole sequence.
+        lengths: the timed shares of it.
+        seconds: forward and backward together of each layer, by length.
+        state_bytes: size of what slices leave to later ones, for one sample, by layer.
+    """
+
+    positions: int
+    lengths: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    state_bytes: tuple[float, ...]
+
+    def growth(self, members: Sequence[int], overhead_seconds: float) -> Growth:
+        """How the seconds of layers of one kind grow.
+
+        Args:
+            members: their numbers.
+            overhead_seconds: time of an op in addition to its layer, which is in the seconds.
+        """
+        seconds = [
+            sum(max(_LEAST * row[layer], row[layer] - 2 * overhead_seconds) for layer in members)
+            for row in self.seconds
+        ]
+        return Growth.of(self.lengths, seconds, attends=any(self.state_bytes[layer] for layer in members))
+
+
+class LengthTimer(_Turns):
+    """Times layers with shorter sequences; all workers call all methods.
+
+    Nothing is timed if the model has no sequences that slices divide.
+    """
+
+    def __init__(self, subject: Subject, size: int) -> None:
+        batch = subject.batch(size * MICRO_BATCHES)
+        self._positions = positions_of_batch(*batch, Batching())
+        self._states = _states(subject, subject.batch(size), size) if self._positions else None
+        self._lengths: tuple[float, ...] = ()
+        if self._states is None:
+            super().__init__()
+            return
+        shorter = at_lengths(*batch, Batching())
+        self._lengths = tuple(share for share, *_ in shorter)
+        pipeline = _pipeline(subject, _each(len(subject.layers), MICRO_BATCHES))
+        super().__init__(*(OpTimer(pipeline, *its) for _, *its in shorter))
+
+    def result(self, quietest: float = 1.0) -> AtLengths | None:
+        """Times from the turns, see ``OpTimer.times``; None if nothing was timed."""
+        if self._states is None:
+            return None
+        times = [timer.times(quietest) for timer in self._timers]
+        seconds = tuple(tuple(map(sum, zip(one.forward, one.backward, strict=True))) for one in times)
+        return AtLengths(self._positions, self._lengths, seconds, self._states)
+
+
+def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[float, ...] | None:
+    """Bytes that each layer leaves to later slices, for one sample; None if slices are refused.
+
+    Each worker finds out alone, so a refusal is no failure of the others.
+    """
+    device = current_transport().device
+    schedule = _each(len(subject.layers), 1, slices=2)
+    plain = replace(subject, execution=subject.execution.but(compile=False))
+    try:
+        pipeline = _pipeline(plain, schedule, transport=Hub(1).transport(0, device))
+        pipeline.step(*batch)
+        costs = measure_stages(pipeline, *batch, repeats=1)
+        pipeline.close()
+    except CounterflowError:
+        return None
+    return tuple(cost.state_bytes / size for cost in costs)
 
 
 class StepTimer(_Turns):
@@ -188,7 +267,10 @@ def trained_bytes(pipeline: Pipeline) -> int:
 
 
 def timed(
-    make: Callable[[Subject, int], LayerTimer | StepTimer], subject: Subject, size: int, repeats: int
+    make: Callable[[Subject, int], LayerTimer | LengthTimer | StepTimer],
+    subject: Subject,
+    size: int,
+    repeats: int,
 ) -> Any:
     """Run a timer's turns on a worker."""
     timer = make(subject, size)
@@ -221,12 +303,23 @@ def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[flo
     return tuple(max(_LEAST * seconds, seconds - more) for seconds in apart), more
 
 
-def _pipeline(subject: Subject, schedule: Schedule) -> Pipeline:
+def _each(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
+    """Each layer a stage of one worker.
+
+    It is 1F1B, in which no op follows one of the same layer, so that it finds little in the caches.
+    """
+    if layers == 1:
+        return dapple(1, micro_batches, slices=slices)
+    return interleaved(1, micro_batches, chunks=layers, slices=slices)
+
+
+def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
     return Pipeline(
         subject.layers,
         subject.loss,
         schedule,
         optimizer=subject.optimizer,
+        transport=transport,
         seed=subject.seed,
         execution=subject.execution,
     )

@@ -15,11 +15,14 @@ from counterflow.planning.inputs.model import LayerSkip, LayerTie
 from counterflow.planning.inputs.profile import LayerProfile, Profile
 from counterflow.runtime.parameters.gradients import sum_dtype
 
-from .layer_times import AtSize
+from .layer_times import AtLengths, AtSize
+from .sequences import Growth
 from .stage_costs import StageCost
 
 
-def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile:
+def assembled(
+    layers: Sequence[nn.Module], by_size: Sequence[AtSize], at_lengths: AtLengths | None = None
+) -> Profile:
     """A profile of measured layers and updates, and nothing else."""
     kinds = kinds_of(layers)
     update = by_size[-1].update
@@ -28,9 +31,12 @@ def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile
         machine="",
         date="",
         layers={
-            kind: layer_profile([i for i, other in enumerate(kinds) if other == kind], by_size, layers)
+            kind: layer_profile(
+                [i for i, other in enumerate(kinds) if other == kind], by_size, layers, at_lengths
+            )
             for kind in dict.fromkeys(kinds)
         },
+        positions=0 if at_lengths is None else at_lengths.positions,
         update_together=update.together,
         norm_bytes_per_byte=update.norm_bytes_per_byte,
         norm_peak_bytes=float(update.norm_peak_bytes),
@@ -38,7 +44,10 @@ def assembled(layers: Sequence[nn.Module], by_size: Sequence[AtSize]) -> Profile
 
 
 def layer_profile(
-    members: Sequence[int], by_size: Sequence[AtSize], layers: Sequence[nn.Module]
+    members: Sequence[int],
+    by_size: Sequence[AtSize],
+    layers: Sequence[nn.Module],
+    at_lengths: AtLengths | None = None,
 ) -> LayerProfile:
     """A kind's curves, from the layers of that kind."""
 
@@ -55,6 +64,10 @@ def layer_profile(
         return median(seconds)
 
     largest = by_size[-1]
+    growth, state_bytes = Growth(), 0.0
+    if at_lengths is not None:
+        growth = at_lengths.growth(members, by_size[0].overhead_seconds)
+        state_bytes = float(max(at_lengths.state_bytes[i] for i in members))
     return LayerProfile(
         samples=tuple(float(one.size) for one in by_size),
         forward_seconds=median(lambda one, i: one.forward[i]),
@@ -83,6 +96,9 @@ def layer_profile(
         low_precision_bytes=float(
             sum(p.nbytes for p in layers[members[0]].parameters() if p.requires_grad and _is_low(p))
         ),
+        attention_share=growth.attention,
+        fixed_share=growth.fixed,
+        state_bytes=state_bytes,
     )
 
 

@@ -327,18 +327,10 @@ def _measured(
         if not copy.precision.plain:
             cast_to = _in_both([*constant, *given], outputs_of)
             constant += cast_to
-
-        def seconds(chain: _Chain) -> tuple[float, float]:
-            start = _now(pipeline)
-            outputs = loss(run(chain.taken[copy.stage]), chain.target if copy.last else None)
-            middle = _now(pipeline)
-            if outputs:
-                with copy.precision.backward():
-                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-            return middle - start, _now(pipeline) - middle
-
-        turns = [[seconds(chain) for chain in (whole, *shorter)] for _ in range(repeats + 1)][1:]
-        by_length = [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)]
+        lengths = whole, *shorter
+        turns = [
+            [_seconds(pipeline, copy, chain, run, loss) for chain in lengths] for _ in range(repeats + 1)
+        ][1:]
         state = _state_bytes(pipeline, copy, value, rows) if sliced else 0
         saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
         halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
@@ -356,8 +348,11 @@ def _measured(
     scale = rows.samples / (rows.stop - rows.start)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
     passing = [tensor for tensor in given if tensor.requires_grad]
-    shares = [chain.share for chain in (whole, *shorter)]
-    growth = Growth.of(shares, by_length, attends=state > 0)
+    growth = Growth.of(
+        [chain.share for chain in lengths],
+        [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)],
+        attends=state > 0,
+    )
     return StageCost(
         forward_seconds=scale * statistics.median(turn[0][0] for turn in turns),
         backward_seconds=scale * statistics.median(turn[0][1] for turn in turns),
@@ -378,6 +373,23 @@ def _measured(
         fixed_share=growth.fixed,
         state_bytes=round(scale * state),
     )
+
+
+def _seconds(
+    pipeline: Pipeline,
+    copy: StageCopy,
+    chain: _Chain,
+    run: Callable[[Any], Any],
+    loss: Callable[[Any, Any], list[Tensor]],
+) -> tuple[float, float]:
+    """Seconds of a forward of a stage, and of its backward."""
+    start = _now(pipeline)
+    outputs = loss(run(chain.taken[copy.stage]), chain.target if copy.last else None)
+    middle = _now(pipeline)
+    if outputs:
+        with copy.precision.backward():
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    return middle - start, _now(pipeline) - middle
 
 
 def _state_bytes(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> int:

@@ -21,7 +21,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, place
 from counterflow.runtime.workers.world import current_transport
 
-from .layer_times import AtSize, LayerTimer, StepTimer, Subject, timed
+from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, timed
 from .links import Travel, measure_links
 from .machine import cores
 from .progress import Progress, reported
@@ -44,6 +44,7 @@ class Survey:
         around_seconds: seconds of a step in addition to its ops and the optimiser.
         inside: messages and all-reduces of two workers of one node; empty if there is one worker.
         between: those of two workers on different nodes; empty if there is one node.
+        at_lengths: costs of layers at shorter sequences; None if the model has none that slices divide.
     """
 
     device: str
@@ -55,6 +56,7 @@ class Survey:
     around_seconds: float
     inside: _Travels = ((), ())
     between: _Travels = ((), ())
+    at_lengths: AtLengths | None = None
 
 
 def survey(
@@ -89,22 +91,22 @@ def survey(
     threads = threads or max(1, cores() // here)
     carrier = NCCL if on_gpu else GLOO
     run = partial(launch, transport=(LOCAL if here == 1 else carrier).name, device=device, threads=threads)
-    with reported([("layers", len(sizes)), ("steps", 1), ("links", 1)], progress) as done:
+    with reported([("layers", len(sizes)), ("sequences", 1), ("steps", 1), ("links", 1)], progress) as done:
         if placed is not None:
             current_transport(carrier.name, device=device)
             torch.set_num_threads(threads)
-            by_size, steps, found = _measured(subject, sizes, repeats, done, pairs=_pairs(here, nodes))
+            measured = _measured(subject, sizes, repeats, done, pairs=_pairs(here, nodes))
         else:
             # One launch for all: a worker takes seconds to start, and more for a model of transformers.
             alone = _pairs(here, 1) if here == 2 else ()
-            by_size, steps, found = run(_measured, subject, sizes, repeats, done, pairs=alone, workers=here)[
-                0
-            ]
+            measured = run(_measured, subject, sizes, repeats, done, pairs=alone, workers=here)[0]
             if here > 2:
-                found = [run(measure_links, repeats, (0, 1), workers=2)[0]]
+                links = [run(measure_links, repeats, (0, 1), workers=2)[0]]
+                measured = (*measured[:-1], links)
+    by_size, lengths, steps, found = measured
     inside = found[0] if here > 1 else ((), ())
     between = found[-1] if nodes > 1 else ((), ())
-    return Survey(device, nodes, here, threads, by_size, *steps, inside, between)
+    return Survey(device, nodes, here, threads, by_size, *steps, inside, between, lengths)
 
 
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
@@ -132,8 +134,8 @@ def _measured(
     done: Path,
     *,
     pairs: Sequence[tuple[int, int]],
-) -> tuple[list[AtSize], tuple[float, float], list[_Travels]]:
-    """Run the measurements on a worker: layers at all sizes, steps, and links.
+) -> tuple[list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
+    """Run the measurements on a worker: layers at all sizes and at some lengths, steps, and links.
 
     Args:
         subject: the subject of the measurement.
@@ -150,5 +152,6 @@ def _measured(
         return what
 
     by_size = [finished(timed(LayerTimer, subject, size, repeats)) for size in sizes]
+    lengths = finished(timed(LengthTimer, subject, sizes[0], repeats))
     steps = finished(timed(StepTimer, subject, sizes[len(sizes) // 2], repeats))
-    return by_size, steps, [measure_links(repeats, pair) for pair in pairs]
+    return by_size, lengths, steps, [measure_links(repeats, pair) for pair in pairs]

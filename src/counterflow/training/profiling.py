@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.measure.cluster import cluster_of
-from counterflow.measure.layer_times import AtSize, Subject
+from counterflow.measure.layer_times import AtLengths, AtSize, Subject
 from counterflow.measure.links import Travel
 from counterflow.measure.machine import device_name
 from counterflow.measure.profile import assembled, kinds_of, skips_of, ties_of
@@ -39,6 +39,12 @@ from .planned import kept_of
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Default samples of the micro-batches with which layers are measured."""
+
+_SHARES = (
+    "attention_share, fixed_share: from steps with sequences as long, half and a quarter as long; samples of "
+    "a micro-batch: {size}"
+)
+"""Origin of the shares of layers' seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,9 @@ def measure(
     )
     by_size, about = found.by_size, device_name(found.device, found.threads)
     how = f"measured, median of {repeats}"
-    profile = profile_of(job, about, by_size, found.gap_seconds, found.around_seconds, how=how)
+    profile = profile_of(
+        job, about, by_size, found.gap_seconds, found.around_seconds, how=how, at_lengths=found.at_lengths
+    )
     inputs, _ = job.made.batches.batch(0, 1)
     model = Model(
         name=job.about.model,
@@ -132,7 +140,14 @@ def subject_of(job: Job) -> Subject:
 
 
 def profile_of(
-    job: Job, machine: str, by_size: Sequence[AtSize], gap: float, around: float, *, how: str
+    job: Job,
+    machine: str,
+    by_size: Sequence[AtSize],
+    gap: float,
+    around: float,
+    *,
+    how: str,
+    at_lengths: AtLengths | None = None,
 ) -> Profile:
     """The profile of a model's layers.
 
@@ -143,10 +158,12 @@ def profile_of(
         gap: seconds between two ops.
         around: seconds of a step in addition to its ops and the optimiser.
         how: how times were measured.
+        at_lengths: costs of layers at shorter sequences; None: not measured.
     """
     today = dt.date.today().isoformat()
+    sources = {} if at_lengths is None else {"shares": _SHARES.format(size=by_size[0].size)}
     return replace(
-        assembled(job.layers, by_size),
+        assembled(job.layers, by_size, at_lengths),
         name=f"{platform.node() or 'this machine'}, {today}",
         machine=machine,
         date=today,
@@ -159,5 +176,6 @@ def profile_of(
             "op_overhead_seconds": "measured: time between two ops, and what a stage adds to its layers",
             "step_overhead_seconds": "measured: a step without its ops and the optimiser",
             "norm_peak_bytes": "measured, like all peaks: bytes of torch's allocator",
+            **sources,
         },
     )

@@ -28,7 +28,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Compute
 from counterflow.program.segments import segments
 from counterflow.schedule.formats import parse_op
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import Schedule, Workload
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation import ByteCosts, Cause, Costs, OpCosts, Piece, Simulation, Span, simulate
 from counterflow.simulation.op_costs import MOST_COST
@@ -68,18 +68,21 @@ class _AsRan:
     took: dict[tuple[object, ...], float]
 
     @classmethod
-    def of(cls, own: OpCosts, spans: Sequence[Span]) -> Self:
+    def of(cls, own: OpCosts, spans: Sequence[Span], workload: Workload) -> Self:
         """The durations of the ops that were timed."""
         found: dict[tuple[object, ...], list[float]] = {}
         for span in spans:
-            op = span.op
-            key = op.kind, op.stage, span.worker, len(op.micro_batches), op.parts
+            key = cls._key(Piece.of(span.op, span.worker, workload))
             found.setdefault(key, []).append(span.end - span.start)
         return cls(own, {key: statistics.median(lengths) for key, lengths in found.items()})
 
+    @staticmethod
+    def _key(piece: Piece) -> tuple[object, ...]:
+        return piece.kind, piece.stage, piece.worker, piece.micro_batches, piece.parts, piece.part
+
     def seconds(self, piece: Piece) -> float:
         """Duration of such an op."""
-        return self.took[piece.kind, piece.stage, piece.worker, piece.micro_batches, piece.parts]
+        return self.took[self._key(piece)]
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that the op adds to its worker's memory."""
@@ -153,7 +156,10 @@ class Timeline:
     def as_ran(self) -> Simulation:
         """The simulated step if ops take as long as they did in the run."""
         own = self.costs.of_ops(self.schedule.stages)
-        return simulate(self.schedule, dataclasses.replace(self.costs, ops=_AsRan.of(own, self.spans)))
+        return simulate(
+            self.schedule,
+            dataclasses.replace(self.costs, ops=_AsRan.of(own, self.spans, self.schedule.workload)),
+        )
 
     def charts(self, *, memory: bool = False) -> list[Chart]:
         """What to draw: measured above predicted.
@@ -322,11 +328,15 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     Messages and gradient syncs cost nothing here, as both overlap with the ops. Bytes are those saved for
     backward alone, which the engine counts; weights, gradients and optimiser state are not included.
     """
+    again = recompute is not Recompute.NONE
+    parts = [_Parts.of(stage, again=again) for stage in stages]
     return Costs(
-        forward=[stage.forward_seconds for stage in stages],
-        backward=[stage.backward_seconds for stage in stages],
-        input_gradient=[stage.input_gradient_seconds for stage in stages],
-        weight_gradients=[stage.weight_gradients_seconds for stage in stages],
+        forward=[part.forward for part in parts],
+        backward=[part.backward for part in parts],
+        input_gradient=[part.input_gradient for part in parts],
+        weight_gradients=[part.weight_gradients for part in parts],
+        attention=[part.attention for part in parts],
+        overhead=[part.overhead for part in parts],
         recompute=recompute,
         replicas=replicas,
         memory=ByteCosts(
@@ -337,8 +347,44 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
             layers=[stage.layers for stage in stages],
             layer_inputs=[stage.layer_input_bytes for stage in stages],
             largest_layer=[stage.largest_layer_bytes for stage in stages],
+            state=[stage.state_bytes for stage in stages],
+            state_gradients=0.0,
         ),
     )
+
+
+class _Parts(NamedTuple):
+    """Seconds of a stage's ops without what each takes however short its slice is, and that overhead.
+
+    ``attention`` is a share of the former. Without slices there is no overhead.
+    """
+
+    forward: float
+    backward: float
+    input_gradient: float
+    weight_gradients: float
+    attention: float
+    overhead: float
+
+    @classmethod
+    def of(cls, stage: StageCost, *, again: bool) -> _Parts:
+        """The parts of measured seconds; ``again``: a forward is computed again in each backward.
+
+        One overhead is that of a whole op, so that a whole micro-batch takes what was measured.
+        """
+        both = stage.forward_seconds + stage.backward_seconds
+        overhead = stage.fixed_share * min(stage.forward_seconds, stage.backward_seconds)
+        less = 0.0 if again else overhead  # the overhead of the forward's second run is the backward's
+        forward, backward = stage.forward_seconds - overhead, stage.backward_seconds - less
+        rest = forward + backward
+        return cls(
+            forward=forward,
+            backward=backward,
+            input_gradient=max(0.0, stage.input_gradient_seconds - less),
+            weight_gradients=max(0.0, stage.weight_gradients_seconds - overhead),
+            attention=min(1.0, stage.attention_share * both / rest) if rest else 0.0,
+            overhead=overhead,
+        )
 
 
 def played(schedule: Schedule, costs: Costs, spans: Sequence[Span]) -> Simulation:
