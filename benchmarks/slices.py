@@ -104,7 +104,7 @@ def measured(schedule: Schedule, recompute: str) -> tuple[list[StageCost], int]:
 def from_stages() -> list[str]:
     """Peaks predicted from measured stages with ``cf.simulate``."""
     lines = [
-        f"| scheme, {SHORT} tokens | recompute | n | most saved by a worker, MB | predicted, MB | worst error |",
+        f"| {SHORT} tokens | recompute | n | most saved by a worker, MB | predicted, MB | worst error |",
         "|---|---|---|---|---|---|",
     ]
     worst = 0.0

@@ -43,7 +43,11 @@ SCHEDULES = [
     schemes.dualpipe(4, 8),
     schemes.chimera(4, 4, split=True),
 ]
-SLICED = [schemes.dapple(4, 3, slices=4), schemes.zb_h1(3, 4, slices=2), schemes.chimera(2, 2, slices=(9, 7))]
+SLICED = [
+    schemes.dapple(stages=4, micro_batches=3, slices=4),
+    schemes.zb_h1(stages=3, micro_batches=4, slices=2),
+    schemes.chimera(stages=2, micro_batches=2, slices=(9, 7)),
+]
 
 
 def _work(schedule: Schedule, recompute: str, **options: Any) -> tuple[list[StageCost], int]:

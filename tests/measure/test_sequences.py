@@ -90,7 +90,7 @@ def _measured(slices: int) -> StageCost:
     pipeline = cf.Pipeline(
         [_Slow()],
         nn.functional.mse_loss,
-        schemes.dapple(1, 2, slices=slices),
+        schemes.dapple(stages=1, micro_batches=2, slices=slices),
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     (cost,) = measure_stages(pipeline, torch.ones(6, 16, 4), torch.ones(6, 16, 4), repeats=1)

@@ -309,8 +309,8 @@ def _each(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
     It is 1F1B, in which no op follows one of the same layer, so that it finds little in the caches.
     """
     if layers == 1:
-        return dapple(1, micro_batches, slices=slices)
-    return interleaved(1, micro_batches, chunks=layers, slices=slices)
+        return dapple(stages=1, micro_batches=micro_batches, slices=slices)
+    return interleaved(workers=1, micro_batches=micro_batches, chunks=layers, slices=slices)
 
 
 def _pipeline(subject: Subject, schedule: Schedule, transport: Transport | None = None) -> Pipeline:
