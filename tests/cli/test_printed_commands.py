@@ -181,6 +181,7 @@ def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("it prints no commands")
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "examples" / "long_sequences", tmp_path / "examples" / "long_sequences")
     if page == "docs/first-run.md":
         (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         (tmp_path / "my.toml").write_text(config, encoding="utf-8")

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -210,9 +210,17 @@ class LengthTimer(_Turns):
 def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[float, ...] | None:
     """Bytes that each layer leaves to later slices, for one sample; None if slices are refused.
 
-    Each worker finds out alone, so a refusal is no failure of the others.
+    The first worker finds out alone while the others wait, so a refusal is no failure of theirs, and all know
+    the same.
     """
-    device = current_transport().device
+    transport = current_transport()
+    mine = _states_alone(subject, batch, size, transport.device) if transport.rank == 0 else None
+    return cast("tuple[float, ...] | None", transport.gather_objects(mine)[0])
+
+
+def _states_alone(
+    subject: Subject, batch: tuple[Any, Any], size: int, device: torch.device
+) -> tuple[float, ...] | None:
     schedule = _each(len(subject.layers), 1, slices=2)
     plain = replace(subject, execution=subject.execution.but(compile=False))
     try:

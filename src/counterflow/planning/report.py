@@ -223,6 +223,18 @@ class OrdersShown(Part):
     stopped: Annotated[bool, said("whether the search was interrupted")]
 
 
+class AtLengthShown(Part):
+    """The best plans at a length of the sequence."""
+
+    positions: Annotated[int, said("positions of a sample's sequence")]
+    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits")]
+    sliced: Annotated[PlanShown | None, said("the best plan with slices; null: none fits")]
+    slices_win: Annotated[bool, said("whether slices are faster, or alone fit")]
+    faster: Annotated[
+        float | None, said("how many times as fast slices are; null: one of the two does not fit")
+    ]
+
+
 class Planned(Result):
     """`counterflow plan`."""
 
@@ -250,18 +262,6 @@ class Planned(Result):
     by_length: Annotated[
         list[AtLengthShown],
         said("plans at other lengths of the sequence, with `--by-length`; otherwise empty"),
-    ]
-
-
-class AtLengthShown(Part):
-    """The best plans at a length of the sequence."""
-
-    positions: Annotated[int, said("positions of a sample's sequence")]
-    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits")]
-    sliced: Annotated[PlanShown | None, said("the best plan with slices; null: none fits")]
-    slices_win: Annotated[bool, said("whether slices are faster, or alone fit")]
-    faster: Annotated[
-        float | None, said("how many times as fast slices are; null: one of the two does not fit")
     ]
 
 

@@ -10,6 +10,7 @@ Source: Gu and Dao, Mamba (arXiv 2312.00752) section 3.2; Dao and Gu, Mamba-2 (a
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -83,10 +84,15 @@ def recurring(carry: Carry, block: nn.Module) -> Iterator[dict[str, Any]]:
         )
     _now.cache = cache = _Cache(*carry.take((None, None)))
     try:
-        yield {"cache_params": cache}
+        yield {_name_of_cache(block): cache}
     finally:
         _now.cache = None
     carry.leave((cache.edge, cache.state))
+
+
+def _name_of_cache(block: nn.Module) -> str:
+    """What a layer calls its cache: transformers names it ``cache`` from 5.24 on."""
+    return "cache" if "cache" in inspect.signature(block.forward).parameters else "cache_params"
 
 
 @functools.cache
