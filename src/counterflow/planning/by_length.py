@@ -17,7 +17,7 @@ from .inputs.profile import LayerProfile, Profile
 from .search.constraints import Constraints
 from .search.found import Plan
 from .search.search import search
-from .search.slicings import TRIED
+from .search.slicings import TRIED, unknown_cost
 from .task import Task
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)
@@ -126,10 +126,7 @@ def plans_by_length(
         ConfigError: the profile does not know what slices cost.
     """
     if not task.profile.positions:
-        raise ConfigError(
-            f"profile {task.profile.name} has no positions, so it does not know what slices cost; measure it "
-            "with counterflow profile, or give positions and each layer's attention_share"
-        )
+        raise ConfigError(unknown_cost(task.profile))
     numbers = tuple(n for n in constraints.slices or TRIED if n > 1)
     if not numbers:
         raise ConfigError("slices=1: to compare slices by length, give 2 or more too, or leave it out")

@@ -76,11 +76,11 @@ class Piece:
         return len(self.lengths) > 1
 
     @classmethod
-    def of(cls, op: Op, worker: int, workload: Workload, shares: int = 1) -> Piece:
+    def of(cls, op: Op, worker: int, workload: Workload) -> Piece:
         """The piece of an op on a worker."""
         part = op.part if workload.slices > 1 else 0
         batches = len(op.micro_batches)
-        return cls(op.kind, op.stage, worker, batches, op.parts, shares, part, workload.lengths)
+        return cls(op.kind, op.stage, worker, batches, op.parts, part=part, lengths=workload.lengths)
 
 
 class OpCosts(Protocol):

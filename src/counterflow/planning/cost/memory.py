@@ -180,7 +180,9 @@ class _Walk:
 
     def _forward(self, op: Op) -> None:
         stage = op.stage
-        at_start, at_end = self.held.of_piece(Piece.of(op, self.worker, self.workload))
+        work, (before, after) = self.work(op), self._of_state(op)
+        at_start, at_end = self.held.changes(op.kind, stage)
+        at_start, at_end = at_start * work + before, at_end * work + after
         stays = at_start + at_end - self.counted[stage] * self.work(op)
         if stage and not self._is_here(op, stage - 1):
             self.inputs += self._input(op)
@@ -188,6 +190,14 @@ class _Walk:
         self.stash += stays
         if stage < self.last:
             self._lay(op, self._beyond_kept(stage) * self.work(op), stage + 1)
+
+    def _of_state(self, op: Op) -> tuple[float, float]:
+        """Bytes of states that an op adds when it starts, and when it has ended; whole micro-batches have
+        none.
+        """
+        if not self.held.state or self.workload.slices == 1:
+            return 0.0, 0.0
+        return self.held.state_changes(Piece.of(op, self.worker, self.workload))
 
     def _beyond_kept(self, stage: int) -> float:
         """Bytes of a stage's output that its forward does not keep."""
@@ -202,7 +212,7 @@ class _Walk:
         own = self.counted[stage]
         whole = (self.held.stash[stage] - own) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
-        before, after = self.held.state_changes(Piece.of(op, self.worker, self.workload))
+        before, after = self._of_state(op)
         self._note(self.held.space[op.kind][stage] * self.work(op) + before, 0.0)
         self.stash += before + after
         self.stash += (0.0 if ends else rest) - (whole if first else rest)

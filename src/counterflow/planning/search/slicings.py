@@ -18,6 +18,14 @@ TRIED = (1, 2, 4, 8)
 """Numbers of slices that are tried."""
 
 
+def unknown_cost(profile: Profile) -> str:
+    """Why a profile without ``positions`` is of no use for slices, and what to do; for errors."""
+    return (
+        f"profile {profile.name} has no positions, so it does not know what slices cost; measure it with "
+        "counterflow profile, or give positions and each layer's attention_share"
+    )
+
+
 def slicings_of(model: Model, profile: Profile, numbers: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
     """Relative lengths of slices: for each number equal ones, and those that take equally long.
 
@@ -39,10 +47,7 @@ def slicings_of(model: Model, profile: Profile, numbers: Sequence[int] | None) -
         if n < 1:
             raise ConfigError(f"slices={n}: must be 1 or more")
         if n > 1 and not known:
-            raise ConfigError(
-                f"slices={n}: profile {profile.name} has no positions, so it does not know what slices cost; "
-                "measure it with counterflow profile, or give positions and each layer's attention_share"
-            )
+            raise ConfigError(f"slices={n}: {unknown_cost(profile)}")
         if n > max(known, 1):
             raise ConfigError(f"slices={n}: a sequence has {known} positions; give fewer slices")
         found[(1,) * n] = None
