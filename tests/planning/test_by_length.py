@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 
 from counterflow import ConfigError
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.by_length import of_length, plans_by_length, slices_win_from
+from counterflow.planning.cost.slice_costs import SliceCost
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
+from counterflow.simulation.slice_lengths import balanced_slices
 
 BLOCK = LayerProfile(
     (1.0,), (1.0,), (2.0,), (80.0,), 10.0, 8.0, attention_share=0.2, fixed_share=0.1, state_bytes=16.0
@@ -58,3 +63,13 @@ def test_what_cannot_be_compared_is_refused() -> None:
         plans_by_length(Task("", "", TASK.model, of_length(PROFILE, 0), CLUSTER, 2, ""), FEW)
     with pytest.raises(ConfigError, match="give 2 or more too"):
         plans_by_length(TASK, Constraints(slices=(1,)))
+
+
+def test_shares_of_layers_without_a_part_in_proportion() -> None:
+    """Averages of shares whose sums are 1 exceed it by a rounding, which once refused a measured profile."""
+    shares = [(number / 97, 1 - number / 97) for number in range(97)]
+    layers = [replace(BLOCK, attention_share=a, fixed_share=f) for a, f in shares]
+    for first, second in combinations(layers, 2):
+        cost = SliceCost.of([first, second], 1.0)
+        lengths = balanced_slices(64, 4, attention=cost.attention, fixed=cost.fixed)
+        assert sum(lengths) == 64

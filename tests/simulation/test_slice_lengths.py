@@ -67,6 +67,8 @@ def test_multiples_and_what_cannot_be_cut() -> None:
     assert all(length % 64 == 0 for length in found[:-1])
     with pytest.raises(ConfigError, match="slices=5: must be between 1 and 4, the multiples of 64 in 256"):
         balanced_slices(256, 5, multiple=64)
+    with_rounding = balanced_slices(256, 2, attention=0.4, fixed=0.6 + 1e-15)
+    assert with_rounding == balanced_slices(256, 2, attention=0.4, fixed=0.6)
     with pytest.raises(ConfigError, match="are shares of one time"):
         balanced_slices(256, 2, attention=0.7, fixed=0.4)
     with pytest.raises(ConfigError, match="all must be 1 or more"):

@@ -66,7 +66,7 @@ class Growth:
                 if parts.min() >= 0 and error < least:
                     least, best = error, parts
         fixed, _, attention = (round(float(part / best.sum()), _DIGITS) for part in best)
-        return cls(attention, fixed)
+        return cls(min(attention, round(1.0 - fixed, _DIGITS)), fixed)
 
 
 _DIGITS = 6

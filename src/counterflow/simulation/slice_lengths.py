@@ -21,6 +21,18 @@ from counterflow.errors import ConfigError
 MOST_SLICES = 64
 """The most slices that are tried where their number is not given."""
 
+ROUNDING = 1e-9
+"""What shares of one time may exceed it by: those of several layers are averaged, and rounded on the way."""
+
+
+def exceed_whole(*shares: float) -> bool:
+    """Whether shares of one time are more than it.
+
+    >>> exceed_whole(0.5, 0.5 + 1e-12), exceed_whole(0.7, 0.4)
+    (False, True)
+    """
+    return sum(shares) > 1 + ROUNDING
+
 
 def balanced_slices(
     positions: int,
@@ -59,7 +71,7 @@ def balanced_slices(
             f"positions={positions}, multiple={multiple}, workers={workers}, micro_batches={micro_batches}: "
             "all must be 1 or more"
         )
-    if min(attention, fixed) < 0 or attention + fixed > 1:
+    if min(attention, fixed) < 0 or exceed_whole(attention, fixed):
         raise ConfigError(
             f"attention={attention:g}, fixed={fixed:g}: are shares of one time; must be 0 or more, their sum "
             "1 or less"
@@ -88,7 +100,8 @@ class _Sequence:
 
     def __init__(self, points: list[int], attention: float, fixed: float) -> None:
         self._points, self._whole = points, points[-1]
-        self._attention, self._linear, self._fixed = attention, 1.0 - attention - fixed, fixed
+        self._attention, self._fixed = attention, fixed
+        self._linear = max(0.0, 1.0 - attention - fixed)
 
     def shortest(self, slices: int) -> tuple[int, ...]:
         """Lengths of this many slices."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from counterflow.errors import ConfigError
+from counterflow.simulation.slice_lengths import exceed_whole
 
 from .cluster import FORM, require_number
 
@@ -203,7 +204,7 @@ class LayerProfile:
         for name in _ALONE:
             require_number(name, getattr(self, name))
         self._require_parts()
-        if self.attention_share + self.fixed_share > 1:
+        if exceed_whole(self.attention_share, self.fixed_share):
             raise ConfigError(
                 f"attention_share={self.attention_share:g} and fixed_share={self.fixed_share:g}: are shares "
                 "of one time; their sum must be 1 or less"
