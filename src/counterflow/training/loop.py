@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +44,9 @@ from .supervision.stopping import STOP, listen
 from .timeline import costs_of
 
 _LOG = logging.getLogger(__name__)
+
+EachStep = Callable[[int], None]
+"""Called on every worker after each step, with the number of steps made."""
 
 COUNTED_STEPS = 2
 """Number of first steps in which memory is counted, which slows them down."""
@@ -89,6 +92,7 @@ class Trainer:
         watch: called with every line of the metrics, on rank 0.
         attempt: number of times that the run was begun before.
         fence: fence of this attempt; None: a new one.
+        each_step: called on every worker after each step, with the number of steps made.
     """
 
     def __init__(
@@ -99,8 +103,10 @@ class Trainer:
         *,
         attempt: int = 0,
         fence: Fence | None = None,
+        each_step: EachStep | None = None,
     ) -> None:
         config = self.config = job.config
+        self.each_step = each_step
         transport = current_transport(
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
@@ -290,6 +296,8 @@ class Trainer:
             self.turns.copied(done, time.perf_counter() - began)
             self.recorder.recent = []
         self.live.show_if_timed(done)
+        if self.each_step is not None:
+            self.each_step(done)
         return done < train.steps and self._stops(done)
 
     def _batch(self, number: int) -> tuple[Any, Any]:

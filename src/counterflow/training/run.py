@@ -1,4 +1,4 @@
-"""A run from its config to its summary: starts workers, or is one of those that torchrun or Slurm started.
+"""A run from its config to its summary: starts workers, or is one of those that a launcher started.
 
 Invariant: ``run`` returns or raises with no worker left behind, and with what was reached in the run's
 folder. It prints nothing; callbacks are called in the one process that receives all workers' numbers.
@@ -28,7 +28,7 @@ from .carrier import named_carrier
 from .config import RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
-from .loop import Trainer, work
+from .loop import EachStep, Trainer, work
 from .report import Summary
 from .resuming import history
 from .sections.keys import AUTO
@@ -51,16 +51,19 @@ from .supervision.stopping import STOP, Phase, listening
 _LOG = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple[Summary, Path] | None:
+def run(
+    config: RunConfig, *callbacks: Callback, max_restarts: int = 0, each_step: EachStep | None = None
+) -> tuple[Summary, Path] | None:
     """Train as a config says.
 
     Args:
         config: config of the run.
         callbacks: called during the run, in addition to the config's loggers.
         max_restarts: maximum restarts of the workers after failures; torchrun has its own number.
+        each_step: called on every worker of a launcher after each step, with the number of steps made.
 
     Returns:
-        The summary and the run's folder; None on workers of torchrun or Slurm other than rank 0, where
+        The summary and the run's folder; None on workers of a launcher other than rank 0, where
         ``STOP`` knows whether the run was ended early, and if the run was complete before.
 
     Raises:
@@ -85,7 +88,7 @@ def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple
         refusal = Restarts(folder.path, max_restarts).refusal()
         if refusal is not None:
             raise WorkerError(refusal)
-        config = _again(config, folder)
+        config = going_on(config, folder)
     asked = (
         config  # the config that is written is for all workers, because the same command may resume with them
     )
@@ -96,25 +99,27 @@ def run(config: RunConfig, *callbacks: Callback, max_restarts: int = 0) -> tuple
     with listening(), STOP.during(Phase.NOTE):
         if placed is None or not world.rank():
             reporter = Callbacks([*callbacks, *loggers(config)])
-            return _in_folder(asked, job, reporter, attempt, max_restarts)
-        trainer, _ = _trained(job, folder, attempt)
+            return _in_folder(asked, job, reporter, attempt, max_restarts, each_step)
+        trainer, _ = _trained(job, folder, attempt, each_step=each_step)
     if not trainer.stopped:
         STOP.forget()
     return None
 
 
 def _trained(
-    job: Job, folder: RunFolder, attempt: int, reporter: Callback | None = None
+    job: Job,
+    folder: RunFolder,
+    attempt: int,
+    reporter: Callback | None = None,
+    each_step: EachStep | None = None,
 ) -> tuple[Trainer, Summary | None]:
-    """Run as a worker of torchrun or Slurm; rank 0 calls the callbacks. Until its first step a signal ends
-    it.
-    """
+    """Run as a worker of a launcher; rank 0 calls the callbacks. Until its first step a signal ends it."""
     with STOP.during(Phase.UNWIND, then=Phase.NOTE):
         try:
             with telling(attempt, folder.fence):
                 watch = (lambda line: reporter.recorded([line])) if reporter is not None else None
                 path = folder.path if reporter is not None else None
-                trainer = Trainer(job, path, watch, attempt=attempt, fence=folder.fence)
+                trainer = Trainer(job, path, watch, attempt=attempt, fence=folder.fence, each_step=each_step)
                 if reporter is not None and trainer.recorder.event is not None:
                     reporter.happened(in_words(trainer.recorder.event))
                 return trainer, trainer.run()
@@ -144,8 +149,13 @@ def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
     return planned
 
 
-def _in_folder(
-    config: RunConfig, job: Job, reporter: Callback, attempt: int, max_restarts: int
+def _in_folder(  # noqa: PLR0917
+    config: RunConfig,
+    job: Job,
+    reporter: Callback,
+    attempt: int,
+    max_restarts: int,
+    each_step: EachStep | None,
 ) -> tuple[Summary, Path]:
     """Run as rank 0, or as the process that starts the workers."""
     placed = world.started_by()
@@ -157,7 +167,7 @@ def _in_folder(
         reporter.begun(job.about, folder.path)
         if placed is not None:
             folder.fence.begin()
-            _, found = _trained(job, folder, attempt, reporter)
+            _, found = _trained(job, folder, attempt, reporter, each_step)
             assert found is not None
             summary = found
         else:
@@ -211,7 +221,7 @@ def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Resta
         config = job.config
         if job.about.processes > 1 and absence.over(failed):
             config = _without(failed["worker"], job, folder, reporter)
-        job = prepare(_again(config, folder), again=True)
+        job = prepare(going_on(config, folder), again=True)
     raise AssertionError  # a count that never ends
 
 
@@ -234,7 +244,7 @@ def _left(config: RunConfig, workers: int) -> Event:
     return {"event": FEWER, "workers": workers, "runs": f"{config.build_schedule()}{replicas}"}
 
 
-def _again(config: RunConfig, folder: RunFolder) -> RunConfig:
+def going_on(config: RunConfig, folder: RunFolder) -> RunConfig:
     """The config of a restart: from the run's own last checkpoint, if it has written one."""
     if not folder.has_checkpoint and config.train.resume is not None:
         return config

@@ -1,5 +1,7 @@
 """A process's place among those that one command started, from the environment of torchrun or Slurm.
 
+Other launchers state it in torchrun's variables (``Place.variables``), so whatever reads these finds it.
+
 Invariant: this module only reads the environment, and starts or joins nothing (``world.py`` does).
 """
 
@@ -8,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from counterflow.errors import ConfigError
 
@@ -18,42 +19,72 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 _FIRST_SPECIAL_STEP = 0xFFFFFF00
 """Slurm numbers its batch, interactive and external steps from here; srun's count from 0."""
 
+_STARTED_BY = "COUNTERFLOW_STARTED_BY"
+"""Names the launcher that set torchrun's variables, unless that is torchrun."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A process's place among those that one command started.
 
     Attributes:
-        by: launcher of the processes.
+        by: name of the launcher of the processes.
         rank: number of this process, from 0.
         world_size: number of processes.
         local_rank: number of this process on its machine.
         address: host where they meet.
         port: port where they meet.
         machines: number of machines, if the launcher reports it; else 1.
+        restarts: number of times that the launcher started the processes before, as far as this one knows.
+        most_restarts: maximum restarts by the launcher.
+        keeps_store: whether the launcher hosts the store where they meet, and sees when one of them ends.
     """
 
-    by: Literal["torchrun", "slurm"]
+    by: str
     rank: int
     world_size: int
     local_rank: int
     address: str
     port: int
     machines: int = 1
+    restarts: int = 0
+    most_restarts: int = 0
+    keeps_store: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a process at this place: the variables of torchrun."""
+        here = self.world_size // self.machines
+        return {
+            _STARTED_BY: self.by,
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(here),
+            "GROUP_RANK": str(self.rank // here),
+            "GROUP_WORLD_SIZE": str(self.machines),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.most_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.keeps_store),
+        }
 
 
 def place() -> Place | None:
-    """The place of this process, from torchrun's variables, or else from Slurm's."""
+    """The place of this process, from torchrun's variables, or else from Slurm's; None without them."""
     of = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= of.keys():
         return Place(
-            "torchrun",
+            of.get(_STARTED_BY, "torchrun"),
             number("RANK"),
             number("WORLD_SIZE"),
             number("LOCAL_RANK", 0),
             of["MASTER_ADDR"],
             number("MASTER_PORT"),
             number("GROUP_WORLD_SIZE", 1),
+            number("TORCHELASTIC_RESTART_COUNT", 0),
+            number("TORCHELASTIC_MAX_RESTARTS", 0),
+            of.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     # Slurm sets PROCID and NTASKS also for a batch script itself, which is one process; only a step of srun
     # has an ordinary step number.

@@ -35,6 +35,7 @@ from .children import Children, Meanwhile, stay
 from .failures import Failed, cause, failed_by
 from .forking import Surroundings, end_with_the_launch, let_signals_through, start_method
 from .outside import end_server
+from .place import Place
 
 _HERE = "127.0.0.1"
 """Where workers that are processes meet: only this machine reaches it."""
@@ -87,7 +88,7 @@ class ProcessLaunch:
             listens = self.meanwhile is not None
             sent = _Sent(str(directory), Surroundings(), self.defaults, self.threads, listens)
             try:
-                children.start(_work, ((sent, self._place(rank, port)) for rank in range(self.workers)))
+                children.start(_work, ((sent, self._variables(rank, port)) for rank in range(self.workers)))
                 codes = self._wait(children, directory)
             except BaseException:
                 children.abandon()
@@ -107,22 +108,10 @@ class ProcessLaunch:
             left = {rank: path for rank, path in left.items() if not path.exists()}
         return {}
 
-    def _place(self, rank: int, port: int) -> dict[str, str]:
-        """The variables by which a worker knows its place; those of torchrun."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.workers),
-            "LOCAL_WORLD_SIZE": str(self.workers),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": _HERE,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **gpu_environment.of_workers(),
-        }
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        """The variables by which a worker knows its place."""
+        here = Place("launch", rank, self.workers, rank, _HERE, port, keeps_store=True)
+        return here.variables() | gpu_environment.of_workers()
 
 
 @contextlib.contextmanager
@@ -147,14 +136,14 @@ class _Sent(NamedTuple):
     listens: bool
 
 
-def _work(sent: _Sent, place: Mapping[str, str], line: Connection) -> None:
+def _work(sent: _Sent, variables: Mapping[str, str], line: Connection) -> None:
     """What a worker process runs."""
     folder, _, defaults, threads, listens = sent
     end_with_the_launch()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher ends it, without tracebacks
     if not listens:
         let_signals_through()
-    os.environ.update(place)
+    os.environ.update(variables)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers are here, whatever the host's name
     rank = int(os.environ["RANK"])
@@ -198,7 +187,7 @@ def check_processes(workers: int, kind: TransportKind) -> None:
     Raises:
         ConfigError: this process is a worker itself, or there are fewer GPUs than workers.
     """
-    if world.started_by() == "torchrun":
+    if world.started_by() not in (None, "slurm"):
         raise ConfigError("this process is already a worker (RANK is set); call the function itself")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from ..transport.gpu_environment import before_cuda
 from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from . import interface
 from .meeting import Meeting, meet
-from .place import Place, number, place
+from .place import Place, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +139,28 @@ def _make(
     return transport
 
 
-def started_by() -> Literal["torchrun", "slurm"] | None:
+def started_by() -> str | None:
     """What started this process as one of several workers, by its environment; None if nothing did."""
     here = place()
     return here.by if here else None
 
 
 def most_restarts() -> int:
-    """How often torchrun may start these workers again."""
-    return number("TORCHELASTIC_MAX_RESTARTS", 0)
+    """How often the launcher may start these workers again."""
+    here = place()
+    return here.most_restarts if here else 0
+
+
+def join(here: Place) -> None:
+    """Put this process at a place among others that a launcher started; everything later finds it there."""
+    os.environ.update(here.variables())
+
+
+def leave() -> None:
+    """End what this process has with the others; a process that lives on may join others then."""
+    _at_exit()
+    _process.transports.clear()
+    _process.world, _process.began_world, _process.met, _process.begun = None, False, None, 0
 
 
 def attempt(timeout_seconds: float) -> int:
@@ -271,8 +283,7 @@ def _met(here: Place, timeout_seconds: float) -> tuple[Store, Meeting]:
         where = f"tcp://{_in_url(here.address)}:{here.port}"
         with _told_who_is_missing(here, timeout_seconds):
             store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
-            restarts = number("TORCHELASTIC_RESTART_COUNT", 0)
-            _process.met = store, meet(store, here.rank, here.world_size, restarts, timeout_seconds)
+            _process.met = store, meet(store, here.rank, here.world_size, here.restarts, timeout_seconds)
     return _process.met
 
 
@@ -309,14 +320,11 @@ def _control(transport: Transport) -> ProcessControl:
 def _at_exit() -> None:
     """Close what was opened; after a failure not the process group, which may wait for a lost worker."""
     failed = any(_control(transport).failed for transport in _process.transports)
-    hosts = dist.is_initialized() and dist.get_rank() == 0 and not _agent_hosts_store()
+    here = place()
+    hosts = dist.is_initialized() and dist.get_rank() == 0 and not (here is not None and here.keeps_store)
     for transport in _process.transports:
         _control(transport).leave(hosts_store=hosts)
         transport.close()
     if _process.began_world and dist.is_initialized() and not failed:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-
-
-def _agent_hosts_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,0 +1,53 @@
+"""Faults at known steps of a run: a worker is killed, or gets another signal.
+
+A process that finds this file as ``sitecustomize.py`` on its path and is a worker installs them by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FAULTS = "COUNTERFLOW_TEST_FAULTS"
+"""Variable with the faults, as JSON."""
+
+
+Faults = list[dict[str, Any]]
+
+
+def faults(folder: Path, *steps: tuple[int, int, int]) -> Faults:
+    """Faults that happen once each: the rank that gets a signal, before which batch, and the signal."""
+    return [
+        {"mark": str(folder / f"fault-{number}"), "rank": rank, "step": step, "signal": int(sent)}
+        for number, (rank, step, sent) in enumerate(steps)
+    ]
+
+
+def install(told: Faults) -> None:
+    """Let this process meet those faults that are its worker's; a run looks for signals after each step."""
+    import importlib
+
+    from counterflow.data.batches import NextByte
+    from counterflow.runtime.workers.world import current_transport
+    from counterflow.training import loop
+
+    batch = NextByte.batch
+
+    def batch_(self: NextByte, step: int, *args: Any, **options: Any) -> Any:
+        for fault in told:
+            mark = Path(fault["mark"])
+            if step >= fault["step"] and current_transport().rank == fault["rank"] and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), fault["signal"])
+                break
+        return batch(self, step, *args, **options)
+
+    vars(importlib.import_module("counterflow.drawing"))["draw_charts"] = lambda *_: None  # takes long
+    vars(loop)["_LOOK_SECONDS"] = 0.0
+    setattr(NextByte, "batch", batch_)  # noqa: B010
+
+
+if __name__ == "sitecustomize" and {"RANK", "SUBMITIT_LOCAL_GLOBALID"} & os.environ.keys():
+    install(json.loads(os.environ[FAULTS]))
