@@ -42,6 +42,8 @@ class OpKind(Enum):
         carries: number of slices further on at which its own stage takes the state that it leaves: 1, a
             forward's state, taken by the next slice's forward; -1, the state's gradient, taken by the slice
             before; 0: it leaves none.
+        attends: whether a part of its work is attention between positions, which has no weights.
+        again: the kind whose work it does again first if outputs are recomputed, or None.
         gives: the one of its products that goes to another stage, or None.
         whole: whether it always computes whole micro-batches, because it needs nothing of its own stage; in a
             sliced workload always one slice.
@@ -64,6 +66,8 @@ class OpKind(Enum):
     makes: tuple[Product, ...]
     stash: int
     carries: int
+    attends: bool
+    again: OpKind | None
     gives: Product | None
     whole: bool
 
@@ -73,6 +77,11 @@ class OpKind(Enum):
         if len(self.makes) == 1:
             return (self,)
         return tuple(maker_of(product) for product in self.makes)
+
+    @property
+    def half(self) -> bool:
+        """Whether it is one half of a split backward."""
+        return len(self.makes) == 1 and not self.whole
 
     @property
     def rest(self) -> OpKind | None:
@@ -85,16 +94,17 @@ class OpKind(Enum):
 F, B, I, W = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
 
-_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int, int]
+_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int, int, bool, OpKind | None]
 _FACTS: dict[OpKind, _Row] = {
-    # kind: word, needs first, takes, makes, stash, carries
-    F: ("forward", None, _OUT, (_OUT,), 1, 1),
-    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1, -1),
-    I: ("input gradient", _OUT, _IN, (_IN,), 0, -1),
-    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1, 0),
+    # kind: word, needs first, takes, makes, stash, carries, attends, again
+    F: ("forward", None, _OUT, (_OUT,), 1, 1, True, None),
+    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1, -1, True, F),
+    I: ("input gradient", _OUT, _IN, (_IN,), 0, -1, True, F),
+    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1, 0, False, None),
 }
 for _kind, _row in _FACTS.items():
-    _kind.word, _kind.first, _kind.takes, _kind.makes, _kind.stash, _kind.carries = _row
+    _kind.word, _kind.first, _kind.takes, _kind.makes = _row[:4]
+    _kind.stash, _kind.carries, _kind.attends, _kind.again = _row[4:]
     _kind.gives = next((product for product in _kind.makes if product.goes), None)
     _kind.whole = _kind.first is None
 

@@ -339,7 +339,7 @@ def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
             forwards.add((op.micro_batches, op.pipe))
         else:
             split = shares[op.pipe, op.micro_batches, op.part, op.parts]
-            if len(op.kind.makes) == 1:
+            if op.kind.half:
                 split.add(op.stage)
     group_of = {(m, pipe): group for group, pipe in forwards for m in group}
     found: dict[tuple[tuple[int, ...], int], list[Share]] = {key: [] for key in sorted(forwards)}

@@ -1,8 +1,8 @@
 """What a slice of a micro-batch costs of the whole one, by stage.
 
 A slice takes a fixed share of the whole's seconds however short it is, a share in proportion to its length,
-and a share in proportion to its attention: all pairs of its positions with those up to them. Attention has no
-weights, so a split backward has all of it in the input gradient.
+and a share in proportion to its attention: all pairs of its positions with those up to them. Of a split
+backward's halves only the one that attends has such a share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterflow.schedule.ir import OpKind, Product
+from counterflow.schedule.ir import OpKind
 from counterflow.simulation import Piece
 
 from ..inputs.profile import LayerProfile
@@ -23,13 +23,13 @@ class SliceCost:
     Attributes:
         fixed: share that each slice takes.
         attention: share of a forward, and of a backward, that is attention to earlier positions.
-        of_input_gradient: the same of an input gradient alone.
+        of_half: the same of the half of a split backward that attends.
         state_bytes: bytes that slices leave to later ones.
     """
 
     fixed: float = 0.0
     attention: float = 0.0
-    of_input_gradient: float = 0.0
+    of_half: float = 0.0
     state_bytes: float = 0.0
 
     @classmethod
@@ -44,9 +44,9 @@ class SliceCost:
         fixed = sum(layer.fixed_share * took for layer, took in pairs) / whole
         attention = sum(layer.attention_share * took for layer, took in pairs) / whole
         inputs, weights = map(sum, zip(*halves, strict=True))
-        of_input_gradient = attention * (inputs + weights) / inputs if inputs else 0.0
+        of_half = attention * (inputs + weights) / inputs if inputs else 0.0
         state = sum(layer.state_bytes for layer in layers) * samples
-        return cls(fixed, attention, min(of_input_gradient, 1.0 - fixed), state)
+        return cls(fixed, attention, min(of_half, 1.0 - fixed), state)
 
     def share(self, kind: OpKind, work: float, attention: float) -> float:
         """Share of the whole op's seconds that a slice takes.
@@ -56,13 +56,14 @@ class SliceCost:
             work: the slice's share of the sequence.
             attention: its share of the attention, see ``Piece.attention``.
 
+        >>> from counterflow.schedule.op import F
         >>> half = SliceCost(attention=0.5)
-        >>> half.share(OpKind.FORWARD, 0.5, 0.25), half.share(OpKind.FORWARD, 0.5, 0.75)
+        >>> half.share(F, 0.5, 0.25), half.share(F, 0.5, 0.75)
         (0.375, 0.625)
         """
-        grows = self.attention
-        if len(kind.makes) == 1 and not kind.whole:
-            grows = self.of_input_gradient if kind.gives is Product.INPUT_GRADIENT else 0.0
+        grows = 0.0
+        if kind.attends:
+            grows = self.of_half if kind.half else self.attention
         return self.fixed + (1.0 - self.fixed - grows) * work + grows * attention
 
     def least(self, kind: OpKind, lengths: tuple[int, ...]) -> float:

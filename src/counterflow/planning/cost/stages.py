@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from operator import add
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
-from counterflow.schedule.ir import OpKind, Product, SkipLink
+from counterflow.schedule.ir import OpKind, SkipLink
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation import Piece
 from counterflow.simulation.op_costs import StageBytes
@@ -113,6 +113,38 @@ class StageCosts:
         """Number of stages."""
         return len(self.memory)
 
+    def seconds(self, kind: OpKind, *, half: bool = False) -> tuple[float, ...]:
+        """Seconds of an op on a micro-batch, or of a backward on half of one, by stage; without
+        recomputation.
+        """
+        match kind:
+            case OpKind.FORWARD:
+                return self.forward
+            case OpKind.BACKWARD:
+                return self.half_backward if half else self.backward
+            case OpKind.INPUT_GRADIENT:
+                return self.half_input_gradient if half else self.input_gradient
+            case OpKind.WEIGHT_GRADIENTS:
+                return self.half_weight_gradients if half else self.weight_gradients
+
+    def of_slice(
+        self, kind: OpKind, stage: int, share: Callable[[OpKind], float], *, recomputed: bool
+    ) -> float:
+        """Seconds of an op on a slice of a micro-batch.
+
+        Args:
+            kind: kind of the op.
+            stage: its stage.
+            share: share of a whole op's seconds, without its overhead, that the slice takes, by kind.
+            recomputed: whether outputs are recomputed.
+        """
+        layers = self.again[stage]
+        overhead = self.forward[stage] - layers
+        seconds = (self.seconds(kind)[stage] - overhead) * share(kind) + overhead
+        if recomputed and kind.again is not None:
+            seconds += layers * share(kind.again)
+        return seconds
+
     def held(self, recompute: Recompute) -> StageBytes:
         """Memory of the stages' weights and activations, for the simulator."""
         if recompute not in self._held:
@@ -176,30 +208,19 @@ class PlannedOps:
             if piece.shares > piece.micro_batches:
                 return halved_forward(stages, self.recompute)[s]
             return stages.forward[s] * piece.work
-        whole, half = self._backwards(piece.kind)
-        seconds = half[s] if piece.work == 0.5 else whole[s] * piece.work
-        if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
+        if piece.work == 0.5:
+            seconds = stages.seconds(piece.kind, half=True)[s]
+        else:
+            seconds = stages.seconds(piece.kind)[s] * piece.work
+        if self.recompute is not Recompute.NONE and piece.kind.again is not None:
             seconds += stages.again[s] * piece.work  # also if split
         return seconds
 
     def _of_slice(self, piece: Piece) -> float:
         stages, s = self.stages, piece.stage
-        cost, layers = stages.slices[s] if stages.slices else SliceCost(), stages.again[s]
-        overhead = stages.forward[s] - layers
-        whole = stages.forward[s] if piece.kind.whole else self._backwards(piece.kind)[0][s]
-        seconds = (whole - overhead) * cost.share(piece.kind, piece.work, piece.attention) + overhead
-        if self.recompute is not Recompute.NONE and piece.kind.gives is Product.INPUT_GRADIENT:
-            seconds += layers * cost.share(OpKind.FORWARD, piece.work, piece.attention)
-        return seconds
-
-    def _backwards(self, kind: OpKind) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds of a kind of backward, for a whole micro-batch and for half of one, by stage."""
-        stages = self.stages
-        if kind is OpKind.INPUT_GRADIENT:
-            return stages.input_gradient, stages.half_input_gradient
-        if kind is OpKind.WEIGHT_GRADIENTS:
-            return stages.weight_gradients, stages.half_weight_gradients
-        return stages.backward, stages.half_backward
+        cost = stages.slices[s] if stages.slices else SliceCost()
+        share = partial(cost.share, work=piece.work, attention=piece.attention)
+        return stages.of_slice(piece.kind, s, share, recomputed=self.recompute is not Recompute.NONE)
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds to its worker's memory when it starts, and when it has ended."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
@@ -82,25 +83,21 @@ def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times
             through.append(both[-1])
             backward_op.append(min(backward, smallest) if halved else backward)
     if len(shape.lengths) > 1 and stages.slices:
-        forward, backward_op = _of_slices(shape, stages, again=again)
+        forward, backward_op = _of_slices(shape, stages, recomputed=again)
     return Times(forward, both, through, backward_op)
 
 
-def _of_slices(shape: Shape, stages: StageCosts, *, again: bool) -> tuple[list[float], list[float]]:
+def _of_slices(shape: Shape, stages: StageCosts, *, recomputed: bool) -> tuple[list[float], list[float]]:
     """Minimum seconds of a slice's forward and of its backward op; all slices take as long as the whole, or
     longer.
     """
+    kinds = [kind for kind in OpKind if kind.gives and (shape.split or not kind.half)]
     forward, backward = [], []
-    forwards = zip(stages.slices, stages.forward, stages.again, strict=True)
-    backwards = zip(stages.backward, stages.input_gradient, strict=True)
-    for (cost, whole, layers), (both, first) in zip(forwards, backwards, strict=True):
-        overhead, shares = whole - layers, {kind: cost.least(kind, shape.lengths) for kind in OpKind}
-        more = overhead + (layers * shares[OpKind.FORWARD] if again else 0.0)
-        forward.append(overhead + layers * shares[OpKind.FORWARD])
-        least = [more + max(both - overhead, 0.0) * shares[OpKind.BACKWARD]]
-        if shape.split:
-            least.append(more + max(first - overhead, 0.0) * shares[OpKind.INPUT_GRADIENT])
-        backward.append(min(least))
+    for stage, cost in enumerate(stages.slices):
+        share = partial(cost.least, lengths=shape.lengths)
+        seconds = {kind: stages.of_slice(kind, stage, share, recomputed=recomputed) for kind in kinds}
+        forward.append(min(seconds[kind] for kind in kinds if kind.whole))
+        backward.append(min(seconds[kind] for kind in kinds if not kind.whole))
     return forward, backward
 
 
