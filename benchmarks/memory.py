@@ -27,9 +27,9 @@ import torch
 from machine import machine, shown
 from torch import nn
 
-from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.profile import assembled, kinds_of
+from counterflow.measure.stages.allocations import allocated
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile
 from counterflow.runtime.pipeline import Pipeline

@@ -26,7 +26,8 @@ import torch
 from machine import machine, shown
 
 import counterflow as cf
-from counterflow.measure.stage_costs import StageCost, measure_stages
+from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss
 from counterflow.schedule.ir import Schedule

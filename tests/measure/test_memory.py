@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.measure.allocations import allocated
 from counterflow.measure.layer_times import bytes_of
 from counterflow.measure.profile import assembled, kinds_of
-from counterflow.measure.stage_costs import measure_stages
+from counterflow.measure.stages.allocations import allocated
+from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Profile
 from counterflow.planning.predict import Predictor

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import counterflow as cf
-from counterflow.measure.stage_costs import StageCost, measure_stages
+from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.execution.meters import Kept, SavedBytes
 from counterflow.runtime.graphs import graph_of

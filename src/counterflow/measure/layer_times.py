@@ -27,8 +27,9 @@ from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .op_times import WARM_UP_STEPS, OpTimer, least
 from .sequences import Growth, at_lengths, positions_of_batch
-from .stage_costs import StageCost, measure_stages
-from .workspace import UpdateMemory, measure_update
+from .stages.costs import StageCost
+from .stages.timing import measure_stages
+from .stages.workspace import UpdateMemory, measure_update
 
 MICRO_BATCHES = 4
 """Micro-batches of a timed step, on each stage."""

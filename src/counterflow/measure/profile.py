@@ -17,7 +17,7 @@ from counterflow.runtime.parameters.gradients import sum_dtype
 
 from .layer_times import AtLengths, AtSize
 from .sequences import Growth
-from .stage_costs import StageCost
+from .stages.costs import StageCost
 
 
 def assembled(

@@ -20,7 +20,7 @@ from counterflow.checkpoints.memory import Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.measure.machine import forget_peak_bytes
-from counterflow.measure.stage_costs import measure_stages
+from counterflow.measure.stages.timing import measure_stages
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
 from counterflow.runtime.pipeline import Pipeline

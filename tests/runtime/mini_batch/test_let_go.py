@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from counterflow.measure.allocations import allocated
+from counterflow.measure.stages.allocations import allocated
 from counterflow.runtime.mini_batch.batch import Batch
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch

@@ -1,0 +1,178 @@
+"""The stages of a pipeline, run one after another, so each worker has inputs on which to measure its own.
+
+Invariant: inputs have the shapes and types that a step gives them; their values do not affect costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
+from counterflow.runtime.mini_batch.samples import cut, moved
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.features import Feature, composed
+from counterflow.runtime.stages.randomness import SampleRows
+from counterflow.runtime.stages.recomputation import InputGuard
+from counterflow.runtime.stages.skips import Carried
+from counterflow.runtime.stages.stage import StageCopy
+from counterflow.schedule.ir import SkipLink
+
+from .costs import SkipCost
+
+_Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
+"""Structure of a value, and shape, type and need of a gradient of each of its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What this worker's stages are run on, of a share of the sequence.
+
+    Attributes:
+        share: the share.
+        taken: inputs by stage.
+        target: target of the last stage, if it is here.
+        made: outputs of all stages but the last.
+    """
+
+    share: float
+    taken: dict[int, Any]
+    target: Any
+    made: list[Made]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, rows: SampleRows, share: float, inputs: Any, targets: Any) -> Chain:
+        """Run stage after stage; all workers call it."""
+        unit, last = slice(rows.start, rows.stop), pipeline.schedule.stages - 1
+        taken: dict[int, Any] = {}
+        made: list[Made] = []
+        for stage in range(last + 1):
+            mine = None
+            if stage in pipeline.stages:
+                if stage == 0:
+                    taken[stage] = moved(cut(inputs, unit, pipeline.batching.input_dims), pipeline.device)
+                else:
+                    taken[stage] = _input_of(stage, made, pipeline.device)
+                if stage < last:
+                    with torch.no_grad():
+                        output = run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
+                    takes = any(tensor.requires_grad for tensor in tensors_of(taken[stage]) if stage)
+                    mine = Made.of(output, pipeline.stages[stage], takes=takes)
+            told = cast("list[Made | None]", pipeline.transport.gather_objects(mine))
+            made += [row for row in told if row is not None][:1]
+        target = None
+        if last in pipeline.stages:
+            target = moved(cut(targets, unit, pipeline.batching.target_dims), pipeline.device)
+        return cls(share, taken, target, made)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The outputs of a stage: to the next one, and by each skip connection past it.
+
+    Attributes:
+        following: the output, with additional values for the next stage.
+        links: by target, the numbers of values for later stages.
+        users: by number, the stages that use the value.
+        sizes: by number, size of the value.
+        output_bytes: size of the output alone.
+    """
+
+    following: _Described
+    links: dict[SkipLink, _Described]
+    users: dict[int, tuple[int, ...]]
+    sizes: dict[int, int]
+    output_bytes: int
+
+    @classmethod
+    def of(cls, output: Any, copy: StageCopy, *, takes: bool) -> Made:
+        """Outputs of a copy; ``takes`` says whether a gradient is computed for its inputs."""
+        place = f"stage {copy.stage}"
+
+        def described(value: Any, *, once: bool = False) -> _Described:
+            structure, tensors = take_apart(value, place)
+            trains = (copy.trains or takes) and not once
+            return structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
+
+        def size(value: Any) -> int:
+            return sum(tensor.nbytes for tensor in take_apart(value, place)[1])
+
+        skips = copy.skips
+        if skips is None or type(output) is not Carried:
+            return cls(described(output), {}, {}, {}, size(output))
+        value, held = output
+        users: dict[int, tuple[int, ...]] = {}
+        for link, numbers in skips.gives:
+            for number in numbers:
+                users[number] = (*users.get(number, ()), link.target)
+        for number in skips.next:
+            users[number] = (copy.stage + 1, *users.get(number, ()))
+        return cls(
+            described(Carried(value, {n: held[n] for n in skips.next}) if skips.next else value),
+            {link: described({n: held[n] for n in numbers}, once=link.once) for link, numbers in skips.gives},
+            users,
+            {number: size(held[number]) for number in users},
+            size(value),
+        )
+
+    def costs(self, scale: float) -> dict[str, Any]:
+        """Bytes for ``StageCost``."""
+        once = {link.target for link in self.links if link.once}
+        skips = [
+            SkipCost(
+                users,
+                self.sizes[n] if once & {*users} else round(scale * self.sizes[n]),
+                bool(once & {*users}),
+            )
+            for n, users in sorted(self.users.items())
+        ]
+        return {"output_bytes": round(scale * self.output_bytes), "skips": tuple(skips)}
+
+
+def _input_of(stage: int, made: Sequence[Made], device: torch.device) -> Any:
+    """A stage's input of the real shapes; values do not affect costs."""
+    value = _tensors_like(made[-1].following, device)
+    by_skips: dict[int, Any] = {}
+    for one in made:
+        for link, described in one.links.items():
+            if link.target == stage:
+                by_skips |= _tensors_like(described, device)
+    if not by_skips:
+        return value
+    before = value if type(value) is Carried else Carried(value, {})
+    return Carried(before.value, before.skips | by_skips)
+
+
+def _tensors_like(described: _Described, device: torch.device) -> Any:
+    structure, tensors = described
+    return put_together(
+        structure,
+        [
+            torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
+            if dtype.is_floating_point or dtype.is_complex
+            else torch.zeros(shape, dtype=dtype, device=device)
+            for shape, dtype, grad in tensors
+        ],
+    )
+
+
+def run_of(pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *beside: Feature) -> Callable[[Any], Any]:
+    """A stage's run as in a step, with everything saved; random state and buffers are restored."""
+    run = composed(copy.layers, [InputGuard(), *beside, *copy.features])
+
+    def apart(value: Any) -> Any:
+        unchanged = copy.buffers.as_then(copy.buffers.now())
+        with pipeline.streams.step(), copy.precision.computing(), unchanged:
+            return run(value, pipeline.steps, rows)
+
+    return apart
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,272 @@
+"""Measurement of a pipeline's stages on its workers: times and bytes of one micro-batch.
+
+All workers measure their own stages at the same time, as they compute in a step, so workers that share a core
+are measured while they share it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.runtime.execution.meters import SavedBytes
+from counterflow.runtime.graphs import graph_of, pointers, saved_by
+from counterflow.runtime.messages.values import Unit, take_apart
+from counterflow.runtime.mini_batch.losses import read_loss
+from counterflow.runtime.mini_batch.samples import samples_in, split_points
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.features import Feature, Run
+from counterflow.runtime.stages.named_layer import NamedLayer
+from counterflow.runtime.stages.randomness import SampleRows
+from counterflow.runtime.stages.recomputation import InputGuard
+from counterflow.runtime.stages.split_backward import SplitBackward
+from counterflow.runtime.stages.stage import StageCopy
+
+from ..sequences import Growth, at_lengths
+from .chain import Chain, run_of, tensors_of
+from .costs import StageCost, median_of
+from .workspace import measure_workspace
+
+
+def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3) -> list[StageCost]:
+    """The costs of all stages; all workers call it with a mini-batch as in ``step``.
+
+    Call it between steps: weights, running statistics and random state are left unchanged.
+
+    Args:
+        pipeline: pipeline with the stages.
+        inputs: see ``Pipeline.step``.
+        targets: see ``Pipeline.step``.
+        repeats: number of measurements.
+    """
+    count = pipeline.schedule.micro_batches
+    samples = split_points(samples_in(inputs, pipeline.batching.input_dims), count)[1]
+    # What one backward computes is measured: halves do not cost half of a whole to the byte. Of slices a
+    # whole micro-batch is, for which each worker has room: they cost their shares, and see what is before.
+    parts = pipeline.schedule.workload.sample_parts
+    unit = Unit(0, 0, parts).rows(samples)
+    rows = SampleRows(0, samples, unit.start, unit.stop)
+    sliced = pipeline.schedule.workload.slices > 1
+    whole, *shorter = (
+        Chain.of(pipeline, rows, share, *its)
+        for share, *its in (
+            at_lengths(inputs, targets, pipeline.batching) if sliced else [(1.0, inputs, targets)]
+        )
+    )
+    costs = {
+        stage: _measured(pipeline, copy, whole, shorter, rows=rows, repeats=repeats)
+        for stage, copy in pipeline.stages.items()
+    }
+    by_rank = cast("list[dict[int, StageCost]]", pipeline.transport.gather_objects(costs))
+    stages = range(pipeline.schedule.stages)
+    found = [median_of([row[stage] for row in by_rank if stage in row]) for stage in stages]
+    scale = rows.samples / (rows.stop - rows.start)
+    return [
+        *(replace(cost, **one.costs(scale)) for cost, one in zip(found, whole.made, strict=False)),
+        found[-1],
+    ]
+
+
+def _measured(
+    pipeline: Pipeline,
+    copy: StageCopy,
+    whole: Chain,
+    shorter: Sequence[Chain],
+    *,
+    rows: SampleRows,
+    repeats: int,
+) -> StageCost:
+    value, target = whole.taken[copy.stage], whole.target if copy.last else None
+    given = tensors_of(value)
+    sliced = pipeline.schedule.workload.slices > 1
+    parameters = copy.parameters()
+    constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
+    if copy.stage == 0:
+        constant += given  # the mini-batch belongs to the user
+    if target is not None:
+        constant += tensors_of(target)
+
+    def loss(output: Any, target: Any = target) -> list[Tensor]:
+        if target is not None:
+            assert pipeline.loss_function is not None
+            with copy.precision.computing():  # autocast has its own precision for losses
+                return [read_loss(pipeline.loss_function(output, target))[0]]
+        return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
+
+    def outputs_of() -> list[Tensor]:
+        return loss(run(value))
+
+    pipeline.weights.attach()
+    run = run_of(pipeline, copy, rows, copy.splitting)
+    contexts = ExitStack()
+    contexts.enter_context(copy.precision.step())
+    try:
+        cast_to: list[Tensor] = []
+        if not copy.precision.plain:
+            cast_to = _in_both([*constant, *given], outputs_of)
+            constant += cast_to
+        lengths = whole, *shorter
+        turns = [
+            [_seconds(pipeline, copy, chain, run, loss) for chain in lengths] for _ in range(repeats + 1)
+        ][1:]
+        state = _state_bytes(pipeline, copy, value, rows) if sliced else 0
+        saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
+        halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
+        workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
+        each = _ByLayer(constant)
+        output = run_of(pipeline, copy, rows, each)(value)
+        layer_inputs = each.inputs.current
+        if target is not None:  # the loss is not computed again
+            layer_inputs += _saved(constant, lambda: loss(output))
+    finally:
+        contexts.close()
+        copy.precision.forget()
+        pipeline.weights.clear()
+        pipeline.weights.detach()
+    scale = rows.samples / (rows.stop - rows.start)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+    passing = [tensor for tensor in given if tensor.requires_grad]
+    growth = Growth.of(
+        [chain.share for chain in lengths],
+        [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)],
+        attends=state > 0,
+    )
+    return StageCost(
+        forward_seconds=scale * statistics.median(turn[0][0] for turn in turns),
+        backward_seconds=scale * statistics.median(turn[0][1] for turn in turns),
+        activation_bytes=round(scale * saved),
+        input_bytes=0 if copy.stage == 0 else round(scale * sum(held.values())),
+        layer_input_bytes=round(scale * layer_inputs),
+        largest_layer_bytes=round(scale * max(each.beyond, default=0)),
+        layers=len(copy.layers),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        kept_bytes=round(scale * _held(constant, kept)),
+        input_gradient_seconds=scale * statistics.median(first for first, _ in halves),
+        weight_gradients_seconds=scale * statistics.median(second for _, second in halves),
+        beyond_input_bytes=round(scale * beyond_input),
+        cast_bytes=_held([], cast_to),
+        held_input_bytes=round(scale * _held([*constant, *kept], passing)) if kept else 0,
+        workspace=workspace.scaled(scale),
+        attention_share=growth.attention,
+        fixed_share=growth.fixed,
+        state_bytes=round(scale * state),
+    )
+
+
+def _seconds(
+    pipeline: Pipeline,
+    copy: StageCopy,
+    chain: Chain,
+    run: Callable[[Any], Any],
+    loss: Callable[[Any, Any], list[Tensor]],
+) -> tuple[float, float]:
+    """Seconds of a forward of a stage, and of its backward."""
+    start = _now(pipeline)
+    outputs = loss(run(chain.taken[copy.stage]), chain.target if copy.last else None)
+    middle = _now(pipeline)
+    if outputs:
+        with copy.precision.backward():
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    return middle - start, _now(pipeline) - middle
+
+
+def _state_bytes(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> int:
+    """Bytes that the layers of a stage leave to a later slice, of a whole sequence as the first one."""
+    if copy.skips is None or not copy.skips.carries:
+        return 0
+    with torch.no_grad():
+        output = run_of(pipeline, copy, rows._replace(slices=2))(value)
+    left = tensors_of([output.skips[number] for number in copy.skips.carries])
+    return sum({id(tensor): tensor.nbytes for tensor in left}.values())
+
+
+def _split(
+    pipeline: Pipeline, copy: StageCopy, given: list[Tensor], run: Callable[[], list[Tensor]], repeats: int
+) -> tuple[list[tuple[float, float]], list[Tensor]]:
+    """Seconds of a split backward's halves, and the tensors saved between them."""
+    seconds: list[tuple[float, float]] = []
+    kept: list[Tensor] = []
+    for turn in range(repeats + 2):  # the first graph shows the detach points of others
+        with copy.splitting.joining() as joints:
+            outputs = run()
+        if not outputs:
+            return [(0.0, 0.0)], []
+        joints.learn(outputs, given)
+        split = SplitBackward(copy.splitting, given, joints)
+        start = _now(pipeline)
+        split.input_gradient(outputs, [torch.ones_like(t) for t in outputs], look=turn == 1)
+        middle = _now(pipeline)
+        if turn == 1:
+            kept = split.kept()
+        again = _now(pipeline)
+        split.weight_gradients()
+        seconds.append((middle - start, _now(pipeline) - again))
+        for tensor in given:
+            tensor.grad = None
+    return seconds[2:], kept
+
+
+class _ByLayer(Feature):
+    """Bytes that each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
+
+    Args:
+        constant: tensors that do not count.
+    """
+
+    def __init__(self, constant: list[Tensor]) -> None:
+        self._constant = constant
+        self.beyond: list[int] = []
+        self.inputs = SavedBytes(constant)
+
+    def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+        given = tensors_of(value)
+        for tensor in given:
+            self.inputs.hold(tensor, [])
+        box: list[Any] = []
+
+        def outputs() -> list[Tensor]:
+            box.append(run(InputGuard().given(value), step, rows))
+            return tensors_of(box[0])
+
+        self.beyond.append(_saved([*self._constant, *given], outputs))
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
+
+
+def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
+    count = SavedBytes(constant)
+    count.note(graph_of(run()), [])
+    return count.peak
+
+
+def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Tensors that the graphs of two runs both save, in addition to constants: those made once for all
+    runs.
+    """
+    graphs = [graph_of(run()) for _ in range(2)]
+    saved = [
+        {t.untyped_storage().data_ptr(): t for t in saved_by(graph) if t.untyped_storage().nbytes()}
+        for graph in graphs
+    ]
+    return [saved[0][p] for p in saved[0].keys() & saved[1].keys() - pointers(constant)]
+
+
+def _held(constant: list[Tensor], kept: list[Tensor]) -> int:
+    count = SavedBytes(constant)
+    for tensor in kept:
+        count.hold(tensor, [])
+    return count.peak
+
+
+def _now(pipeline: Pipeline) -> float:
+    with torch.cuda.device(pipeline.device) if pipeline.device.type == "cuda" else nullcontext():
+        if pipeline.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
