@@ -373,3 +373,15 @@ def _without_modules(model: PreTrainedModel) -> Any:
     nn.Module.__init__(rules)
     rules.__dict__.update({name: value for name, value in vars(model).items() if name == "config"})
     return rules
+
+
+class Layer(nn.Module):
+    """A layer of the list: its weights can be made, or read, on its worker."""
+
+    def fill_with(self, filling: Filling) -> None:
+        """Note how the weights are made if the layer is on the meta device."""
+        self.filling, self.names = filling, filling.of(self)
+
+    def make_weights(self) -> None:
+        """Fill weights on the meta device from the model's folder, or by its own rules."""
+        self.filling.fill(self, self.names)
