@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.actions import Compute, StartGather, Update, WaitGather
-from counterflow.program.segments import Segments, segments, shifted
+from counterflow.program.segments import Segments, segments
+from counterflow.program.shifts import shifted
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import Costs
-from counterflow.program.segments import shifted_op
+from counterflow.program.shifts import shifted_op
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import simulate

@@ -29,7 +29,7 @@ from counterflow.drawing.page import asset
 from counterflow.errors import CounterflowError
 from counterflow.schedule.formats import dumps
 
-from . import schedules as of_schedules
+from . import form
 from .asked import (
     Asked,
     Check,
@@ -127,7 +127,7 @@ def _attached(content: str | bytes, media: str, name: str) -> Response:
 
 def _of_schedules(known: Schedules) -> list[Route]:
     async def schemes(_request: Request) -> Response:
-        return JSONResponse({"schemes": of_schedules.records(), "costs": of_schedules.costs()})
+        return JSONResponse({"schemes": form.schemes(), "costs": form.costs()})
 
     return [
         Route("/api/schemes", schemes),

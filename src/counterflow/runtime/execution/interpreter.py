@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
-from counterflow.program.segments import shifted, shifted_op
+from counterflow.program.shifts import shifted, shifted_op
 from counterflow.schedule.ir import Op, OpKind, Schedule
 
 from ..messages.compression import Compression
