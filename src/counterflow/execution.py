@@ -213,6 +213,15 @@ class Execution(Options):
     )
     """Number of first steps in which the bytes saved for backward are counted."""
 
+    seed: int = option(
+        0,
+        "a whole number, -2**63 to 2**64 - 1",
+        no_key="a run has one seed, of its data too: train.seed",
+        ge=-(2**63),
+        lt=2**64,
+    )
+    """Seed of weights on the meta device and of all random draws of the layers."""
+
     @property
     def max_norm(self) -> float | None:
         """Maximum norm of the whole gradient; None: no limit."""
@@ -312,6 +321,7 @@ class Flat(TypedDict, total=False):
     digest_every: int
     timeout_seconds: float | None
     count_memory_steps: int
+    seed: int
     input_dims: Any
     target_dims: Any
     kwarg_dims: Any

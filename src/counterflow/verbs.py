@@ -148,7 +148,6 @@ def verify(
     replicas: int = 1,
     steps: int | None = None,
     transport: str = "local",
-    seed: int = 0,
     execution: Execution | None = None,
     batching: Batching | None = None,
     **options: Any,
@@ -166,7 +165,6 @@ def verify(
         replicas: number of pipeline groups for the small model.
         steps: updates of the small model; None: 3, or 5 after the warm-up of an asynchronous scheme.
         transport: name of the transport that carries the workers' messages, as for ``launch``.
-        seed: seed of all random draws.
         execution: how the pipeline executes the schedule.
         batching: how mini-batches are cut.
         options: sizes of the scheme that is named, fields of the two records, and arguments of ``Pipeline``.
@@ -179,12 +177,13 @@ def verify(
         ConfigError: the pipeline cannot run this, or the model is given in part.
         WorkerError: a worker failed.
     """
+    from .execution import Flat, records  # noqa: PLC0415
     from .training.trial import small_trial, updates_compared  # noqa: PLC0415 - torch takes seconds
     from .verification.agreement import verify as compare  # noqa: PLC0415
 
     sizes = {name: options.pop(name) for name in [*options] if name in registry.options()}
     schedule = registry.schedule_of(schedule, sizes)
-    options |= {"transport": transport, "seed": seed, "execution": execution, "batching": batching}
+    options |= {"transport": transport, "execution": execution, "batching": batching}
     model = {"layers": layers, "loss_function": loss_function, "batches": batches, "optimizer": optimizer}
     absent = [name for name, value in model.items() if value is None]
     if not absent:
@@ -192,6 +191,8 @@ def verify(
     if len(absent) < len(model) or scheduler is not None:
         raise ConfigError(f"verify needs {' and '.join(absent)}; give the whole model, or none of its parts")
     count = steps or updates_compared(schedule, replicas=replicas)
+    flat = {name: value for name, value in options.items() if name in Flat.__annotations__}
+    seed = records(execution, batching, flat)[0].seed
     trial = small_trial(schedule, replicas=replicas, steps=count, seed=seed)
     return trial.verify(flush_after=() if schedule.synchronous else (count - 3,), **options)
 

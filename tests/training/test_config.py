@@ -336,7 +336,7 @@ def test_what_is_written_reads_back_equal(values: dict[str, Any], tmp_path: Path
 
 BESIDE = {
     **dict.fromkeys(
-        ["model", "loss_function", "schedule", "list_layers", "optimizer", "scheduler", "seed"],
+        ["model", "loss_function", "schedule", "list_layers", "optimizer", "scheduler"],
         "other sections say it",
     ),
     "mesh": "the plan's nodes and pipeline.replicas say it",

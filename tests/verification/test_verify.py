@@ -98,7 +98,6 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     assert its_options == {
         "optimizer": sgd,
         "scheduler": None,
-        "seed": 0,
         "execution": Execution(digest_every=1, timeout_seconds=120.0),
         "batching": Batching(),
         "flush_after": (),
@@ -155,10 +154,10 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
     assert calls.pipeline[0][-1] == {
         "optimizer": sgd,
         "scheduler": slower,
-        "seed": 5,
         "execution": Execution(
             digest_every=1,
             timeout_seconds=7.0,
+            seed=5,
             clip_norm=2.0,
             autocast="bfloat16",
             recompute=Recompute.STAGE,
@@ -312,3 +311,11 @@ def test_replicas_have_their_own_mini_batches() -> None:
     rows = [[batch(number), batch(number + 9)] for number in range(2)]
     found = verify(schemes.dapple(2, 2), linears(), mean, rows, optimizer=sgd)
     assert found.ok, found
+
+
+def test_a_seed_of_the_record_goes_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    verify(schemes.dapple(2, 2), linears(2), mean, [[batch()]], optimizer=sgd, execution=Execution(seed=3))
+    assert calls.reference is not None
+    assert calls.pipeline is not None
+    assert calls.reference[1]["seed"] == calls.pipeline[0][-1]["execution"].seed == 3

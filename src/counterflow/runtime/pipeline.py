@@ -87,8 +87,7 @@ class Pipeline(States):
             their own; those along others are given the same samples.
         transport: ``local``, ``gloo`` or ``nccl``, or one at hand; by default as the process was started.
         device: where to compute; by default the transport's.
-        seed: of weights on the meta device and of all random draws of the layers.
-        execution: how the schedule is executed: recomputation, clipping, precision and so on.
+        execution: how the schedule is executed: recomputation, clipping, precision, seed and so on.
         batching: how mini-batches are cut, if not along their tensors' first dimensions.
         options: fields of ``Execution`` and ``Batching``, in place of the records or beside them.
 
@@ -116,7 +115,6 @@ class Pipeline(States):
         parallelize: Parallelize | None = None,
         transport: Transport | str | None = None,
         device: torch.device | str | None = None,
-        seed: int = 0,
         execution: Execution | None = None,
         batching: Batching | None = None,
         **options: Unpack[Flat],
@@ -134,12 +132,15 @@ class Pipeline(States):
         layout = layout_of(transport.rank, transport.world_size, schedule, mesh)
         self.worker = layout.place(transport.rank)[WORKER]
         self.streams = RandomStreams(
-            seed, self.device, shared=transport.shares_process, timeout_seconds=transport.timeout_seconds
+            execution.seed,
+            self.device,
+            shared=transport.shares_process,
+            timeout_seconds=transport.timeout_seconds,
         )
         self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.schedule, self.cuts = its.schedule, its.cuts
         agreed = {**execution.agreed(), **batching.agreed()}
-        refuse_others(transport, its.schedule, layers=its.layer_count, cuts=its.cuts, seed=seed, **agreed)
+        refuse_others(transport, its.schedule, layers=its.layer_count, cuts=its.cuts, **agreed)
         self._held = held = held_stages(
             its,
             model,

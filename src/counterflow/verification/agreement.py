@@ -91,7 +91,6 @@ def verify(
     scheduler: MakeScheduler | None = None,
     transport: str = "local",
     timeout_seconds: float = 120.0,
-    seed: int = 0,
     device: str = "cpu",
     flush_after: Sequence[int] = (),
     reference: Trained | None = None,
@@ -111,7 +110,6 @@ def verify(
         scheduler: function that makes a learning-rate scheduler of an optimiser.
         transport: name of a transport, as in ``launch``.
         timeout_seconds: seconds that a worker waits for another.
-        seed: seed of all random draws.
         device: device of the computation.
         flush_after: the steps after which the pipeline is flushed; it always is after the last.
         reference: result of ``one_process`` for the same arguments, if available.
@@ -146,7 +144,7 @@ def verify(
                 batches,
                 optimizer=optimizer,
                 scheduler=scheduler,
-                seed=seed,
+                seed=execution.seed,
                 clip_norm=execution.max_norm,
                 device=device,
                 staleness=Staleness.of(schedule, cuts),
@@ -169,7 +167,6 @@ def verify(
         {
             "optimizer": optimizer,
             "scheduler": scheduler,
-            "seed": seed,
             "execution": execution,
             "batching": batching,
             "flush_after": tuple(flush_after),
