@@ -61,8 +61,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
     filling = Filling(whole, getattr(model, "peft_config", None) or {})
     first = First(whole, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
     window = getattr(base.config, "sliding_window", None)
-    blocks = [_Block(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
-    found = [first, *blocks, _Last(whole, path, [*after, *heads], prefix)]
+    blocks = [Block(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
+    found = [first, *blocks, Last(whole, path, [*after, *heads], prefix)]
     for layer in found:
         layer.fill_with(filling)
     return [*found]
@@ -74,7 +74,7 @@ def _kinds(model: PreTrainedModel, count: int) -> list[str]:
     return list(told) if told is not None and len(told) == count else [EVERY] * count
 
 
-class _Block(Layer):
+class Block(Layer):
     """A repeated layer."""
 
     def __init__(self, block: nn.Module, kind: str, window: int | None) -> None:
@@ -85,6 +85,7 @@ class _Block(Layer):
         self.window = None if kind == FULL else window
 
     def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The hidden states through the layer, with its own arguments."""
         args, kwargs = widened(value["taken"][self.kind])
         if CAUSAL in value:
             enter = partial(self._carried, value[CAUSAL])
@@ -102,7 +103,7 @@ class _Block(Layer):
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
 
 
-class _Last(Layer):
+class Last(Layer):
     """Everything after the repeated layers."""
 
     def __init__(self, model: PreTrainedModel, path: str, after: list[str], prefix: str) -> None:
@@ -120,6 +121,7 @@ class _Last(Layer):
         disable_extras(self.model)
 
     def forward(self, value: dict[str, Any]) -> Any:
+        """The hidden states to the model's output."""
         hidden = value[HIDDEN]
         ids = value.get("input_ids")
         if ids is None:
