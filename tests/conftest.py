@@ -15,8 +15,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
+
+# A worker that is alone has as many threads as cores. Where these are busy, one that spins until another gets
+# a core takes most of a test's time. Torch reads this when it is loaded, in processes of tests too.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+torch = import_module("torch")
 
 _CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": _CACHE.name}

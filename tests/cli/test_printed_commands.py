@@ -59,6 +59,8 @@ ELSEWHERE = {
     "docs/hugging-face.md": ["pip install", "python make.py", "counterflow train tune.toml"],
     # by tests/runtime/mesh/cases.py, in four processes of its own
     "docs/more-dimensions.md": ["torchrun --nproc-per-node 4 train.py"],
+    # by tests/docs/test_transformers_trainer.py, which takes it from the page
+    "docs/transformers-trainer.md": ["torchrun --standalone --nproc-per-node 2 tune.py"],
 }
 """Pages whose commands another test runs, and how these begin: one that is new needs a test as well."""
 
