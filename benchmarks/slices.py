@@ -10,8 +10,9 @@ A small GPT of one block a worker is trained for a step on four threads. Predict
 schedule stashes at once, times what one of a whole micro-batch saves: the measured peak of n = 1 over the
 forwards that it stashes. What autograd saves counts, each memory once; weights and messages do not.
 
-Then the same from ``measure_stages``, as ``counterflow train`` predicts it, with stages computed again as
-well: there inputs are saved, and keys and values that slices leave to later ones; within 5 %, too.
+Then the same from ``measure_stages``, as ``counterflow train`` predicts it, also with stages computed again,
+whole or layer by layer: there inputs are saved, and keys and values that slices leave to later ones; within
+5 %, too.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def from_stages() -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     worst = 0.0
-    for scheme, recompute, slices in product(SCHEMES, ("none", "stage"), (1, 2, 4, 8)):
+    for scheme, recompute, slices in product(SCHEMES, ("none", "stage", "layer"), (1, 2, 4, 8)):
         schedule = scheduled(scheme, slices)
         rows = cf.launch(
             measured, schedule, recompute, workers=WORKERS, transport="local", timeout_seconds=600

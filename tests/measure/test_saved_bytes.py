@@ -46,6 +46,7 @@ SCHEDULES = [
 ]
 SLICED = [
     schemes.dapple(stages=4, micro_batches=3, slices=4),
+    schemes.dapple(stages=2, micro_batches=2, slices=8),
     schemes.zb_h1(stages=3, micro_batches=4, slices=2),
     schemes.chimera(stages=2, micro_batches=2, slices=(9, 7)),
 ]
@@ -116,7 +117,7 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
     _is_predicted(schedule, recompute, found)
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SLICED, ids=str)
 def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Schedule, recompute: str) -> None:
     found = launch(_work, schedule, recompute, workers=schedule.workers, transport="local")

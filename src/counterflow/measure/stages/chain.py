@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.features import Feature, composed
+from counterflow.runtime.stages.features import Feature
 from counterflow.runtime.stages.randomness import SampleRows
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.skips import Carried
@@ -161,9 +161,11 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
     )
 
 
-def run_of(pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *beside: Feature) -> Callable[[Any], Any]:
+def run_of(
+    pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *outer: Feature, inner: Sequence[Feature] = ()
+) -> Callable[[Any], Any]:
     """A stage's run as in a step, with everything saved; random state and buffers are restored."""
-    run = composed(copy.layers, [InputGuard(), *beside, *copy.features])
+    run = copy.run_within([InputGuard(), *outer], inner)
 
     def apart(value: Any) -> Any:
         unchanged = copy.buffers.as_then(copy.buffers.now())

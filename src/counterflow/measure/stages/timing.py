@@ -122,7 +122,7 @@ def _measured(
         halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
         workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
         each = _ByLayer(constant)
-        output = run_of(pipeline, copy, rows, each)(value)
+        output = run_of(pipeline, copy, rows, inner=[each])(value)
         layer_inputs = each.inputs.current
         if target is not None:  # the loss is not computed again
             layer_inputs += _saved(constant, lambda: loss(output))

@@ -342,6 +342,42 @@ def _skips_in(layer: nn.Module) -> list[Skip]:
 # -- running
 
 
+class PassBy(Feature):
+    """Takes past a stage's layers what they neither load nor carry; it is around their recomputation.
+
+    So a layer that is computed again holds no state that an earlier one left to the next slice.
+
+    Args:
+        plan: the stage's skips.
+        layers: its layers as they are on this worker.
+    """
+
+    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
+        self._of_layer: dict[int, tuple[set[int], set[int], set[int]]] = {}
+        needed = plan.handed_on
+        for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
+            self._of_layer[layer.index] = {*its.loads, *its.carries}, needed - {*its.carries}, set(needed)
+            needed |= {*its.loads}
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``: the output has all that later layers and stages, and the next slice need.
+
+        Raises:
+            ConfigError: the layer changes in place what others saved.
+        """
+        takes, passing, needed = self._of_layer[layer.index]
+        value, held = value
+        before = versions(held)
+        output, made = run(Carried(value, {n: v for n, v in held.items() if n in takes}), step, rows)
+        if versions(held) != before:
+            raise ConfigError(
+                f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
+                "left in a cf.Carry; save a copy, or let the layer make a new tensor"
+            )
+        past = {n: v for n, v in held.items() if n in passing}
+        return Carried(output, past | {n: v for n, v in made.items() if n in needed})
+
+
 class SkipRunner(Feature):
     """Runs a stage's layers with what they save and load.
 
@@ -354,15 +390,13 @@ class SkipRunner(Feature):
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
         self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
         self._by_layer = by_layer
-        self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip], set[int]]] = {}
+        self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip]]] = {}
         self._carries: dict[int, list[tuple[int, Carry]]] = {}
-        needed = plan.handed_on
-        for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
+        for layer, its in zip(layers, plan.layers, strict=True):
             skips = _skips_in(layer.module)
             numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
-            self._of_layer[layer.index] = its, numbered, skips, set(needed)
+            self._of_layer[layer.index] = its, numbered, skips
             self._carries[layer.index] = list(zip(its.carries, carries_in(layer.module), strict=True))
-            needed |= set(its.loads)
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
@@ -370,15 +404,14 @@ class SkipRunner(Feature):
         return found if self._gives or (self._leaves and rows.slices > 1) else found.value
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``: the layer is given what it loads, and its output has all that later ones need.
+        """See ``Feature``: the layer is given what it loads, and its output has what it makes for others.
 
         Raises:
-            ConfigError: it does not save what it has to, or changes in place what others saved.
+            ConfigError: it does not save what it has to.
         """
-        its, numbered, skips, needed = self._of_layer[layer.index]
+        its, numbered, skips = self._of_layer[layer.index]
         carries = self._carries[layer.index] if rows.slices > 1 else ()
         value, held = value
-        before = versions(held)
         for skip in skips:
             skip._empty()  # noqa: SLF001 - what a plain run left
             skip._runs = True  # noqa: SLF001
@@ -405,12 +438,7 @@ class SkipRunner(Feature):
                 skip._runs = False  # noqa: SLF001
             for _, carry in carries:
                 carry.end()
-        if versions(held) != before:
-            raise ConfigError(
-                f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
-                "left in a cf.Carry; save a copy, or let the layer make a new tensor"
-            )
-        return Carried(output, {n: v for n, v in (held | made | left).items() if n in needed})
+        return Carried(output, made | left)
 
     def _made(self, index: int, skip: Skip) -> Any:
         if skip._value is _NOTHING:  # noqa: SLF001

@@ -26,7 +26,7 @@ from .randomness import RandomStreams, SampleRows
 from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
 from .replays import LayerReplays
-from .skips import Carried, SkipRunner, StageSkips
+from .skips import Carried, PassBy, SkipRunner, StageSkips
 from .slice_check import SliceCheck
 from .split_backward import Joints, Splitting
 from .versions import Versions
@@ -107,6 +107,7 @@ class StageCopy:
             self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
         by_layer = recompute is Recompute.LAYER
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
+        self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
         self.slice_check: SliceCheck | None = SliceCheck(self._layer_runs())
         """Check of the stage's first slices, if it has slices; None afterwards."""
@@ -115,7 +116,7 @@ class StageCopy:
         """Its layers without a stage around them, and the numbers of their carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
-        features = _there(precision, self._skip_runner)
+        features = _there(precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), features) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
 
@@ -136,12 +137,15 @@ class StageCopy:
         inner = [self.module, precision, self.means]
         self.features = _there(mappings, *inner, self.streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plainly = composed(self.layers, _there(*inner, self._skip_runner))
-        outer = _there(self.entry, hooks, splitting, self.replays)
-        self.forward = composed(self.layers, [*outer, *self.features])
+        self._plainly = composed(self.layers, _there(self._pass_by, *inner, self._skip_runner))
+        self.forward = self.run_within(_there(self.entry, hooks, splitting), _there(self.replays))
         loss = NamedLayer(LOSS, {}, _NO_MODULE)
         self._loss_plainly = layer_run(loss, _of_three, _there(self.means))
         self.loss = layer_run(loss, _of_three, _there(self.means, hooks, self.streams))
+
+    def run_within(self, outer: Sequence[Feature], inner: Sequence[Feature] = ()) -> Run:
+        """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
+        return composed(self.layers, [*outer, *_there(self._pass_by), *inner, *self.features])
 
     @property
     def statistics(self) -> list[Tensor]:
