@@ -1,4 +1,5 @@
-"""Conversion of a checkpoint's weights into one safetensors file or a folder of transformers, and back.
+"""Conversion of a checkpoint's weights into one safetensors file or a folder of transformers, and back; and
+of a whole checkpoint into a folder of torchtitan, and back.
 
 Invariant: tensors are read and written one after another, unchanged bit for bit; the target exists whole or
 not at all.
@@ -11,8 +12,8 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.shown import Result, result_of
 
 from . import files
-from .index import INDEX, Chunk, Index, Stored, name_of
+from .index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of
 from .reader import Checkpoint
-from .state import MODEL
+from .state import MODEL, OPTIMIZER, OPTIONS, SCHEDULER, file_of, kept_of, name_in_file
 
 SINGLE = "model.safetensors"
 _SHARDS = "model.safetensors.index.json"
@@ -52,16 +53,28 @@ class Converted:
 ConvertedShown = result_of("`counterflow convert`.", Result, Converted)
 
 
-def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool = False) -> Converted:
-    """Convert weights from one form into another.
+def convert(
+    source: Path,
+    target: Path,
+    model: Path | None = None,
+    *,
+    ema: bool = False,
+    torchtitan: bool = False,
+    optimizer: str | None = None,
+) -> Converted:
+    """Convert weights from one form into another, or a whole training to or from torchtitan's.
 
     Args:
-        source: a run or a checkpoint; a safetensors file; or a folder of transformers with such files.
-        target: a path that ends with ``.safetensors``; otherwise a folder: of transformers if ``source`` is a
-            checkpoint, or of checkpoints, with one of step 0, if it is not. It must not exist.
+        source: a run or a checkpoint; a safetensors file; a folder of transformers with such files; or one of
+            torch.distributed.checkpoint, as torchtitan writes it.
+        target: a path that ends with ``.safetensors``; otherwise a folder: of transformers or torchtitan if
+            ``source`` is a checkpoint, or of checkpoints, with one of the source's step, if it is not. It
+            must not exist.
         model: a folder of transformers whose config and tokenizer are written with a checkpoint's weights;
             default: the run's.
         ema: whether to convert averages of the trained weights, in the weights' precision.
+        torchtitan: whether the target is a folder of torchtitan, with the optimiser's state.
+        optimizer: class of the optimiser whose state a folder of torchtitan has, if that does not show it.
 
     Raises:
         ConfigError: the source is something else or damaged, or has no averages; or the target exists.
@@ -70,25 +83,59 @@ def convert(source: Path, target: Path, model: Path | None = None, *, ema: bool 
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target}: exists already; name a new file or folder")
     into_file = target.suffix == ".safetensors"
+    of_torch = (source / METADATA).is_file()
+    weights_only = source.suffix == ".safetensors" or _is_of_transformers(source)
+    if optimizer is not None and (into_file or not of_torch):
+        raise ConfigError(
+            f"--optimizer {optimizer}: is for the state in a folder of torchtitan; leave it out here"
+        )
+    if torchtitan:
+        _require_training(source, target, model, ema=ema, own=not (of_torch or weights_only))
     if model is not None and into_file:
         raise ConfigError(
             f"{model}: a safetensors file contains weights only; leave out --model, or name a folder"
         )
-    if source.suffix != ".safetensors" and not _is_of_transformers(source):
-        found = Checkpoint.load(source, str(source))
-        found.verify()
-        table, read = _weights_of(found, ema=ema), partial(found.weight, ema=ema)
-        if into_file:
-            return _into_file(table, read, target)
-        return _into_transformers(found, table, read, target, model)
+    if not (of_torch or weights_only):
+        return _from_checkpoint(source, target, model, ema=ema, torchtitan=torchtitan)
     if ema:
         raise ConfigError(f"{source}: contains weights only, and no average of them; leave out --ema")
+    if model is not None:
+        raise ConfigError(f"{model}: a checkpoint contains weights only; leave out --model")
+    if of_torch:
+        return _from_torch(source, target, optimizer, into_file=into_file)
     opened = _Files(source)
     if into_file:
         return _into_file(opened.sizes, opened.read, target)
-    if model is not None:
-        raise ConfigError(f"{model}: a checkpoint contains weights only; leave out --model")
-    return _into_checkpoint(opened, target)
+    return _into_checkpoint(_State({MODEL: opened.sizes}, lambda _, name: opened.read(name)), target)
+
+
+def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, own: bool) -> None:
+    """Refuse what a folder of torchtitan cannot be made of."""
+    if not own:
+        raise ConfigError(f"{source}: is not the checkpoint of a run; convert it to one first")
+    for given, flag in (
+        (ema, "--ema"),
+        (model, "--model"),
+        (target.suffix == ".safetensors", ".safetensors"),
+    ):
+        if given:
+            raise ConfigError(
+                f"{target}: torchtitan goes on with the weights and the optimiser's state in a folder; leave "
+                f"out {flag}"
+            )
+
+
+def _from_checkpoint(
+    source: Path, target: Path, model: Path | None, *, ema: bool, torchtitan: bool
+) -> Converted:
+    found = Checkpoint.load(source, str(source))
+    found.verify()
+    table, read = _weights_of(found, ema=ema), partial(found.weight, ema=ema)
+    if torchtitan:
+        return _into_torchtitan(found, table, target)
+    if target.suffix == ".safetensors":
+        return _into_file(table, read, target)
+    return _into_transformers(found, table, read, target, model)
 
 
 class _Files:
@@ -200,35 +247,132 @@ def _note_dtype(config: Path, dtypes: set[str]) -> None:
         config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _into_checkpoint(opened: _Files, target: Path) -> Converted:
-    """Write a checkpoint of step 0, with which a training begins."""
-    name = "model-0.safetensors"
+Table = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype, as safetensors names it, and shape of tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The state of a training, to be written as a checkpoint.
+
+    Attributes:
+        tensors: by kind (the weights, the optimiser's state), tables by the rest of the key.
+        read: function of a kind and the rest of a key that returns the tensor.
+        objects: what is no tensor, by key.
+        step: number of updates made.
+    """
+
+    tensors: Mapping[str, Table]
+    read: Callable[[str, str], Tensor]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+    def read_named(self, kind: str, of_file: Mapping[str, str], name: str) -> Tensor:
+        """Read a tensor by its name in a file."""
+        return self.read(kind, of_file[name])
+
+
+def _into_checkpoint(state: _State, target: Path) -> Converted:
+    """Write a checkpoint with which a training begins or goes on."""
     with _draft(target) as root:
-        draft = root / name_of(0)
+        draft = root / name_of(state.step)
         draft.mkdir(parents=True)
-        offsets = {key: [0] * len(shape) for key, (_, shape) in opened.sizes.items()}
-        written = files.write_tensors(draft / name, opened.sizes, opened.read, offsets)
-        tensors = {
-            f"{MODEL}/{key}": Stored(
-                dtype=dtype,
-                shape=shape,
-                chunks=(Chunk(file=name, offsets=(0,) * len(shape), sizes=shape),),
+        tensors: dict[str, Stored] = {}
+        written: dict[str, Written] = {}
+        for kind, table in state.tensors.items():
+            keys = {f"{kind}/{name}": (name, size) for name, size in table.items()}
+            of_file = {name_in_file(key): keys[key] for key in keys}
+            sizes = {name: size for name, (_, size) in of_file.items()}
+            file = file_of(f"{kind}/", 0, tensor=True)
+            written[file] = files.write_tensors(
+                draft / file,
+                sizes,
+                partial(state.read_named, kind, {name: its for name, (its, _) in of_file.items()}),
+                {name: [0] * len(shape) for name, (_, shape) in sizes.items()},
             )
-            for key, (dtype, shape) in opened.sizes.items()
-        }
+            for key, (_, (dtype, shape)) in keys.items():
+                chunk = Chunk(file=file, offsets=(0,) * len(shape), sizes=shape)
+                tensors[key] = Stored(dtype=dtype, shape=shape, chunks=(chunk,))
+        file = file_of(f"{OPTIONS}/", 0, tensor=False)
+        if state.objects:
+            written[file] = files.write(draft / file, [files.packed(dict(state.objects))])
         index = Index(
-            step=0,
+            step=state.step,
             seed=0,
             layout="converted",
             tensors=tensors,
-            objects={},
+            objects=dict.fromkeys(state.objects, file),
             aliases={},
-            files={name: written},
+            files=written,
             about={},
         )
         files.write(draft / INDEX, [index.dumps()])
         files.settle(draft)
-    return Converted(target, "a checkpoint that train.resume begins with", len(tensors), written.bytes)
+    kind = f"a checkpoint that train.resume {'goes on' if state.objects else 'begins'} with"
+    return Converted(target, kind, len(tensors), sum(file.bytes for file in written.values()))
+
+
+def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file: bool) -> Converted:
+    """Convert a folder of torch.distributed.checkpoint."""
+    from .torch_folders import TorchFolder, optimizer_of  # noqa: PLC0415 - it takes a while
+
+    opened = TorchFolder(source)
+    weights = {name: opened.sizes[key] for name, key in opened.weights.items()}
+    if into_file:
+        return _into_file(weights, lambda name: opened.read(opened.weights[name]), target)
+    kept = {f"{name}/{slot}": key for (name, slot), key in opened.state().items()}
+    options = opened.options()
+    keys = {MODEL: opened.weights, OPTIMIZER: kept}
+    tensors: dict[str, Table] = {MODEL: weights}
+    if kept:
+        tensors[OPTIMIZER] = {name: opened.sizes[key] for name, key in kept.items()}
+    objects: dict[str, Any] = {}
+    if options:
+        its = optimizer or optimizer_of(options, {name.rpartition("/")[2] for name in kept}, str(source))
+        objects = {f"{OPTIONS}/{name}": {"optimizer": its, "options": o} for name, o in options.items()}
+        if opened.schedule_step is not None:
+            objects[f"{SCHEDULER}/0"] = {"last_epoch": opened.schedule_step}
+    return _into_checkpoint(
+        _State(
+            tensors,
+            lambda kind, name: opened.read(keys[kind][name]),
+            objects,
+            step=opened.step if objects else 0,
+        ),
+        target,
+    )
+
+
+def _into_torchtitan(found: Checkpoint, weights: Table, target: Path) -> Converted:
+    """Write a folder with which torchtitan goes on."""
+    from . import torch_folders  # noqa: PLC0415 - it takes a while
+
+    keys = {name: f"{MODEL}/{name}" for name in weights}
+    for first, further in found.index.aliases.items():
+        keys |= dict.fromkeys(further, keys[first]) if first in keys else {}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in found.objects(k for k in found.index.objects if kept_of(k).kind == OPTIMIZER).items():
+        options[str(kept_of(key).of)] = value["options"]
+    for key in found.index.tensors:
+        kind, name, slot = kept_of(key)
+        if kind == OPTIMIZER and slot is not None:
+            keys[f"{torch_folders.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
+    stored = found.index.tensors
+    sizes = {theirs: (stored[key].dtype, stored[key].shape) for theirs, key in keys.items()}
+    others = {
+        "train_state.step": found.step,
+        "train_state.ntokens_seen": 0,
+        "lr_scheduler.last_epoch": found.step,
+    }
+    with _draft(target) as draft:
+        torch_folders.write(
+            draft, sizes, lambda key: found.tensor(keys[key]), torch_folders.flat(options) | others
+        )
+        files.settle(draft)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    return Converted(
+        target, "a folder that torchtitan goes on with (it counts its tokens anew)", len(keys), size
+    )
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ VERSION: Final = 4
 INDEX = "checkpoint.json"
 """Index file, written last into the draft of a checkpoint."""
 
+METADATA = ".metadata"
+"""The file by which a folder is one of torch.distributed.checkpoint."""
+
 CHECKPOINT = "checkpoint"
 """Folder of checkpoints in the folder of a run."""
 

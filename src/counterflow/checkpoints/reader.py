@@ -20,7 +20,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
 from . import files
-from .index import CHECKPOINT, INDEX, Index, complete
+from .index import CHECKPOINT, INDEX, METADATA, Index, complete
 from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, kept_of, load, name_in_file, wanted
 
 
@@ -83,10 +83,14 @@ class Checkpoint:
                 old = next((p for p in (path / INDEX, path / CHECKPOINT / INDEX) if p.is_file()), None)
                 if old is not None:
                     Index.load(old, place)  # checks the version
+                if (path / METADATA).is_file():
+                    raise ConfigError(
+                        f"{place}: is a folder of torch.distributed.checkpoint; convert it first with "
+                        f"`counterflow convert {place} NEW`"
+                    )
                 raise ConfigError(
                     f"{place}: is not a checkpoint, and contains no complete one; give the folder of a run "
-                    "of "
-                    "`counterflow train`"
+                    "of `counterflow train`"
                 )
             index = Index.load(folder / INDEX, place)
         found = cls(folder, index, place)

@@ -133,7 +133,7 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
                 "config's model; resume with the model of the checkpoint"
             )
     had = start.index.about.get("optimizer")
-    if had != kind and (start.step or start.index.has_training):
+    if had not in {None, kind} and (start.step or start.index.has_training):
         raise ConfigError(
             f"{place}: contains the state of optimizer.name = {had}, not of {kind}; give the same optimiser"
         )
@@ -145,7 +145,9 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
 
 
 def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
-    """The keys that differ from the config of a checkpoint, with both values."""
+    """The keys that differ from the config of a checkpoint, with both values; none if it has no config."""
+    if "config" not in start.index.about:
+        return ()
     texts = str(start.index.about.get("config", "")), config.to_toml()
     before, now = (by_key(tomllib.loads(text)) for text in texts)
     return tuple(

@@ -1,4 +1,6 @@
-"""``counterflow convert``: convert the weights of a run to one file or a Hugging Face folder, and back."""
+"""``counterflow convert``: convert the weights of a run to one file or a Hugging Face folder, and back; and a
+whole training to torchtitan's folders, and back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A run or a checkpoint, a .safetensors file, or a folder of transformers.",
+            help="A run or a checkpoint, a .safetensors file, or a folder of transformers or torchtitan.",
             show_default=False,
         ),
     ],
@@ -43,13 +45,27 @@ def convert(
             "--ema", help="Convert the average of the weights (train.ema_decay) instead of the weights."
         ),
     ] = False,
+    torchtitan: Annotated[
+        bool,
+        typer.Option("--torchtitan", help="Convert to a folder with which torchtitan goes on training."),
+    ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLASS",
+            help="Class of the optimiser whose state torchtitan's folder has, if that does not show it.",
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Convert weights bit-exactly: those of a run, or into a checkpoint to start training from."""
+    """Convert weights bit-exactly: those of a run, or into a checkpoint to start training from.
+
+    A folder of torchtitan also has the optimiser's state, so training goes on, either way.
+    """
     from counterflow.checkpoints.convert import ConvertedShown
     from counterflow.checkpoints.convert import convert as converted
 
-    found = converted(source, target, model, ema=ema)
+    found = converted(source, target, model, ema=ema, torchtitan=torchtitan, optimizer=optimizer)
     if as_json:
         print_json(ConvertedShown.model_validate(found))
     else:

@@ -219,6 +219,8 @@ def _schedule(
     here = [state for number, state in given.items() if number == stage]
     for state in (*here, *given.values()):
         fitting = deepcopy(state)
+        if fitting.keys() == {"last_epoch"}:  # of another system; a function of the step needs no more
+            fitting = mine | fitting | {"_step_count": fitting["last_epoch"] + 1}
         if "base_lrs" in fitting and all("initial_lr" in group for group in groups):
             fitting["base_lrs"] = [group["initial_lr"] for group in groups]
             fitting["_last_lr"] = [group["lr"] for group in groups]
