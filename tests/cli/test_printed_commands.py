@@ -70,6 +70,7 @@ SMALLER = {
     r"torchrun .* counterflow train my.toml": f"{_SMALL} --set pipeline.replicas=1 --steps 1",  # processes
     r"torchrun .* counterflow train": f"{_SMALL} --workers 2 --steps 1",
     r"counterflow train --scheme wpipe": f"{_SMALL} --set pipeline.transport=local --steps 8",
+    r"counterflow train --set train.resume=from-titan": f"{_SMALL} --set pipeline.transport=local --steps 4",
     r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
     r"counterflow train --max-restarts .*resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
     r"counterflow train": f"{_SMALL} --set pipeline.transport=local --steps 2",
