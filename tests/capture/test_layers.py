@@ -160,6 +160,31 @@ def test_what_no_step_can_say_is_left_to_the_module(how: str) -> None:
     same(model, layers, sample(0, 4, 6))
 
 
+class Switches(nn.Module):
+    """Changes an attribute of a module for one of its calls."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__()
+        self.name, self.value = name, value
+        self.part, self.head = Part("nothing"), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = getattr(self.part.one, self.name, None)
+        setattr(self.part.one, self.name, self.value)
+        found: Tensor = self.part(x)
+        setattr(self.part.one, self.name, before)
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("name", "value"), [("_adapters", "off"), ("training", None), ("scaling", 2.0)])
+def test_a_module_that_is_switched_for_a_call_is_refused(name: str, value: Any) -> None:
+    """The layers call the module as it is, and would not switch it."""
+    with pytest.raises(
+        cf.ConfigError, match=rf"changes the attribute '{name}' of 'part.one', which it calls .*test_layers"
+    ):
+        cf.layers(Switches(name, value), sample(0, 4, 6))
+
+
 def test_hooks_of_modules_run() -> None:
     model = Residuals()
     seen = []

@@ -35,6 +35,7 @@ from .torch_private import (
     attributes_of,
     drop_hooks,
     memory_of,
+    state_of,
     version_of,
 )
 from .values import Held, OfDevice, OfDtype, Ref, Span, Template
@@ -169,6 +170,7 @@ class Recorder(TorchFunctionMode):
         if training is not None:
             self._model.train(training)
         self._paths = {id(m): path for path, m in self._model.named_modules()}
+        self._left: dict[int, dict[str, Any]] = {}
         self._class = type(self._model)
         for module in list(self._model.modules()):
             self._watch(module)
@@ -229,6 +231,7 @@ class Recorder(TorchFunctionMode):
         with self._fake:
             leaves = self._inputs()
         before = self._attributes()
+        self._leave(self._model)
         args, kwargs = pytree.tree_unflatten(leaves, example.spec)
         try:
             with self._fake, _Costs(self), self, torch.enable_grad():
@@ -293,6 +296,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _noted_module(self, path: str, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
+        self._refuse_switched(path, module)
         takes = self._template((args, kwargs))
         before = _versions((args, kwargs))
         self._atoms += 1
@@ -303,6 +307,7 @@ class Recorder(TorchFunctionMode):
             raise _failed(path, error) from error
         finally:
             self._atoms -= 1
+        self._leave(module)
         self._noted(path, None, takes, found, before)
         return found
 
@@ -429,13 +434,25 @@ class Recorder(TorchFunctionMode):
                 found[path] = attributes_of(module)
         return found
 
+    def _leave(self, module: nn.Module) -> None:
+        """Note the attributes with which a module, and those in it, is left."""
+        self._left |= {id(one): state_of(one) for one in module.modules()}
+
+    def _refuse_switched(self, path: str, module: nn.Module) -> None:
+        """Refuse an atom whose attributes the code around it has changed: no step repeats that change."""
+        for one in module.modules():
+            now = state_of(one)
+            before = self._left.get(id(one), now)
+            for name in now.keys() | before.keys():
+                if not _same(now.get(name, _ABSENT), before.get(name, _ABSENT)):
+                    inside = self._paths.get(id(one), path)
+                    raise self._unfollowed(f"changes the attribute {name!r} of {inside!r}, which it calls")
+
     def _refuse_changed(self, before: dict[str, dict[str, Any]]) -> None:
         for path, now in self._attributes().items():
             for name, value in now.items():
-                old = before[path].get(name, _ABSENT)
-                if value is old or (isinstance(value, _PLAIN) and value == old):
-                    continue
-                raise Unfollowed(path, f"sets its attribute {name!r}")
+                if not _same(value, before[path].get(name, _ABSENT)):
+                    raise Unfollowed(path, f"sets its attribute {name!r}")
 
     @contextmanager
     def _costing(self, path: str) -> Iterator[None]:
@@ -457,6 +474,12 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
     *(torch.layout, torch.memory_format, torch.dtype, torch.device),
 )
+
+
+def _same(value: object, old: object) -> bool:
+    return value is old or (isinstance(value, _PLAIN) and value == old)
+
+
 _UNSEEN = {
     "register_hook",
     "register_post_accumulate_grad_hook",

@@ -49,3 +49,14 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own tensors and attributes. Without it: ``named_parameters`` and ``named_buffers``."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return own | module._buffers | module._parameters
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What a module's own forward may depend on, besides its tensors. Without it: ``attributes_of``."""
+    found = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    hooks = {name: len(vars(module).get(name, ())) for name in _HOOKS}
+    return found | hooks | {"training": module.training}
