@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def in_stages(
 
 
 def threaded(folder: str, more: dict[str, Any], resume: str | None = None) -> list[dict[str, float]]:
-    found = cf.launch(in_stages, folder, 1, "1f1b", more, resume, workers=1, transport="local")
+    found = cf.launch(in_stages, folder, 1, "1f1b", more, resume, workers=1, transport="local", threads=1)
     return found[0]
 
 
@@ -105,17 +107,48 @@ def agree(folder: Path, other: Path, told: Any, expected: Any) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """Folder and history of the trainer itself, without further options."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, alone(folder)
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """The same of the trainer in one stage."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder, threaded(str(folder), {})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> Iterator[None]:
+    """The trainer collects garbage, also among all that is imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_one_worker_trains_as_the_trainer_and_goes_on_from_a_checkpoint(
+    tmp_path: Path, plain: tuple[Path, Any], one_worker: tuple[Path, Any]
+) -> None:
+    """Ten samples are five batches: the last step of an epoch has one batch in place of two."""
+    folder, expected = plain
+    stages, told = one_worker
+    agree(stages, folder, told, expected)
+    told = threaded(str(tmp_path / "again"), {}, str(stages / "checkpoint-3"))
+    agree(tmp_path / "again", folder, told, expected)
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        {},
         {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
         {"lr_scheduler_type": "cosine", "optim": "sgd"},
     ],
-    ids=["plain", "smoothed", "cosine"],
+    ids=["smoothed", "cosine"],
 )
-def test_one_worker_trains_as_the_trainer(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Ten samples are five batches: the last step of an epoch has one batch in place of two."""
+def test_options_are_those_of_the_trainer(tmp_path: Path, more: dict[str, Any]) -> None:
     expected = alone(tmp_path / "alone", **more)
     told = threaded(str(tmp_path / "stages"), more)
     agree(tmp_path / "stages", tmp_path / "alone", told, expected)
@@ -154,8 +187,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "gpt2, metrics": {"model": "GPT2LMHead", "metrics": True},
     "experts": {"model": "Mixtral"},
     "adapters": {"lora": True, "more": {"load_best_model_at_end": True, "metric_for_best_model": "loss"}},
-    "packed": {"packed": True},
-    "checkpointing": {"more": {"gradient_checkpointing": True}},
+    "packed, checkpointing": {"packed": True, "more": {"gradient_checkpointing": True}},
     "auto": {"schedule": "auto"},
 }
 
@@ -199,36 +231,27 @@ def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict
     return told
 
 
-def jobs(folder: str) -> list[list[dict[str, float]]]:
+def jobs(folder: str, checkpoint: str) -> list[list[dict[str, float]]]:
+    gc.freeze()
     found = [job(Path(folder), name, 2) for name in JOBS]
-    return [*found, job(Path(folder) / "replicas", "experts", 1)]
+    resumed = in_stages(f"{folder}/resumed", 2, "zb-v", {}, checkpoint)
+    return [*found, job(Path(folder) / "replicas", "experts", 1), resumed]
 
 
-def test_features_in_two_stages_are_those_of_the_trainer(tmp_path: Path) -> None:
-    told = cf.launch(jobs, str(tmp_path / "stages"), workers=2, transport="gloo")
-    for name, found in zip(JOBS, told[0], strict=False):
-        wanted = job(tmp_path / "alone", name, None)
-        agree(tmp_path / "stages" / name, tmp_path / "alone" / name, found, wanted)
-    wanted = job(tmp_path / "both", "experts", None, replicas=2)
-    agree(tmp_path / "stages" / "replicas" / "experts", tmp_path / "both" / "experts", told[0][-1], wanted)
-
-
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "zb-v")])
-def test_processes_train_as_the_trainer(tmp_path: Path, pp: int, schedule: str) -> None:
-    expected = alone(tmp_path / "alone")
+def test_features_in_two_stages_are_those_of_the_trainer(
+    tmp_path: Path, plain: tuple[Path, Any], one_worker: tuple[Path, Any]
+) -> None:
+    """Also a run goes on in two stages, with another scheme, from a checkpoint of one."""
     folder = tmp_path / "stages"
-    told = cf.launch(in_stages, str(folder), pp, schedule, {}, workers=pp, transport="gloo")
-    agree(folder, tmp_path / "alone", told[0], expected)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float64)
-    assert loaded.state_dict().keys() == made().state_dict().keys()
-
-
-def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    expected = alone(tmp_path / "alone")
-    threaded(str(tmp_path / "stages"), {})
-    half = next(p for p in sorted((tmp_path / "stages").glob("checkpoint-*")) if p.name == "checkpoint-3")
-    told = threaded(str(tmp_path / "again"), {}, str(half))
-    agree(tmp_path / "again", tmp_path / "alone", told, expected)
+    checkpoint = str(one_worker[0] / "checkpoint-3")
+    told = cf.launch(jobs, str(folder), checkpoint, workers=2, transport="gloo", threads=1)[0]
+    for name, found in zip(JOBS, told, strict=False):
+        wanted = job(tmp_path / "alone", name, None)
+        agree(folder / name, tmp_path / "alone" / name, found, wanted)
+    wanted = job(tmp_path / "both", "experts", None, replicas=2)
+    agree(folder / "replicas" / "experts", tmp_path / "both" / "experts", told[-2], wanted)
+    agree(folder / "resumed", plain[0], told[-1], plain[1])
+    assert loaded(folder / "resumed").keys() == made().state_dict().keys()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +260,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         ({"fp16_full_eval": True}, "fp16_full_eval=True cannot be combined with a pipeline"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True cannot be combined"),
         ({"optim": "lomo"}, "optim='lomo' cannot be combined"),
+        ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw' cannot be combined"),
         ({"schedule": "pipedream"}, "is asynchronous"),
         ({"pp": 2}, "pp=2, but 1 processes run"),
         ({"schedule": "auto", "cuts": [1]}, "cuts cannot be combined with schedule='auto'"),
@@ -249,10 +273,32 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, An
         PipelineTrainer(model=made(), args=arguments)
 
 
-def test_a_checkpoint_of_the_trainer_alone_is_refused(tmp_path: Path) -> None:
-    alone(tmp_path / "alone")
+def test_a_checkpoint_of_the_trainer_alone_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:
     with pytest.raises(cf.ConfigError, match="is not one of a trainer in a pipeline"):
-        threaded(str(tmp_path / "stages"), {}, str(tmp_path / "alone" / "checkpoint-3"))
+        threaded(str(tmp_path / "stages"), {}, str(plain[0] / "checkpoint-3"))
+
+
+class Switching(PipelineTrainer):
+    """Computes its loss with a module switched."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        attention = model.model.layers[0].self_attn
+        attention.scaling, before = 1.0, attention.scaling
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            attention.scaling = before
+
+
+def test_a_loss_that_switches_a_module_is_refused(tmp_path: Path) -> None:
+    """The stages would call the module as it is."""
+    arguments = PipelineArguments(output_dir=str(tmp_path), **(OPTIONS | {"eval_strategy": "no"}))
+    trainer = Switching(model=made(), args=arguments, train_dataset=data(4), data_collator=collate)
+    with pytest.raises(
+        cf.ConfigError,
+        match=r"Switching\.compute_loss cannot run in stages, .* changes the attribute 'scaling'",
+    ):
+        cf.launch(trainer.train, workers=1, transport="local", threads=1)
 
 
 def test_arguments_without_a_pipeline_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from counterflow.loss_sum import LossSum
 
 from .trl import noting
 
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Inputs that tell flash attention where packed samples begin; they have no number for each sample."""
+
 
 class _Shared:
     """A trainer, shared by copies of an objective."""
@@ -46,6 +49,7 @@ class Objective(nn.Module):
         inputs: Mapping[str, Any],
         items: Tensor | None = None,
         twice: Mapping[str, Tensor] | None = None,
+        packed: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The loss of a batch, the model's other outputs with samples, and what the trainer notes.
 
@@ -53,14 +57,17 @@ class Objective(nn.Module):
             inputs: inputs of the model, with labels.
             items: for each sample, the divisor of the loss of the whole step.
             twice: further inputs, which have a number for each pair of samples, given twice.
+            packed: further inputs of ``PACKED``.
         """
         trainer = self._shared.trainer
         fused = trainer.has_fused_head  # its outputs would take a second forward
 
         inputs = dict(inputs) | {name: tensor.chunk(2)[0] for name, tensor in (twice or {}).items()}
+        inputs |= packed or {}
 
         def run() -> Any:
-            held, trainer.model = trainer.model, self.model  # its mode decides what is noted
+            held = trainer.model, trainer.model_wrapped
+            trainer.model = trainer.model_wrapped = self.model  # its mode decides what is noted
             try:
                 return trainer.compute_loss(
                     self.model,
@@ -69,7 +76,7 @@ class Objective(nn.Module):
                     num_items_in_batch=None if items is None else items[0],
                 )
             finally:
-                trainer.model = held
+                trainer.model, trainer.model_wrapped = held
 
         found, metrics = noting(trainer, run)
         loss, outputs = (found, {}) if fused else found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from counterflow.errors import ConfigError
@@ -18,7 +19,11 @@ from .arguments import AUTO, PipelineFields
 Rule = tuple[str, Callable[[Any], object], str]
 """Name of an argument, whether its value is refused, and the reason with the way out."""
 
-_OWN_OPTIMIZERS = ("lomo", "adalomo", "galore", "apollo", "layerwise", "muon", "bnb", "8bit", "paged")
+_OWN_OPTIMIZERS = (
+    *("lomo", "adalomo", "galore", "apollo", "layerwise", "muon", "schedule_free"),
+    *("bnb", "8bit", "4bit", "paged"),
+)
+"""Parts of names of optimisers that look at the whole model, or at whether it is trained or evaluated."""
 
 _OF_ARGUMENTS: tuple[Rule, ...] = (
     ("deepspeed", bool, "it wraps the model itself; use pp, with zero_stage of cf.Execution for its shards"),
@@ -36,6 +41,13 @@ _OF_ARGUMENTS: tuple[Rule, ...] = (
     ),
     ("activation_offloading", bool, "it wraps the whole step; use recompute='layer'"),
     ("enable_jit_checkpoint", bool, "a signal to one worker would stop it alone; use save_strategy"),
+    (
+        "precompute_ref_log_probs",
+        lambda precomputes: not precomputes,
+        "the reference would be a second model, or one with its adapters switched off; set "
+        "precompute_ref_log_probs=True",
+    ),
+    ("predict_with_generate", bool, "generation runs the whole model; generate with the saved model"),
     ("sync_ref_model", bool, "a second model would run in one stage; precompute its outputs"),
     ("parallelism_config", bool, "it cuts the model in other ways; leave it out"),
     (
@@ -51,6 +63,11 @@ _OF_TRAINER: tuple[Rule, ...] = (
         "optimizers",
         lambda pair: pair[0] is not None or pair[1] is not None,
         "these belong to the whole model; give optim and lr_scheduler_type, or a class",
+    ),
+    (
+        "optimizer_cls_and_kwargs",
+        lambda pair: not isinstance(pair[0], type) or not issubclass(pair[0], Optimizer),
+        "it makes an optimiser of the whole model; give a class of optimisers",
     ),
     (
         "ref_model",
@@ -75,6 +92,8 @@ def _refuse_of_replicas(arguments: PipelineFields, named: Mapping[str, Any]) -> 
     for name, refused in (
         ("train_sampling_strategy", options.train_sampling_strategy == "batch_rebalance"),
         ("include_num_input_tokens_seen", options.include_num_input_tokens_seen not in (False, "no")),
+        ("accelerator_config", options.accelerator_config.split_batches),
+        ("accelerator_config", not options.accelerator_config.even_batches),
     ):
         if refused:
             raise ConfigError(
@@ -94,8 +113,8 @@ def refuse_made(trainer: Any) -> None:
     """
     if hasattr(trainer, "ref_model") and not getattr(trainer.args, "precompute_ref_log_probs", False):
         raise ConfigError(
-            "precompute_ref_log_probs=False cannot be combined with a pipeline: the reference would be a "
-            "second model, or one with its adapters switched off; set precompute_ref_log_probs=True"
+            f"the reference model of {type(trainer).__name__} cannot be combined with a pipeline: it would "
+            "run in one stage, or with the model's adapters switched off; precompute its outputs"
         )
     if trainer.has_fused_head and trainer.compute_metrics is not None:
         raise ConfigError(
@@ -136,9 +155,9 @@ def refuse(named: Mapping[str, Any]) -> None:
         for name, asks, reason in rules:
             value = owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
             if value is not None and asks(value):
-                raise ConfigError(
-                    f"{name}={getattr(value, 'value', value)!r} cannot be combined with a pipeline: {reason}"
-                )
+                shown = getattr(value, "value", value)
+                said = f"{name}={shown!r}" if isinstance(shown, str | float | int | dict) else name
+                raise ConfigError(f"{said} cannot be combined with a pipeline: {reason}")
     if not isinstance(model, nn.Module) or not callable(getattr(model, "save_pretrained", None)):
         raise ConfigError(
             f"model is a {type(model).__name__}, but a pipeline writes checkpoints in the way of models of "

@@ -15,8 +15,7 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,28 +27,20 @@ from torch.utils import _pytree as pytree
 
 from counterflow import capture
 from counterflow.errors import ConfigError
-from counterflow.models import hf
 from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
 
 from .arguments import AUTO, alone
 from .auto import chosen
-from .objective import Objective, as_it_was, weighed, weights
+from .checkpoints import Checkpoints
+from .objective import PACKED, Objective, as_it_was, weighed, weights
 from .refusals import refuse, refuse_made
 from .shown import Shown
 from .trl import add_metrics, plain_head
 
-if TYPE_CHECKING:
-    Base = Any
-else:
-    Base = object
 
-OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"
-"""Files of a checkpoint, by transformers' names."""
-
-
-class PipelineTrainerMixin(Base):  # type: ignore[misc]
+class PipelineTrainerMixin(Checkpoints):
     """Runs a trainer of transformers in pipeline stages: ``class Mine(PipelineTrainerMixin, SFTTrainer)``.
 
     Every worker makes the same trainer, under torchrun or in a function that ``counterflow.launch`` runs with
@@ -63,10 +54,7 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
         ConfigError: an argument, which the error names, is not supported.
     """
 
-    pipeline: Pipeline | None = None
     has_fused_head: bool = False
-    optimizer: Any
-    lr_scheduler: Any
     _created_lr_scheduler: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,17 +86,35 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
         """
         if self.pipeline is None:
             model = self.model
-            self._objective = Objective(self, model)
             items = self._get_num_items_in_batch([dict(batch)], torch.device("cpu"))
-            with as_it_was(self):
-                layers = capture.layers(self._objective, self._inputs(batch, items))
-            self._layers, self._first = layers, dict(batch)
+            layers = self._captured(batch, items)
+            self._layers, self._first = layers, _unpacked(batch)
             self._decays = set(self.get_decay_parameter_names(model))
             schedule = self.args.made_schedule()
             if self.args.schedule == AUTO:
                 schedule = chosen(schedule, self._timed(schedule), self._whole(batch, items, schedule))
             self.pipeline = self._pipeline_of(schedule, model, self._layers)
         return self.pipeline
+
+    def _captured(self, batch: Mapping[str, Any], items: Any) -> list[capture.CapturedLayer]:
+        """Layers of the objective, which must live as long as they."""
+        self._objective = Objective(self, self.model)
+        inputs = self._inputs(batch, items)
+        packed = {name: batch[name] for name in PACKED if name in batch}
+        try:
+            with as_it_was(self):
+                tried = capture.layers(self._objective, inputs | {"packed": packed}) if packed else []
+                if any(layer.uses("packed") for layer in tried):
+                    raise ConfigError(
+                        f"the model depends on {', '.join(packed)}, whose sizes differ from batch to batch; "
+                        "use attn_implementation='sdpa', which finds packed samples by their positions"
+                    )
+                return capture.layers(self._objective, inputs)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{type(self).__name__}.compute_loss cannot run in stages, where it is the forward of an "
+                f"Objective: {error}"
+            ) from error
 
     def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
         return Pipeline(
@@ -158,6 +164,7 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
 
     def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
         """Inputs of an objective from a batch."""
+        batch = _unpacked(batch)
         samples = _samples(batch)
         halves = [n for n, v in batch.items() if isinstance(v, Tensor) and v.dim() and 2 * len(v) == samples]
         found: dict[str, Any] = {"inputs": {n: v for n, v in batch.items() if n not in halves}}
@@ -174,12 +181,13 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
     ) -> Tensor:
         """The loss of a step, if this is its last batch; 0 if more batches are accumulated."""
         model.train()
-        self._collected.append(self._inputs(self._prepare_inputs(inputs), num_items_in_batch))
+        inputs = self._prepare_inputs(inputs)
+        pipeline = self.made_pipeline(inputs)
+        self._collected.append(self._inputs(inputs, num_items_in_batch))
         nothing = torch.tensor(0.0, device=self.args.device)
         if not self.accelerator.sync_gradients:
             return nothing
         batches, self._collected = self._collected, []
-        pipeline = self.made_pipeline(batches[0]["inputs"])
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -297,7 +305,7 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
             )
         items = self._get_num_items_in_batch([inputs], self.args.device)
         pipeline = self.made_pipeline(inputs)
-        samples = _samples(inputs)
+        samples = _samples(_unpacked(inputs))
         target = weights(samples, factor=float(samples), per_sample=0.0, weight=1.0)
         given = self._inputs(inputs, items)
         outputs = not prediction_loss_only
@@ -307,7 +315,7 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
             whole = _filled([(given, target)], pipeline.schedule.micro_batches)
             told = pipeline.evaluate(micro_batches=whole, outputs=outputs)
         add_metrics(self, told.metrics, 1, training=False)
-        loss = None if unlabelled else torch.tensor(told.loss)
+        loss = None if unlabelled else torch.tensor(told.loss, dtype=torch.float64)
         if prediction_loss_only:
             return loss, None, None
         found = {} if told.outputs is None else told.outputs["outputs"]
@@ -351,88 +359,6 @@ class PipelineTrainerMixin(Base):  # type: ignore[misc]
         """Whether the loss is divided by counts over the whole step, so the losses of batches add up."""
         return any(layer.uses("items") for layer in self._layers)
 
-    # -- saving
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as transformers does; all workers call it."""
-        if self.pipeline is None:
-            if self.args.should_save:
-                super().save_model(output_dir, _internal_call)
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        hf.save(self.model, self.pipeline, folder, tokenizer=self.processing_class)
-        if self.args.should_save:
-            torch.save(self.args, folder / ARGUMENTS)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.pipeline is not None
-        state = self.pipeline.state_dict(rank=0)
-        if self.args.should_save:
-            state.pop("model")
-            torch.save(state, Path(output_dir) / OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:
-            super()._save_rng_state(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.pipeline is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self.pipeline.load_model_state_dict(self._weights_of(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def _weights_of(self, folder: str) -> dict[str, Tensor]:
-        """The model's weights in the form of a checkpoint."""
-        from safetensors.torch import load_file  # noqa: PLC0415
-
-        adapters = hasattr(self.model, "peft_config")
-        found: dict[str, Tensor] = {}
-        for file in sorted(
-            Path(folder).glob("adapter_model.safetensors" if adapters else "model*.safetensors")
-        ):
-            found |= load_file(file)
-        if not found:
-            raise ConfigError(
-                f"{folder}: has no weights in safetensors; give a folder that this trainer wrote"
-            )
-        if not adapters:
-            return found
-        assert self.pipeline is not None
-        mine: dict[str, Tensor] = self.pipeline.model_state_dict(local=True)
-        adapter = f".{self.model.active_adapters[0]}"
-        for name in mine:
-            its = found.get(name.replace(adapter, "").replace(".modules_to_save", ""))
-            if adapter in name and its is not None:
-                mine[name] = its
-            elif adapter in name:
-                raise ConfigError(
-                    f"{folder}: has no weights of {name}; give a folder that this trainer wrote"
-                )
-        return mine
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / OPTIMIZER).exists():
-            return
-        assert self.pipeline is not None
-        state = torch.load(Path(checkpoint) / OPTIMIZER, weights_only=True)
-        if "optimizer" not in state:
-            raise ConfigError(
-                f"{checkpoint}: {OPTIMIZER} is not one of a trainer in a pipeline; resume from a checkpoint "
-                "that this trainer wrote, or begin a new run from the checkpoint's model"
-            )
-        self.pipeline.load_state_dict({**state, "model": self.pipeline.model_state_dict(local=True)})
-        self.optimizer = Shown(self.pipeline, self.args.learning_rate)
-        self.lr_scheduler.optimizer = self.optimizer
-        kept = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
-        mine = self.lr_scheduler.state_dict()
-        # Optimiser state of each group of weights has another length for other numbers of workers.
-        kept |= {n: v for n, v in mine.items() if isinstance(v, list) and len(v) != len(kept.get(n, ()))}
-        self.lr_scheduler.load_state_dict(kept)
-
 
 @contextmanager
 def _random_numbers_back() -> Iterator[None]:
@@ -450,6 +376,11 @@ def _filled(micro_batches: list[Any], count: int) -> list[Any]:
     """As many micro-batches as the schedule has; those that are added are empty."""
     empty = pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], micro_batches[0])
     return micro_batches + [empty] * (count - len(micro_batches))
+
+
+def _unpacked(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch without what only tells where packed samples begin."""
+    return {name: value for name, value in batch.items() if name not in PACKED}
 
 
 def _samples(inputs: Mapping[str, Any]) -> int:

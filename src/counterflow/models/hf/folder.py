@@ -140,6 +140,7 @@ def _save_adapters(model: Any, mine: Mapping[str, Tensor], transport: Any, folde
     if transport.rank:
         return
     whole = {name: tensor for row in rows for name, tensor in row.items()}
+    model.create_or_update_model_card(str(folder))
     for adapter, config in model.peft_config.items():
         place = folder if adapter == "default" else folder / adapter
         place.mkdir(exist_ok=True)
