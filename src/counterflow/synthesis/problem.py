@@ -109,6 +109,13 @@ class Store:
     at_end: tuple[float, ...]
     most: tuple[float, ...]
 
+    def allowed(self, worker: int) -> float:
+        """The maximum of a worker, and what orders may exceed it by because sums of floats round.
+
+        Bounds subtract from this, and not from ``most``: a difference is smaller, and so would be its share.
+        """
+        return self.most[worker] * (1 + CLOSE)
+
 
 @dataclass(frozen=True, slots=True)
 class Summed:
@@ -182,9 +189,9 @@ class Problem:
     def fits(self, words: Words) -> bool:
         """Whether each worker's word keeps all limits (except for rounding)."""
         return all(
-            peak <= most * (1 + CLOSE)
+            peak <= store.allowed(worker)
             for store in self.stores
-            for peak, most in zip(peaks(store, words), store.most, strict=True)
+            for worker, peak in enumerate(peaks(store, words))
         )
 
     def words_of(self, schedule: Schedule) -> Words | None:

@@ -174,6 +174,21 @@ def test_no_schedule_beats_a_bound(place: int, seed: int, kinds: str) -> None:
     assert found.seconds <= played.steady_step * (1 + 1e-9), found
 
 
+@pytest.mark.parametrize("share", [1.0, 1 - 9e-10])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_limit_that_is_met_but_for_rounding_bounds_no_more(share: float, split: bool) -> None:
+    """What is left beside some slices is a small difference, and rounding a larger share of it."""
+    scheme = schemes.zb_h1 if split else schemes.dapple
+    for stages, slices in ((2, 3), (2, 7), (3, 6), (4, 3)):
+        schedule = scheme(stages=stages, micro_batches=4, slices=slices)
+        played = cf.simulate(schedule)
+        problem = problem_of(schedule.workload, peak=[most * share for most in played.peak_activations])
+        words = problem.words_of(schedule)
+        assert words is not None
+        assert problem.fits(words)
+        assert lower_bound(problem).seconds <= played.makespan * (1 + 1e-9)
+
+
 def test_one_machine_runs_the_longest_tail_first() -> None:
     assert one_machine([(0, 3, 0), (1, 1, 5)]) == 7
     assert one_machine([(0, 3, 0), (1, 1, 0), (9, 1, 2)]) == 12

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..problem import CLOSE, Problem, Store
+from ..problem import Problem, Store
 from .windows import Windows, count_within, windows_of
 
 
@@ -233,19 +233,19 @@ class _Side:
         return found if store.at_start[forward] >= 0 else []
 
     def _limit(self, store: Store) -> None:
-        letters, most = self._problem.letters, store.most[self.worker]
+        letters, most, allowed = self._problem.letters, store.most[self.worker], store.allowed(self.worker)
         held = {n: self._states(store, n) for n in self._forwards}
         # Before the first backward nothing is freed.
         goods = [(self._takes[n], held[n][0][0], letters[n].count) for n in self._forwards]
-        self.forwards_within = min(self.forwards_within, most_within(most, goods))
-        if math.fsum(letters[n].count * held[n][0][0] for n in self._forwards) > most * (1 + CLOSE):
+        self.forwards_within = min(self.forwards_within, most_within(allowed, goods))
+        if math.fsum(letters[n].count * held[n][0][0] for n in self._forwards) > allowed:
             self.full = True
         # When the last forward starts, the remaining work is held, and there is room for that forward.
         goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in held[n]]
         rests = []
         for last in self._last_forwards:
             itself = self._takes[last] + held[last][0][1]
-            rests.append(itself + most_within(most - store.at_start[last], goods))
+            rests.append(itself + most_within(allowed - store.at_start[last], goods))
         self.after_last_forward = min(self.after_last_forward, max(rests))
         area = math.fsum(letters[n].count * self._area(store, n, held[n]) for n in self._forwards)
         sizes = {size for n in self._forwards for size, _ in held[n]}
@@ -282,9 +282,9 @@ def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float
     """
     found = [(value, size, count) for value, size, count in goods if count and value > 0]
     sizes = {size for _, size, _ in found}
-    total, left = 0.0, max(most, 0.0) * (1 + CLOSE)
+    total, left = 0.0, max(most, 0.0)
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
-        left, found = float(count_within(max(most, 0.0), size)), [(value, 1.0, n) for value, _, n in found]
+        left, found = float(count_within(left, size)), [(value, 1.0, n) for value, _, n in found]
     for value, size, count in sorted(found, key=lambda good: -good[0] / good[1] if good[1] else -math.inf):
         taken = min(count, left / size) if size else count
         total += value * taken

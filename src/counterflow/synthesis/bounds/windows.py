@@ -193,7 +193,7 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
     chains = [_Held.of(problem, store, number[unit]) for unit in units]
     if any(chain.least <= 0 for chain in chains):
         return
-    most = store.most[worker]
+    most = store.allowed(worker)
     up_to = [
         {place for place, other in enumerate(units) if other[0] <= unit[0] and other[1] <= unit[1]}
         for unit in units
