@@ -4,8 +4,7 @@
 
 Claims: at the memory of Seq1F1B (1F1B whose micro-batches are cut in slices) no order of the same ops is
 faster, nor is any with a slice more; with less memory, where Seq1F1B has no order, there are orders down to
-that of one micro-batch. All are proved to be the best; with split backwards all but a few of four
-micro-batches and four slices, which have their gaps beside them.
+that of one micro-batch. All are proved to be the best.
 
 D stages lie on D workers, F = 1 and B = 2 a micro-batch, messages are free, and each of the n slices costs
 1/n. ``held`` is the most slices of a stage that a worker may stash. ``Seq1F1B`` is its makespan where it

@@ -14,7 +14,7 @@ from counterflow.synthesis.named import named
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import peaks
 
-from .exact.test_solve import least
+from .exhaustive import least
 
 
 def directions(placement: Placement, count: int) -> Workload:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import counterflow as cf
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import plain
 from counterflow.simulation import ByteCosts
@@ -40,6 +41,11 @@ def idles(before: str, after: str) -> str:
 def too_long(worker: int, name: str, most: str) -> str:
     """That memory is held too long, in a bound's words."""
     return f"worker {worker} holds {name} of each micro-batch too long for its limit, {most}"
+
+
+def away(idle: str) -> str:
+    """What a worker idles while one micro-batch after another is away, in a bound's words."""
+    return f", and idles {idle} in all while micro-batches that nearly fill its memory make their round trips"
 
 
 # F0 takes 2, a message 0.5, F1 1, B1 2, a message, and then three backwards 4 each
@@ -154,6 +160,7 @@ ONE_EACH = Case(
         (18.0, "worker 0 has 9 of work plus 9 of unavoidable idle time"),
         (15.0, "worker 0 has 9 to do" + idles("3", "3")),
         (18.0, too_long(0, "activations", "1")),
+        (18.0, "worker 0 has 9 to do" + away("9")),
         (18.0, "worker 1 has 9 of work plus 9 of unavoidable idle time"),
         (12.0, "worker 1 has 9 to do" + idles("1", "2")),
         (12.0, too_long(1, "activations", "1")),
@@ -242,6 +249,7 @@ WAVE = Case(
         (25.0, "worker 1 has 12 of work plus 13 of unavoidable idle time"),
         (27.0, "worker 1 has 12 to do" + idles("7", "8")),
         (24.0, too_long(1, "activations", "2")),
+        (27.0, "worker 1 has 12 to do" + away("10")),
     ],
     [[0.0, 8.0], [14.0, 23.0], [5.0, 14.0], [6.0, 15.0], [2.0, 11.0], [11.0, 20.0], [3.0, 12.0], [9.0, 18.0]],
     [
@@ -256,6 +264,53 @@ WAVE = Case(
     ],
 )
 
+# Slices of 0.5 each, and worker 0 has room for three. From its F1 to its I1 a micro-batch is away for 3: F1
+# and I1 of worker 1, and a message each way. Beside it fit 1 of I and W of the one before, and F0 of the next
+# one: worker 0 idles 2.5, then 1.5, then 2. On worker 1, I1 may follow F1 at once.
+SLICES = Case(
+    problem_of(
+        sliced_workload(plain(linear(2), 3, split=True), 2),
+        cf.Costs(p2p=1, link="infinite"),
+        peak=(1.5, math.inf),
+    ),
+    [
+        (14.5, "micro-batches occupy I.1:1/2 of worker 1 for this long"),
+        (15.0, "worker 0 has 9 of work plus 6 of unavoidable idle time"),
+        (13.0, "worker 0 has 9 to do" + idles("2.5", "1.5")),
+        (10.0, too_long(0, "activations", "1.5")),
+        (15.0, "worker 0 has 9 to do" + away("6")),
+        (14.5, "worker 1 has 9 of work plus 5.5 of unavoidable idle time"),
+        (10.5, "worker 1 has 9 to do" + idles("1.5", "0")),
+    ],
+    [
+        [0.0, 0.5, 5.0],
+        [0.5, 5.0, 9.5],
+        [4.5, 9.0, 13.5],
+        [4.0, 8.5, 13.0],
+        [5.0, 9.5, 14.0],
+        [4.5, 9.0, 13.5],
+        [1.5, 2.0, 6.5],
+        [2.0, 6.5, 11.0],
+        [3.0, 7.5, 12.0],
+        [2.5, 7.0, 11.5],
+        [3.5, 8.0, 12.5],
+        [3.0, 7.5, 12.0],
+    ],
+    [
+        [14.0, 9.5, 5.0],
+        [13.5, 9.0, 4.5],
+        [1.5, 1.0, 0.5],
+        [10.0, 5.5, 1.0],
+        [1.0, 0.5, 0.0],
+        [1.0, 0.5, 0.0],
+        [12.5, 8.0, 3.5],
+        [12.0, 7.5, 3.0],
+        [3.0, 2.5, 2.0],
+        [11.5, 7.0, 2.5],
+        [1.0, 0.5, 0.0],
+        [1.0, 0.5, 0.0],
+    ],
+)
 
 CASES = [
     LINKS,
@@ -269,6 +324,7 @@ CASES = [
     SPLIT,
     SPLIT_STEADY,
     WAVE,
+    SLICES,
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 import counterflow as cf
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.orders.slices import sliced_workload
 from counterflow.schedule.placement import Placement, bidirectional, linear, wave
-from counterflow.schedule.workload import plain
+from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import ByteCosts
 from counterflow.simulation.costs import PerLink
-from counterflow.synthesis.bounds.lower import lower_bound, most_within, one_machine
+from counterflow.synthesis.bounds.lower import bounds, lower_bound, most_within, one_machine
+from counterflow.synthesis.compute import one_by_one
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Problem
+
+from ..exhaustive import least
 
 LEAST = [  # placement, N, (F, I, W), cap, makespan, span: what solvers proved
     (linear(4), 8, (1, 1, 1), 4, 27, 27),
@@ -174,6 +179,31 @@ def test_no_schedule_beats_a_bound(place: int, seed: int, kinds: str) -> None:
     assert found.seconds <= played.steady_step * (1 + 1e-9), found
 
 
+SCARCE = [  # workload, and limits below two micro-batches of a worker
+    (sliced_workload(plain(linear(2), 2), 2), (1, 1.5)),
+    (sliced_workload(plain(linear(2), 2), 3), (1,)),
+    (sliced_workload(plain(linear(3), 2), 2), (1,)),
+    (plain(linear(2), 3, split=True), (1,)),
+    (plain(wave(2, 1), 2), (2,)),
+    (plain(bidirectional(2), 4, pipe_of=lambda m: m % 2), (1,)),
+]
+
+
+@pytest.mark.parametrize("case", SCARCE, ids=range(len(SCARCE)))
+def test_no_order_beats_a_bound_where_memory_is_scarce(case: tuple[Workload, tuple[float, ...]]) -> None:
+    """Of all that there are, with unequal work, messages and sums."""
+    workload, limits = case
+    draw = random.Random(len(workload.passes) * workload.slices)
+    unlimited = problem_of(workload)
+    any_order = unlimited.schedule(one_by_one(unlimited))
+    for peak, objective in product(limits, ("makespan", "steady")):
+        problem = problem_of(workload, uneven(any_order, draw), peak=peak, objective=objective)
+        best, _ = least(problem)
+        found = list(bounds(problem))
+        assert any("round trips" in bound.reason for bound in found)
+        assert max(bound.seconds for bound in found) <= best * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("share", [1.0, 1 - 9e-10])
 @pytest.mark.parametrize("split", [True, False])
 def test_a_limit_that_is_met_but_for_rounding_bounds_no_more(share: float, split: bool) -> None:
@@ -187,6 +217,23 @@ def test_a_limit_that_is_met_but_for_rounding_bounds_no_more(share: float, split
         assert words is not None
         assert problem.fits(words)
         assert lower_bound(problem).seconds <= played.makespan * (1 + 1e-9)
+
+
+SLICED = [  # D, slices held, and the makespan that computed orders reach (benchmarks/sliced_orders.py)
+    (2, 4, 14),
+    (3, 4, 16),
+    (3, 5, 13.75),
+    (4, 4, 18),
+    (4, 5, 15.75),
+    (4, 6, 13.5),
+]
+
+
+@pytest.mark.parametrize(("stages", "held", "makespan"), SLICED)
+def test_the_least_makespans_of_four_slices_in_little_memory(stages: int, held: int, makespan: float) -> None:
+    workload = sliced_workload(plain(linear(stages), 4, split=True), 4)
+    found = lower_bound(problem_of(workload, peak=held / 4))
+    assert found.seconds == pytest.approx(makespan, rel=1e-12)
 
 
 def test_one_machine_runs_the_longest_tail_first() -> None:

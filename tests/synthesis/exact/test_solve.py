@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -21,35 +19,12 @@ from counterflow.synthesis.bounds.lower import lower_bound
 from counterflow.synthesis.exact.model import Model, whole
 from counterflow.synthesis.exact.solve import solve
 from counterflow.synthesis.posing import problem_of
-from counterflow.synthesis.problem import Problem, Words, value_of
+from counterflow.synthesis.problem import Words, value_of
 
 from ..bounds.test_lower import SCHEDULES, uneven
+from ..exhaustive import least
 
 pytest.importorskip("ortools")
-
-
-def every_word(problem: Problem, worker: int) -> Iterator[tuple[int, ...]]:
-    """All words of a worker that do not wait for themselves."""
-    letters = problem.letters
-
-    def grown(word: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        more = [n for n in problem.of_worker(worker) if word.count(n) < letters[n].count]
-        if not more:
-            yield word
-        for n in more:
-            own = [need.letter for need in letters[n].needs if letters[need.letter].worker == worker]
-            if all(word.count(m) > word.count(n) for m in own):
-                yield from grown((*word, n))
-
-    return grown(())
-
-
-def least(problem: Problem) -> tuple[float, Words]:
-    """The best of all orders within the limits, and the worst."""
-    words = list(product(*(every_word(problem, worker) for worker in range(problem.workers))))
-    fitting = [(value_of(problem, word), word) for word in words if problem.fits(word)]
-    played = [(value, word) for value, word in fitting if value < float("inf")]
-    return min(played)[0], max(played)[1]
 
 
 TINY = {

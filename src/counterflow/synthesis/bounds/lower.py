@@ -8,7 +8,10 @@ unequal workers:
 * *memory*: while its first micro-batch makes its round trip through the other workers, a worker can run only
   the forwards that its limit holds; after its last forward it can run only the backwards of what it held then
   (Qi et al., arXiv 2401.10241, appendix B, has the first half);
-* *room*: each micro-batch holds memory for a minimum time, and only a certain number fit at once.
+* *room*: each micro-batch holds memory for a minimum time, and only a certain number fit at once;
+* *round trips*: if no two micro-batches fit at once, a worker idles while each one makes its round trip
+  through the other workers, but for what still fits beside it: the rest of earlier ones, and the first
+  forwards of later ones.
 
 Invariant: because sums of floats round, a bound may exceed the truth by 1e-9 of it, and by no more.
 """
@@ -123,6 +126,12 @@ def _worker(side: _Side) -> Iterator[Bound]:
             f"worker {side.worker} holds {store.name} of each micro-batch too long for its limit, "
             f"{store.most[side.worker]:,.10g}",
         )
+    if side.away:
+        yield Bound(
+            first + side.work + side.away + last,
+            f"{name}, and idles {side.away:,.6g} in all while micro-batches that nearly fill its memory make "
+            "their round trips",
+        )
 
 
 def _links(windows: Windows) -> Iterator[Bound]:
@@ -166,6 +175,7 @@ class _Side:
         after_last_forward: maximum seconds of compute from the start of its last forward on.
         full: whether its forwards do not all fit into its memory.
         areas: by store, time that its limit needs to hold everything that micro-batches hold.
+        away: seconds without work during the round trips of all micro-batches, if no two fit at once.
     """
 
     def __init__(self, windows: Windows, worker: int) -> None:
@@ -198,6 +208,7 @@ class _Side:
         self.after_last_forward = self._rest()
         self.full = False
         self.areas: list[tuple[float, Store]] = []
+        self.away = 0.0
         for store in problem.stores:
             if math.isinf(store.most[worker]) or not all(self._states(store, n) for n in self._forwards):
                 continue
@@ -252,6 +263,7 @@ class _Side:
         if len(sizes) == 1 and (size := sizes.pop()) > 0:
             most = min(most, size * count_within(most, size))
         self.areas.append((area / most, store))
+        self.away = max(self.away, self._away(store, held))
 
     def _area(self, store: Store, forward: int, held: list[tuple[float, float]]) -> float:
         """Minimum of a micro-batch's memory of a store, integrated over time."""
@@ -263,6 +275,38 @@ class _Side:
         for (size, _), begin, end in zip(held, ended, ended[1:], strict=False):
             area += size * (end - begin)
         return area
+
+    def _away(self, store: Store, held: dict[int, list[tuple[float, float]]]) -> float:
+        """Seconds without work between each micro-batch's last forward and its first backward.
+
+        In this time a micro-batch frees nothing. If no two fit at once, no other runs its last forward
+        meanwhile, so these times do not overlap. What else the worker runs then fits beside the micro-batch:
+        backwards of others whose last forward came before, and forwards of others before their last one,
+        which free nothing either.
+        """
+        letters = self._problem.letters
+        size = dict.fromkeys((letters[n].pipe for n in self._forwards), 0.0)
+        for n in self._forwards:
+            size[letters[n].pipe] += held[n][0][0]
+        allowed = store.allowed(self.worker)
+        if 2 * min(size.values()) <= allowed:
+            return 0.0
+        idle = 0.0
+        for last in self._last_forwards:
+            pipe, count, back = letters[last].pipe, letters[last].count, self._of_stage(last)[0]
+            room = allowed - size[pipe]
+            trip = self._windows.later(last, [back])[back] - self._takes[last]
+            for k in range(count):
+                rests, forwards = [], []
+                for n in self._forwards:
+                    before = after = letters[n].count
+                    if letters[n].pipe == pipe:
+                        before, after = k, count - 1 - k
+                    rests += [(rest, stays, before) for stays, rest in held[n]]
+                    if n not in self._last_forwards:
+                        forwards.append((self._takes[n], held[n][0][0], after))
+                idle += max(trip - most_within(room, rests) - most_within(room, forwards), 0.0)
+        return idle
 
     def _rest(self) -> float:
         letters = self._problem.letters
