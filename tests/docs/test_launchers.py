@@ -33,11 +33,20 @@ def test_kubeflow(
     assert job["metadata"]["name"] == "first"
 
 
-def test_submitit() -> None:
-    """The page's lines are the example's, which a test runs."""
-    example = (ROOT / "examples" / "submitit_job.py").read_text(encoding="utf-8")
-    lines = program("submitit").splitlines()
-    assert {line for line in lines if "import" in line} <= set(example.splitlines())
-    for call in ("submitit.AutoExecutor(", "executor.update_parameters(", "executor.submit(Task("):
+@pytest.mark.parametrize(
+    ("title", "file", "calls"),
+    [
+        ("submitit", "submitit_job.py", ["AutoExecutor(", "update_parameters(", "executor.submit(Task("]),
+        ("Ray Train", "ray_train.py", ["TorchTrainer(", "Loop(load_config(", "num_workers=(", "RunConfig("]),
+        ("Monarch", "monarch_train.py", ["= train(load_config(", "max_restarts=3)"]),
+    ],
+)
+def test_programs_are_those_of_the_examples(title: str, file: str, calls: list[str]) -> None:
+    """The tests of the launchers run the examples."""
+    example = (ROOT / "examples" / file).read_text(encoding="utf-8")
+    lines = program(title).splitlines()
+    names = {line.replace("Callback, ", "") for line in example.splitlines()}
+    assert {line for line in lines if "import" in line} <= names
+    for call in calls:
         assert call in example
         assert call in "\n".join(lines)

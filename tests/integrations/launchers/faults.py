@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ FAULTS = "COUNTERFLOW_TEST_FAULTS"
 Faults = list[dict[str, Any]]
 
 
-def faults(folder: Path, *steps: tuple[int, int, int]) -> Faults:
-    """Faults that happen once each: the rank that gets a signal, before which batch, and the signal."""
-    return [
+def faults(folder: Path, *steps: tuple[int, int, int], after: Path | None = None) -> Faults:
+    """Faults that happen once each: the rank that gets a signal, before which batch, and the signal.
+
+    The last one waits until a file exists, if that is named.
+    """
+    told = [
         {"mark": str(folder / f"fault-{number}"), "rank": rank, "step": step, "signal": int(sent)}
         for number, (rank, step, sent) in enumerate(steps)
     ]
+    if after is not None:
+        told[-1]["after"] = str(after)
+    return told
 
 
 def install(told: Faults) -> None:
@@ -40,6 +47,8 @@ def install(told: Faults) -> None:
             mark = Path(fault["mark"])
             if step >= fault["step"] and current_transport().rank == fault["rank"] and not mark.exists():
                 mark.touch()
+                while "after" in fault and not Path(fault["after"]).exists():
+                    time.sleep(0.05)
                 os.kill(os.getpid(), fault["signal"])
                 break
         return batch(self, step, *args, **options)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,6 +75,21 @@ def test_torchrun(environment: pytest.MonkeyPatch) -> None:
     assert started_by() == "torchrun"
     assert (world.rank(), world.world_size()) == (5, 8)
     assert place() == Place("torchrun", 5, 8, 1, "node3", 29500)
+
+
+def test_a_place_of_another_launcher(environment: pytest.MonkeyPatch) -> None:
+    """It is stated in torchrun's variables; a process that has left it may take another."""
+    first = Place("other", 5, 8, 1, "node3", 29500, 2, restarts=2, most_restarts=3, keeps_store=True)
+    for name in first.variables():
+        environment.setenv(name, "")  # so that it is gone after the test
+    world.join(first)
+    assert place() == first
+    assert (started_by(), world.most_restarts()) == ("other", 3)
+    assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]) == ("4", "1")
+    world.leave()
+    second = replace(first, rank=0, world_size=1, machines=1, keeps_store=False)
+    world.join(second)
+    assert place() == second
 
 
 def test_a_number_that_is_none(environment: pytest.MonkeyPatch) -> None:
