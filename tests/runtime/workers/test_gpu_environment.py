@@ -31,19 +31,20 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         (found / os.environ["RANK"]).write_text(report())
     else:
-        for rank, told in enumerate(cf.launch(report, workers=2, transport="nccl-on-gloo")):
+        workers = int(sys.argv[2])
+        for rank, told in enumerate(cf.launch(report, workers=workers, transport="nccl-on-gloo")):
             (found / str(rank)).write_text(told)
 """
 
 
-def reported(folder: Path, *launcher: str, **chosen: str) -> list[str]:
-    """What two workers had before and after their transport was made, each in a file: others print too."""
+def reported(folder: Path, *launcher: str, workers: int = 2, **chosen: str) -> list[str]:
+    """What workers had before and after their transport was made, each in a file: others print too."""
     script, found = folder / "report.py", folder / "found"
     script.write_text(REPORT)
     found.mkdir()
     others = {name: value for name, value in os.environ.items() if name not in (ERRORS, QUEUES)}
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(found)],
+        [sys.executable, *launcher, str(script), str(found), str(workers)],
         env={**others, **chosen},
         capture_output=True,
         text=True,
@@ -56,18 +57,19 @@ def reported(folder: Path, *launcher: str, **chosen: str) -> list[str]:
     return reports
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def test_workers_of_a_launch(tmp_path: Path) -> None:
     assert reported(tmp_path) == ["2 32 2 32"] * 2
-    assert reported(tmp_path, **{ERRORS: "1", QUEUES: "16"}) == ["1 16 1 16"] * 2  # a user's own choice
+    own = {ERRORS: "1", QUEUES: "16"}  # a user's choice
+    assert reported(tmp_path, workers=1, **own) == ["1 16 1 16"]
 
 
 def test_workers_of_torchrun(tmp_path: Path) -> None:
     """torch's agent puts 1 there if nobody chose; who wants 0 or 3 has it."""
-    assert reported(tmp_path, *TORCHRUN) == ["1 None 2 32"] * 2
-    assert reported(tmp_path, *TORCHRUN, **{ERRORS: "3"}) == ["3 None 3 32"] * 2
+    assert reported(tmp_path, *TORCHRUN, "2") == ["1 None 2 32"] * 2
+    assert reported(tmp_path, *TORCHRUN, "1", workers=1, **{ERRORS: "3"}) == ["3 None 3 32"]
 
 
 @pytest.fixture
