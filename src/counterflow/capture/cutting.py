@@ -57,7 +57,7 @@ class Living:
         for ref in record.output.refs:
             last[ref] = steps
         self.last = last
-        """By tensor, the last step that takes it; the number of steps if it is an output."""
+        """The last step that takes each tensor; the number of steps if it is an output."""
         born: list[list[Ref]] = [[] for _ in range(steps + 1)]
         for ref in last:
             born[ref.step + 1].append(ref)
@@ -113,7 +113,7 @@ def cuts_of(records: Records) -> list[Cut]:
 
 
 def _costs(record: Record) -> list[float]:
-    """By number of steps, cost of the earlier ones."""
+    """Cost of the steps before each one, and of all."""
     found = [0.0]
     for step in record.steps:
         cost = record.costs.get(step.module, 0.0) if step.module is not None else 0.0

@@ -135,7 +135,7 @@ def _parts(
 
 
 def _of_example(records: Records, record: Record) -> dict[int, tuple[Ref, int]]:
-    """By group of free sizes, an input and its dimension."""
+    """An input and its dimension for each group of free sizes."""
     return {
         group: (ref, dim)
         for index, ref in record.inputs.items()

@@ -36,7 +36,7 @@ from .index import Chunk, Index, Stored
 from .state import dtype_of, file_of
 
 Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
-"""By key, a piece of a tensor, and where it begins in the whole."""
+"""Pieces of tensors by key, each with the place where it begins in the whole."""
 
 
 class SavePlan:

@@ -89,7 +89,7 @@ def write_tensors(
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By name: the format's name of a tensor's dtype, and its shape.
+    """The format's name of each tensor's dtype, and its shape, by the tensor's name.
 
     Raises:
         ConfigError: the format does not support a dtype.

@@ -43,8 +43,8 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
 
 
 def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
-    """By first name of a tensor that is updated here, its parts; a tied weight may belong to stages of others
-    only.
+    """Parts of each tensor that is updated here, by its first name; a tied weight may belong to stages of
+    others only.
     """
     found: dict[str, list[Part]] = {}
     for stage, names in enumerate(pipeline.weights.names):

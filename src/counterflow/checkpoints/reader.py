@@ -199,7 +199,7 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, dict[str, Any]]:
-        """By name of a parameter, its optimiser state."""
+        """Optimiser state of each parameter, by its name."""
         self.verify()
         found: dict[str, dict[str, Any]] = {}
         numbers = self.objects(key for key in self.index.objects if kept_of(key).kind == OPTIMIZER)

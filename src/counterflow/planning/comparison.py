@@ -278,7 +278,7 @@ _Given = tuple[Costs, CostsOf, int]
 """Costs, their unit, and micro-batches."""
 
 _Found = Iterator[tuple[str, Compared | ConfigError]]
-"""By name the compared schedule, or the reason why it does not exist."""
+"""Names with the compared schedule, or with the reason why it does not exist."""
 
 
 def _of_schemes(

@@ -97,14 +97,14 @@ class OpGraph:
         return stage * len(self._units)
 
     def _made(self) -> dict[Product, dict[int, int]]:
-        """By product, its node by what it is of."""
+        """The node that makes each product, by what the product is of."""
         _, stages, _, pipes, _, _, _ = self._columns
         known = {*product(range(self.schedule.stages), range(self.schedule.pipes))}
         if not known.issuperset(zip(stages, pipes, strict=True)):
             raise outside(self.schedule, next(op for op in self.ops if (op.stage, op.pipe) not in known))
         makers: dict[Product, dict[int, int]] = {}
         alike: dict[tuple[OpKind, ...], Product] = {}
-        """By the kinds that make a product and are there, the first product that they make."""
+        """The first product that some kinds make, of those kinds that exist here."""
         for made in Product:
             kinds = tuple(kind for kind, its in self._of_kind.items() if its and made in kind.makes)
             if kinds in alike:  # unless backwards are split, one op makes both gradients

@@ -157,7 +157,7 @@ class Simulation:
 
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
-        """By stage of a synchronous schedule, the time at which the last of its copies has its gradients."""
+        """Time at which the last copy of each stage of a synchronous schedule has its gradients."""
         first, released = self.model.first, self._released
         return tuple(
             max((float(released[first[w] + last]) for w, last in sync.last if last is not None), default=0.0)

@@ -29,7 +29,7 @@ Limit = float | Sequence[float]
 """One number for every worker, or one per worker."""
 
 Words = tuple[tuple[int, ...], ...]
-"""By worker, the numbers of its letters in the order in which it runs them."""
+"""The numbers of each worker's letters in the order in which it runs them."""
 
 
 class Objective(StrEnum):

@@ -31,7 +31,7 @@ _SCHEDULES: dict[str, tuple[str, int | None]] = {
     "pipelineschedulesingle": ("", 1),  # with a file
     "pipelineschedulemulti": ("", None),
 }
-"""By torch's name of a schedule, in small letters: the scheme, and a worker's stages; None: any number."""
+"""Scheme and number of a worker's stages by torch's name in small letters; None: any number."""
 
 _NAMES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"),
@@ -39,7 +39,7 @@ _NAMES = (
 )
 
 _CHUNKS = {"interleaved": "chunks", "interleaved-zb": "chunks", "gpipe": "groups"}
-"""By scheme, the option that says how many stages a worker holds."""
+"""The option of each scheme that says how many stages a worker holds."""
 
 _PREFIX = "pipeline_parallel_"
 _OLD = {

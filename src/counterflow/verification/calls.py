@@ -267,7 +267,7 @@ def _twin(calls: Sequence[Call], call: Call, number: int, limit: float) -> Call 
 
 
 def _parted(one: Any, other: Any) -> float:
-    """As ``difference``, for tensors alone; a tensor on one side only is a difference."""
+    """The largest difference between the tensors of two values; a tensor on one side only is a difference."""
     first, second = _tensors(one), _tensors(other)
     if first.keys() != second.keys():
         common = [difference(first[path], second[path]) for path in first.keys() & second.keys()]

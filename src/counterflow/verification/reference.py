@@ -70,7 +70,7 @@ class Staleness:
 
 
 def parts_of(schedule: Schedule) -> tuple[int, ...]:
-    """By micro-batch, the parts in which a schedule's backwards run it.
+    """The number of parts in which a schedule's backwards run each micro-batch.
 
     >>> from counterflow.schedule import schemes
     >>> parts_of(schemes.chimera(2, 2, concat="backward-halving"))

@@ -158,7 +158,7 @@ def _trained(copy: StageCopy) -> int:
 
 
 def _updates(pipeline: Pipeline) -> list[int]:
-    """By stage, maximum bytes that its optimiser allocates in an update."""
+    """Maximum bytes that each stage's optimiser allocates in an update."""
     found = []
     pipeline.weights.attach()
     for stage in pipeline.stages:

@@ -46,7 +46,7 @@ class First(Layer):
         self.causal: set[tuple[str, int, frozenset[str]]] = set()
         """Kinds of layers, lengths and inputs whose masks were seen to be what slices have in their place."""
         self.forms: dict[Any, tuple[str, bool] | None] = {}
-        """By kind of layer, shape and arguments: the form of the mask; None: another form."""
+        """Forms of masks by kind of layer, shape and arguments; None: another form."""
         self.notes: list[Any] = []
         repeated = list(model.get_submodule(path).children())
         stand_ins = nn.ModuleList(Note(block, self.notes, last=block is repeated[-1]) for block in repeated)

@@ -123,7 +123,7 @@ def _of_slice(  # noqa: PLR0917 - transformers' own
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' own, of a slice; its mask is of this slice alone."""
+    """Attention of a slice, in place of transformers' own, whose mask is of this slice alone."""
     del attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = sorted(

@@ -136,9 +136,9 @@ class _Walk:
         self.here = 0.0
         """What was made for another stage of this worker."""
         self.made = 0.0
-        """For another worker, and not sent yet."""
+        """What was made for another worker, and is not sent yet."""
         self.sent: dict[int, tuple[Op, float]] = {}
-        """By worker the last message to it: whose output it is, and its bytes that nobody else keeps."""
+        """The last message to each worker: whose output it is, and its bytes that nobody else keeps."""
         self.pool = self.most_pool = 0.0
         self.versions = 0.0
         self.over: list[tuple[float, float]] = []

@@ -167,7 +167,7 @@ class Sharding:
         owned, held = np.zeros(self._ranks.max() + 1), np.zeros(self.placement.workers)
         sent: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         needs: dict[tuple[int, int], list[float]] = defaultdict(list)
-        """By owner and stage: memory that the updates of its parameters need."""
+        """Memory that the updates of parameters need, by their owner and stage."""
         for one, its, group, rank in zip(parameters, on, groups, owner, strict=True):
             owned[rank] += one.size
             held[list(group.workers)] += one.size

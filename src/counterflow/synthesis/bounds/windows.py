@@ -53,12 +53,12 @@ class Windows:
 
     @cached_property
     def heads(self) -> list[list[float]]:
-        """By letter and micro-batch: minimum time from the start of the step to the op's start."""
+        """Minimum time from the start of the step to an op's start, by letter and micro-batch."""
         return self._longest([0.0] * len(self.problem.letters))
 
     @cached_property
     def tails(self) -> list[list[float]]:
-        """By letter and micro-batch: minimum time from the op's end to the end of the step."""
+        """Minimum time from an op's end to the end of the step, by letter and micro-batch."""
         return self._longest([self.problem.tail + summed for summed in self.summed], back=True)
 
     def of_span(self, worker: int) -> tuple[list[list[float]], list[list[float]]]:
@@ -108,7 +108,7 @@ class Windows:
 
     @cached_property
     def summed(self) -> tuple[float, ...]:
-        """By letter, seconds of the sum that waits for it; 0 if there is none."""
+        """Seconds of the sum that waits for each letter; 0 if there is none."""
         found = [0.0] * len(self.problem.letters)
         for one in self.problem.sums:
             for letter in one.letters:
@@ -126,7 +126,7 @@ class Windows:
         return {n: place for place, n in enumerate(self._order)}
 
     def later(self, letter: int, wanted: Collection[int] | None = None) -> dict[int, float]:
-        """By letter, the minimum time from an op's start to the ops of its micro-batch that follow from it.
+        """Minimum time from an op's start to the ops of its micro-batch that follow from it, by letter.
 
         Args:
             letter: letter of the op.

@@ -84,7 +84,7 @@ class Absence:
 
 
 def wait_for_others(folder: Path, after_seconds: float) -> None:
-    """As one of too few workers: wait until the missing ones have been away for this long.
+    """Wait, as one of too few workers, until the missing ones have been away for this long.
 
     torchrun restarts all workers if the missing ones return meanwhile.
     """

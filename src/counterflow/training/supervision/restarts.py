@@ -73,7 +73,7 @@ def note_failure(folder: Path, error: CounterflowError, attempt: int, step: int)
 
 @contextlib.contextmanager
 def telling(attempt: int, fence: Fence) -> Iterator[None]:
-    """As a worker of torchrun or Slurm: report a failure to the others; the first one to fail notes it.
+    """Report a failure of this worker of torchrun or Slurm to the others; the first one to fail notes it.
 
     Nothing is noted for an attempt that is over, unless it ends between the check and the write.
     """
