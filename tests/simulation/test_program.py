@@ -189,13 +189,23 @@ def agrees(found: Simulation, program: Program) -> None:
         assert max(played.now) == pytest.approx(found.makespan, abs=1e-9)
 
 
-def test_a_program_and_its_schedule_are_played_alike_to_the_last_bit() -> None:
+@pytest.fixture(scope="module")
+def lowered() -> list[tuple[Simulation, list[Program]]]:
+    """All cases, each with its program for each way of matching; making these takes most of the time."""
+    return [
+        (simulate(schedule, costs), [lower(schedule, costs, matching=matching) for matching in Matching])
+        for schedule, costs in cases()
+    ]
+
+
+def test_a_program_and_its_schedule_are_played_alike_to_the_last_bit(
+    lowered: list[tuple[Simulation, list[Program]]],
+) -> None:
     """Each scheme, sync mode, kind of link, asynchronous ones too: every time that a simulation tells."""
     synced = 0
-    for schedule, costs in cases():
-        expected = simulate(schedule, costs)
-        for matching in Matching:
-            found = simulate(lower(schedule, costs, matching=matching), costs)
+    for expected, programs in lowered:
+        for program in programs:
+            found = simulate(program, expected.costs)
             assert np.array_equal(found.start, expected.start)
             assert np.array_equal(found.end, expected.end)
             assert found.messages == expected.messages
@@ -206,13 +216,14 @@ def test_a_program_and_its_schedule_are_played_alike_to_the_last_bit() -> None:
     assert synced > 100
 
 
-def test_the_program_that_is_run_is_the_one_that_is_timed() -> None:
+def test_the_program_that_is_run_is_the_one_that_is_timed(
+    lowered: list[tuple[Simulation, list[Program]]],
+) -> None:
     synced = 0
-    for schedule, costs in cases():
-        found = simulate(schedule, costs)
+    for found, programs in lowered:
         synced += len(found.syncs)
-        for matching in Matching:
-            agrees(found, lower(schedule, costs, matching=matching))
+        for program in programs:
+            agrees(found, program)
     assert synced > 100
 
 
