@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import counterflow as cf
-from counterflow.integrations.transformers import PipelineArguments, PipelineTrainer
+from counterflow.integrations.transformers import (
+    PipelineArguments,
+    PipelineTrainer,
+    PipelineTrainerMixin,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
 
@@ -271,6 +275,36 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, An
     arguments = PipelineArguments(**{"output_dir": str(tmp_path), "pp": 1, **OPTIONS, **more})
     with pytest.raises(cf.ConfigError, match=sentence):
         PipelineTrainer(model=made(), args=arguments)
+
+
+class Own(transformers.Trainer):  # type: ignore[misc]
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class Staged(PipelineTrainerMixin, Own):
+    """A user's trainer in stages, whose own step would not run."""
+
+
+class Optimizing(PipelineTrainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        return super().create_optimizer(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Staged, r"Own\.training_step would not run in a pipeline: the pipeline runs the step"),
+        (
+            Optimizing,
+            r"Optimizing\.create_optimizer would not run in a pipeline: each stage has an optimiser",
+        ),
+    ],
+)
+def test_methods_that_would_not_run_are_refused(tmp_path: Path, kind: Any, sentence: str) -> None:
+    arguments = PipelineArguments(output_dir=str(tmp_path), **(OPTIONS | {"eval_strategy": "no"}))
+    with pytest.raises(cf.ConfigError, match=sentence):
+        kind(model=made(), args=arguments)
 
 
 def test_a_checkpoint_of_the_trainer_alone_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:

@@ -5,7 +5,7 @@ Invariant: they are refused before anything is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -102,15 +102,48 @@ def _refuse_of_replicas(arguments: PipelineFields, named: Mapping[str, Any]) -> 
             )
 
 
-def refuse_made(trainer: Any) -> None:
+_NEVER_CALLED = {
+    "create_optimizer": "each stage has an optimiser of its own; give optimizer_cls_and_kwargs",
+    "create_optimizer_and_scheduler": "each stage has an optimiser of its own; give optimizer_cls_and_kwargs",
+}
+_REPLACED = {
+    "training_step": "the pipeline runs the step; override compute_loss, or this in a class before the mixin",
+    "prediction_step": "the pipeline evaluates; override compute_loss, or this in a class before the mixin",
+    "save_model": "each worker writes its stages; override this in a class before the mixin",
+}
+_KNOWN = ("transformers", "trl", "counterflow")
+
+
+def _refuse_overridden(kinds: Sequence[type], mixin: type) -> None:
+    """Refuse methods of a user's trainer that would not run.
+
+    Args:
+        kinds: classes of the trainer, in the order in which methods are found.
+        mixin: the class that replaces methods of those after it.
+
+    Raises:
+        ConfigError: there is such a method.
+    """
+    after = [kind for kind in kinds[kinds.index(mixin) :] if not issubclass(mixin, kind)]
+    for classes, reasons in ((kinds, _NEVER_CALLED), (after, _REPLACED)):
+        for name, reason in reasons.items():
+            owner = next((kind for kind in classes if name in vars(kind)), mixin)
+            if owner.__module__.partition(".")[0] not in _KNOWN:
+                raise ConfigError(f"{owner.__name__}.{name} would not run in a pipeline: {reason}")
+
+
+def refuse_made(trainer: Any, mixin: type) -> None:
     """Refuse what a trainer has made for itself.
 
     Args:
         trainer: the trainer.
+        mixin: the class that replaces methods of the trainer.
 
     Raises:
-        ConfigError: it has a second model, or metrics of outputs that it does not compute.
+        ConfigError: it has a second model, metrics of outputs that it does not compute, or methods that would
+            not run.
     """
+    _refuse_overridden(type(trainer).__mro__, mixin)
     if hasattr(trainer, "ref_model") and not getattr(trainer.args, "precompute_ref_log_probs", False):
         raise ConfigError(
             f"the reference model of {type(trainer).__name__} cannot be combined with a pipeline: it would "

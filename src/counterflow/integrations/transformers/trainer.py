@@ -62,7 +62,7 @@ class PipelineTrainerMixin(Checkpoints):
         with alone():
             super().__init__(*args, **kwargs)
         self.has_fused_head = plain_head(self.model)
-        refuse_made(self)
+        refuse_made(self, PipelineTrainerMixin)
         self._collected: list[dict[str, Any]] = []
         self._layers: list[capture.CapturedLayer] = []
         self._step: Any = None
