@@ -18,12 +18,9 @@ ROOT = Path(__file__).parents[2]
 QUICK = (
     "test_event_flow",
     "test_num_train_epochs_in_training",
-    "test_dynamic_shapes",
     "test_predict",
-    "test_train_and_predict_loss_parity",
     "test_early_stopping_state_persists",
     "test_save_collator_tokenizer_by_default",
-    "test_resume_training_with_shard_checkpoint",
     "test_load_best_model_with_save_best",
     "test_no_wd_param_group",
 )
