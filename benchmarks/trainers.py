@@ -213,7 +213,7 @@ def refusal(case: Case, folder: Path) -> dict[str, Any]:
         if case.after == "train":
             cf.launch(trainer.train, workers=1, transport="local", threads=1)
     except cf.ConfigError as error:
-        return {"wrong": "", "said": str(error)}
+        return {"wrong": "", "said": str(error).replace(f"{Path(__file__).parents[1]}/", "")}
     except Exception as error:  # transformers' own, before it is ours
         return {"wrong": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
     return {"wrong": "is not refused"}
