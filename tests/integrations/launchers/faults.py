@@ -58,5 +58,5 @@ def install(told: Faults) -> None:
     setattr(NextByte, "batch", batch_)  # noqa: B010
 
 
-if __name__ == "sitecustomize" and {"RANK", "SUBMITIT_LOCAL_GLOBALID"} & os.environ.keys():
+if __name__ == "sitecustomize" and {"RANK", "SLURM_PROCID", "SUBMITIT_LOCAL_GLOBALID"} & os.environ.keys():
     install(json.loads(os.environ[FAULTS]))

@@ -55,6 +55,7 @@ def test_a_worker_that_is_killed_under_nobodys_eyes_is_missed_in_seconds(
                 assert found.rank == 1
                 assert found.why.startswith(f"its process {other.pid} on ")
                 assert found.why.endswith(" is gone; perhaps it was killed")
+                assert watch.is_first  # nobody else reports it
             else:
                 other.stdin.write("end\n")
                 other.stdin.close()

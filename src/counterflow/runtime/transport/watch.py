@@ -144,6 +144,7 @@ class Watch:
         device_status: Callable[[], Status] | None = None,
         end: Callable[[str], None] | None = None,
     ) -> None:
+        self._witness = False  # whether this worker found the one that failed gone, before any other report
         self.told = False  # whether the main thread has met an error of the transport
         self._store = store
         # A store is one connection with one lock: the thread has its own, so that nobody waits for it.
@@ -205,8 +206,10 @@ class Watch:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other worker's failure came before this one's, as far as is known here."""
-        return self._failure is None or self._failure.rank == self._rank
+        """Whether this worker is to report what failed: none failed before it, as far as is known here, or it
+        found that the other one's process is gone, which reports nothing.
+        """
+        return self._failure is None or self._failure.rank == self._rank or self._witness
 
     def leave(self, *, hosts: bool) -> None:
         """End of the worker; the one that hosts the store waits until all come to theirs."""
@@ -316,6 +319,7 @@ class Watch:
             return None
         theirs = json.dumps([rank, why])
         posted = self._ask(self._line, lambda: self._own.compare_set("failure", "", theirs), None)
+        self._witness = posted is None or posted.decode() == theirs
         return Failure(*json.loads(posted or theirs))
 
     def _after(self, failure: Failure) -> None:
