@@ -98,7 +98,7 @@ INSTALLED = "it needs a package that is not a part of this machine"
 
 # -- test_trainer.py
 
-refuses("core", ("test_mixed_fp16",), fp16_full_eval=True)
+refuses("core", ("test_mixed_fp16",), fp16=True)
 
 
 @claims("core", "test_mixed_bf16")
@@ -876,7 +876,7 @@ def _(kit: Kit) -> None:
             trainer.train(resume_from_checkpoint=asked)
 
 
-refuses("checkpointing", ("test_can_resume_training_lm",), fp16_full_eval=True)
+refuses("checkpointing", ("test_can_resume_training_lm",), fp16=True)
 leaves("checkpointing", "transformers skips it itself", "test_resume_training_with_randomness")
 
 

@@ -182,6 +182,7 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, config).double()
 
 
+FLAT = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 JOBS: dict[str, dict[str, Any]] = {
     "gpt2, metrics": {"model": "GPT2LMHead", "metrics": True},
     "experts": {"model": "Mixtral"},
@@ -211,7 +212,7 @@ def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict
         args=arguments,
         train_dataset=data(12),
         eval_dataset=data(3),
-        data_collator=transformers.DataCollatorWithFlattening() if asked.get("packed") else collate,
+        data_collator=FLAT if asked.get("packed") else collate,
         compute_metrics=accuracy if asked.get("metrics") else None,
     )
     trainer.train()
@@ -270,6 +271,26 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, An
     arguments = PipelineArguments(**{"output_dir": str(tmp_path), "pp": 1, **OPTIONS, **more})
     with pytest.raises(cf.ConfigError, match=sentence):
         PipelineTrainer(model=made(), args=arguments)
+
+
+class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Looks where packed samples begin, as flash attention does."""
+
+    def forward(self, *args: Any, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        found.loss = found.loss + cu_seq_lens_q.double().mean()
+        return found
+
+
+def test_a_model_that_looks_where_packed_samples_begin_is_refused(tmp_path: Path) -> None:
+    options = OPTIONS | {"eval_strategy": "no", "remove_unused_columns": False}
+    arguments = PipelineArguments(output_dir=str(tmp_path), **options)
+    model = Counting(made().config).double()
+    trainer = PipelineTrainer(model=model, args=arguments, train_dataset=data(4), data_collator=FLAT)
+    with pytest.raises(
+        cf.ConfigError, match=r"the model depends on cu_seq_lens_q, .*; use attn_implementation"
+    ):
+        cf.launch(trainer.train, workers=1, transport="local", threads=1)
 
 
 class Own(transformers.Trainer):  # type: ignore[misc]
