@@ -151,7 +151,9 @@ def _used(records: Records, record: Record) -> frozenset[str]:
         if any(ref in alive for _, ref in step.gives):
             alive |= step.takes.refs
     return frozenset(
-        name for name, n in numbers[1].items() if type(n) is int and record.inputs.get(n) in alive
+        name
+        for name, value in numbers[1].items()
+        if any(record.inputs.get(n) in alive for n in pytree.tree_leaves(value))
     )
 
 
