@@ -374,6 +374,27 @@ def with_loss(kind: Any, *, switches: bool) -> Any:
     return Own
 
 
+def of_replicas(kind: Any, replicas: int) -> Any:
+    """A trainer in one process that divides the loss of each batch by the tokens of its replica."""
+
+    class OfReplicas(kind):  # type: ignore[misc]
+        def get_batch_samples(self, *given: Any) -> Any:
+            batches, items = super().get_batch_samples(*given)
+            counts = [
+                self._get_num_items_in_batch(batches[replica::replicas], given[-1])
+                for replica in range(replicas)
+            ]
+            self.divisors = [replicas * counts[number % replicas] for number in range(len(batches))]
+            return batches, items
+
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            if model.training:
+                named["num_items_in_batch"] = self.divisors.pop(0)
+            return super().compute_loss(model, inputs, *given, **named)
+
+    return OfReplicas
+
+
 def trainer_of(case: Case, folder: Path, pp: int | None) -> Any:
     """The trainer in one process (``pp=None``), or in stages."""
     import transformers
@@ -411,6 +432,8 @@ def trainer_of(case: Case, folder: Path, pp: int | None) -> Any:
         from counterflow.integrations.transformers import PipelineArguments, PipelineTrainer
 
         kind, arguments = PipelineTrainer, PipelineArguments(**options)
+    if pp is None and not arguments.average_tokens_across_devices:
+        kind = of_replicas(kind, case.replicas)
     if {"own_loss", "switching"} & set(case.more):
         kind = with_loss(kind, switches="switching" in case.more)
     made = kind(model=model, args=arguments, **named)
