@@ -68,6 +68,7 @@ class Carry(nn.Module):
 
         Args:
             state: tensors, numbers and None in tuples, lists and dicts; what is in it is not changed later.
+                A small part of a large tensor is left as a copy (``clone``), as a view keeps all of it.
         """
         if self._expected:
             self._leave(state)

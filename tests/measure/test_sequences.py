@@ -51,7 +51,7 @@ def test_noise_gives_shares_of_a_whole(seconds: list[float]) -> None:
 def test_a_kind_of_layer_grows_as_its_layers_together_without_what_ops_take() -> None:
     """Two layers of 1 + 1 s + 6 s² together, and 2 · 0.125 around each; a third that leaves nothing."""
     seconds = ((4.25, 4.25, 2.0), (1.5 + 0.25, 1.5 + 0.25, 1.0), (0.8125 + 0.25, 0.8125 + 0.25, 0.5))
-    found = AtLengths(16, LENGTHS, seconds, (64.0, 64.0, 0.0))
+    found = AtLengths(16, LENGTHS, seconds, ((64.0, 0.0), (64.0, 0.0), (0.0, 0.0)))
     assert found.growth([0, 1], 0.125) == Growth(0.75, 0.125)
     assert found.growth([2], 0.0) == Growth()
 
@@ -103,4 +103,4 @@ def test_stages_in_slices_are_timed_at_three_lengths(monkeypatch: pytest.MonkeyP
     whole, cost = (cf.launch(_measured, n, workers=1, transport="local")[0] for n in (1, 2))
     assert (whole.forward_seconds, whole.attention_share, whole.fixed_share) == (8.0, 0.0, 0.0)
     assert (cost.forward_seconds, cost.attention_share, cost.fixed_share) == (8.0, 0.625, 0.125)
-    assert (whole.state_bytes, cost.state_bytes) == (0, 3 * 4 * 4)
+    assert (whole.slice_state_bytes, cost.state_bytes, cost.slice_state_bytes) == (0, 0, 3 * 4 * 4)

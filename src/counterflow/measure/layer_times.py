@@ -158,13 +158,14 @@ class AtLengths:
         positions: positions of a whole sequence.
         lengths: the timed shares of it.
         seconds: forward and backward together of each layer, by length.
-        state_bytes: size of what slices leave to later ones, for one sample, by layer.
+        state_bytes: by layer, for one sample, size of what slices leave to later ones, as far as it grows
+            with them, and size of what each leaves however short it is.
     """
 
     positions: int
     lengths: tuple[float, ...]
     seconds: tuple[tuple[float, ...], ...]
-    state_bytes: tuple[float, ...]
+    state_bytes: tuple[tuple[float, float], ...]
 
     def growth(self, members: Sequence[int], overhead_seconds: float) -> Growth:
         """How the seconds of layers of one kind grow.
@@ -177,7 +178,9 @@ class AtLengths:
             sum(max(_LEAST * row[layer], row[layer] - 2 * overhead_seconds) for layer in members)
             for row in self.seconds
         ]
-        return Growth.of(self.lengths, seconds, attends=any(self.state_bytes[layer] for layer in members))
+        return Growth.of(
+            self.lengths, seconds, attends=any(any(self.state_bytes[layer]) for layer in members)
+        )
 
 
 class LengthTimer(_Turns):
@@ -208,20 +211,20 @@ class LengthTimer(_Turns):
         return AtLengths(self._positions, self._lengths, seconds, self._states)
 
 
-def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[float, ...] | None:
-    """Bytes that each layer leaves to later slices, for one sample; None if slices are refused.
+def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[tuple[float, float], ...] | None:
+    """Bytes that each layer leaves to later slices, as ``AtLengths`` has them; None if slices are refused.
 
     The first worker finds out alone while the others wait, so a refusal is no failure of theirs, and all know
     the same.
     """
     transport = current_transport()
     mine = _states_alone(subject, batch, size, transport.device) if transport.rank == 0 else None
-    return cast("tuple[float, ...] | None", transport.gather_objects(mine)[0])
+    return cast("tuple[tuple[float, float], ...] | None", transport.gather_objects(mine)[0])
 
 
 def _states_alone(
     subject: Subject, batch: tuple[Any, Any], size: int, device: torch.device
-) -> tuple[float, ...] | None:
+) -> tuple[tuple[float, float], ...] | None:
     schedule = _each(len(subject.layers), 1, slices=2)
     plain = replace(subject, execution=subject.execution.but(compile=False))
     try:
@@ -231,7 +234,7 @@ def _states_alone(
         pipeline.close()
     except CounterflowError:
         return None
-    return tuple(cost.state_bytes / size for cost in costs)
+    return tuple((cost.state_bytes / size, cost.slice_state_bytes / size) for cost in costs)
 
 
 class StepTimer(_Turns):

@@ -64,10 +64,10 @@ def layer_profile(
         return median(seconds)
 
     largest = by_size[-1]
-    growth, state_bytes = Growth(), 0.0
+    growth, state_bytes, slice_state_bytes = Growth(), 0.0, 0.0
     if at_lengths is not None:
         growth = at_lengths.growth(members, by_size[0].overhead_seconds)
-        state_bytes = float(max(at_lengths.state_bytes[i] for i in members))
+        state_bytes, slice_state_bytes = max(at_lengths.state_bytes[i] for i in members)
     return LayerProfile(
         samples=tuple(float(one.size) for one in by_size),
         forward_seconds=median(lambda one, i: one.forward[i]),
@@ -99,6 +99,7 @@ def layer_profile(
         attention_share=growth.attention,
         fixed_share=growth.fixed,
         state_bytes=state_bytes,
+        slice_state_bytes=slice_state_bytes,
     )
 
 

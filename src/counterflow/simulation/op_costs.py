@@ -134,6 +134,7 @@ class ByteCosts:
             all layers of the stage save the same.
         state: bytes of one micro-batch that a stage leaves to later slices, such as keys and values: a part
             of ``activations`` that is saved in any case. Its gradient waits for the slice that made it.
+        slice_state: bytes of it that each slice leaves, however short it is, such as a recurrent state.
         state_gradients: bytes of these gradients; None: as many as of the state.
     """
 
@@ -184,6 +185,13 @@ class ByteCosts:
         name="state_bytes",
         divided=0.0,
     )
+    slice_state: PerStage = asked(
+        0.0,
+        "What each slice of a micro-batch leaves to the next one however short it is (a recurrent state).",
+        metavar="BYTES",
+        name="slice_state_bytes",
+        divided=0.0,
+    )
     state_gradients: PerStage | None = None
 
     def __post_init__(self) -> None:
@@ -218,7 +226,8 @@ class StageBytes:
         between: bytes that are saved from input gradient to weight gradients, if the backward is split.
         space: for each kind of op, additional bytes while it runs.
         state: bytes of one micro-batch that slices leave to later ones.
-        state_gradients: their gradients; empty: as many.
+        slice_state: bytes of it that each slice leaves however short it is, in addition; empty: none.
+        state_gradients: gradients of ``state``; empty: as many.
         recomputed: whether ``stash`` is without them, because the rest is computed again.
     """
 
@@ -228,6 +237,7 @@ class StageBytes:
     between: list[float]
     space: Mapping[OpKind, list[float]]
     state: list[float] = field(default_factory=list)
+    slice_state: list[float] = field(default_factory=list)
     state_gradients: list[float] = field(default_factory=list)
     recomputed: bool = False
 
@@ -248,13 +258,14 @@ class StageBytes:
         if not self.state or not piece.sliced:
             return at_start, at_end
         state = self.state[piece.stage] * piece.micro_batches
+        alone = self.slice_state[piece.stage] * piece.micro_batches if self.slice_state else 0.0
         gradients = self.state_gradients[piece.stage] * piece.micro_batches if self.state_gradients else state
         share = [length / sum(piece.lengths) for length in piece.lengths]
         last = piece.part == len(share) - 1
         if self.recomputed and piece.kind.whole and not last:
-            at_start += state * share[piece.part]
+            at_start += state * share[piece.part] + alone
         if piece.kind.carries < 0:
-            at_end -= state * share[piece.part - 1] if self.recomputed and piece.part else 0.0
+            at_end -= state * share[piece.part - 1] + alone if self.recomputed and piece.part else 0.0
             at_start += gradients * piece.before if last else 0.0
             at_end -= 0.0 if last else gradients * share[piece.part]
         return at_start, at_end
@@ -299,6 +310,7 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
         between=each("kept_for_weights", full),
         space=dict(zip(OpKind, (none, again, again, none), strict=True)),
         state=each("state"),
+        slice_state=each("slice_state"),
         state_gradients=each("state_gradients", costs.state),
         recomputed=recompute is not Recompute.NONE,
     )

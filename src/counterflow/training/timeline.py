@@ -348,6 +348,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
             layer_inputs=[stage.layer_input_bytes for stage in stages],
             largest_layer=[stage.largest_layer_bytes for stage in stages],
             state=[stage.state_bytes for stage in stages],
+            slice_state=[stage.slice_state_bytes for stage in stages],
             state_gradients=0.0,
         ),
     )

@@ -36,7 +36,8 @@ class StageCost:
         attention_share: share of its seconds that is attention to earlier positions; 0 without slices, like
             the next two.
         fixed_share: share of them that a slice takes however short it is.
-        state_bytes: size of what slices of a micro-batch leave to later ones.
+        state_bytes: size of what slices of a micro-batch leave to later ones, as far as it grows with them.
+        slice_state_bytes: size of what each slice leaves however short it is.
     """
 
     forward_seconds: float
@@ -59,6 +60,7 @@ class StageCost:
     attention_share: float = 0.0
     fixed_share: float = 0.0
     state_bytes: int = 0
+    slice_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def _measured(
         turns = [
             [_seconds(pipeline, copy, chain, run, loss) for chain in lengths] for _ in range(repeats + 1)
         ][1:]
-        state = _state_bytes(pipeline, copy, value, rows) if sliced else 0
+        state, slice_state = _state_bytes(pipeline, copy, lengths[:2], rows) if sliced else (0.0, 0.0)
         saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
         halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
         workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
@@ -137,7 +137,7 @@ def _measured(
     growth = Growth.of(
         [chain.share for chain in lengths],
         [statistics.median(map(sum, one)) for one in zip(*turns, strict=True)],
-        attends=state > 0,
+        attends=state + slice_state > 0,
     )
     return StageCost(
         forward_seconds=scale * statistics.median(turn[0][0] for turn in turns),
@@ -158,6 +158,7 @@ def _measured(
         attention_share=growth.attention,
         fixed_share=growth.fixed,
         state_bytes=round(scale * state),
+        slice_state_bytes=round(scale * slice_state),
     )
 
 
@@ -178,14 +179,30 @@ def _seconds(
     return middle - start, _now(pipeline) - middle
 
 
-def _state_bytes(pipeline: Pipeline, copy: StageCopy, value: Any, rows: SampleRows) -> int:
-    """Bytes that the layers of a stage leave to a later slice, of a whole sequence as the first one."""
+def _state_bytes(
+    pipeline: Pipeline, copy: StageCopy, chains: Sequence[Chain], rows: SampleRows
+) -> tuple[float, float]:
+    """Bytes that the layers of a stage leave to a later slice: those that grow with it, of a whole sequence,
+    and the others.
+
+    Args:
+        pipeline: the stage's.
+        copy: the stage.
+        chains: the whole sequence, and a shorter one, if there is one, that tells the two apart.
+        rows: of the mini-batch.
+    """
     if copy.skips is None or not copy.skips.carries:
-        return 0
-    with torch.no_grad():
-        output = run_of(pipeline, copy, rows._replace(slices=2))(value)
-    left = tensors_of([output.skips[number] for number in copy.skips.carries])
-    return sum({id(tensor): tensor.nbytes for tensor in left}.values())
+        return 0.0, 0.0
+    found = []
+    for chain in chains:
+        with torch.no_grad():
+            output = run_of(pipeline, copy, rows._replace(slices=2))(chain.taken[copy.stage])
+        left = tensors_of([output.skips[number] for number in copy.skips.carries])
+        found.append(sum({id(tensor): tensor.nbytes for tensor in left}.values()))
+    if len(found) == 1:
+        return found[0], 0.0
+    growing = (found[0] - found[1]) / (1.0 - chains[1].share)
+    return growing, found[0] - growing
 
 
 def _split(

@@ -24,13 +24,15 @@ class SliceCost:
         fixed: share that each slice takes.
         attention: share of a forward, and of a backward, that is attention to earlier positions.
         of_half: the same of the half of a split backward that attends.
-        state_bytes: bytes that slices leave to later ones.
+        state_bytes: bytes that slices leave to later ones, as far as they grow with them.
+        slice_state_bytes: bytes that each slice leaves however short it is.
     """
 
     fixed: float = 0.0
     attention: float = 0.0
     of_half: float = 0.0
     state_bytes: float = 0.0
+    slice_state_bytes: float = 0.0
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile], samples: float) -> SliceCost:
@@ -46,7 +48,8 @@ class SliceCost:
         inputs, weights = map(sum, zip(*halves, strict=True))
         of_half = attention * (inputs + weights) / inputs if inputs else 0.0
         state = sum(layer.state_bytes for layer in layers) * samples
-        return cls(fixed, attention, min(of_half, 1.0 - fixed), state)
+        slice_state = sum(layer.slice_state_bytes for layer in layers) * samples
+        return cls(fixed, attention, min(of_half, 1.0 - fixed), state, slice_state)
 
     def share(self, kind: OpKind, work: float, attention: float) -> float:
         """Share of the whole op's seconds that a slice takes.

@@ -151,9 +151,13 @@ class StageCosts:
             weights = list(map(add, self.weights, self.casts))
             fixed = list(map(add, self.gradients, self.optimizer))
             held = stage_bytes(self.memory, recompute, weights, fixed)
-            if any(one.state_bytes for one in self.slices):
-                state = [one.state_bytes for one in self.slices]
-                held = replace(held, state=state, recomputed=recompute is not Recompute.NONE)
+            if any(one.state_bytes or one.slice_state_bytes for one in self.slices):
+                held = replace(
+                    held,
+                    state=[one.state_bytes for one in self.slices],
+                    slice_state=[one.slice_state_bytes for one in self.slices],
+                    recomputed=recompute is not Recompute.NONE,
+                )
             self._held[recompute] = held
         return self._held[recompute]
 

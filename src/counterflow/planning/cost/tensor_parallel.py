@@ -166,6 +166,7 @@ def of_position(
         low_precision_bytes=weights * layer.low_precision_bytes,
         cast_bytes=weights * layer.cast_bytes,
         state_bytes=left(division.saved) * layer.state_bytes,
+        slice_state_bytes=left(division.saved) * layer.slice_state_bytes,
         update_peak_bytes=weights * layer.update_peak_bytes,
         parameter_bytes=(),  # unknown which of them are divided
     )

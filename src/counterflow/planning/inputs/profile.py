@@ -29,6 +29,7 @@ _ALONE = (
     "attention_share",
     "fixed_share",
     "state_bytes",
+    "slice_state_bytes",
 )
 _PEAKS = (
     "forward_peak_bytes",
@@ -140,7 +141,9 @@ class LayerProfile:
         attention_share: share of the seconds of a forward, and of a backward, that is attention to earlier
             positions, so that a later slice of a sequence takes longer.
         fixed_share: share of them that a slice takes however short it is.
-        state_bytes: size of what a slice of a whole sequence leaves to later ones, for one sample.
+        state_bytes: size of what slices leave to later ones, as far as it grows with them; of a whole
+            sequence, for one sample.
+        slice_state_bytes: size of what each slice leaves however short it is, for one sample.
         low_precision_bytes: size of its trained weights in bfloat16 or float16, whose gradients are
             accumulated in float32 and take twice as much.
         tensor_parallel: the parts that tensor parallelism divides; None: none.
@@ -185,6 +188,7 @@ class LayerProfile:
     attention_share: float = 0.0
     fixed_share: float = 0.0
     state_bytes: float = 0.0
+    slice_state_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.samples or self.samples[0] <= 0 or any(a >= b for a, b in pairwise(self.samples)):
