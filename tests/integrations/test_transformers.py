@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,23 @@ def jobs(folder: str, checkpoint: str) -> list[list[dict[str, float]]]:
     return [*found, job(Path(folder) / "replicas", "experts", 1), resumed]
 
 
+def test_checkpoints_are_those_of_the_trainer_without_a_pipeline(
+    tmp_path: Path, plain: tuple[Path, Any], one_worker: tuple[Path, Any]
+) -> None:
+    """Each goes on from the other's; in two stages a run does from either, as both have the same files."""
+    checkpoints = [folder / "checkpoint-3" for folder in (plain[0], one_worker[0])]
+    mine, theirs = ({file.name for file in folder.iterdir()} for folder in checkpoints)
+    assert mine == theirs
+    agree(tmp_path / "ours", plain[0], threaded(str(tmp_path / "ours"), {}, str(checkpoints[0])), plain[1])
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "theirs"), **OPTIONS)
+    agree(
+        tmp_path / "theirs",
+        plain[0],
+        run(transformers.Trainer, arguments, str(checkpoints[1])),
+        plain[1],
+    )
+
+
 def test_features_in_two_stages_are_those_of_the_trainer(
     tmp_path: Path, plain: tuple[Path, Any], one_worker: tuple[Path, Any]
 ) -> None:
@@ -323,9 +341,14 @@ def test_methods_that_would_not_run_are_refused(tmp_path: Path, kind: Any, sente
         kind(model=made(), args=arguments)
 
 
-def test_a_checkpoint_of_the_trainer_alone_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:
-    with pytest.raises(cf.ConfigError, match="is not one of a trainer in a pipeline"):
-        threaded(str(tmp_path / "stages"), {}, str(plain[0] / "checkpoint-3"))
+def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(plain[0] / "checkpoint-3", checkpoint)
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    state["param_groups"][0]["params"].pop()
+    torch.save(state, checkpoint / "optimizer.pt")
+    with pytest.raises(cf.ConfigError, match=r"optimizer\.pt is of other groups of weights"):
+        threaded(str(tmp_path / "stages"), {}, str(checkpoint))
 
 
 class Switching(PipelineTrainer):

@@ -1,6 +1,7 @@
 """Checkpoints of a trainer whose model is in pipeline stages, in transformers' own files.
 
-Invariant: a checkpoint says nothing of the stages, so a run of any number of workers resumes from it.
+Invariant: a checkpoint says nothing of the stages, so a run of any number of workers resumes from it, and so
+does the trainer without a pipeline, whose checkpoints are read the same way.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 from counterflow.errors import ConfigError
 from counterflow.models import hf
+from counterflow.runtime.parameters.saved import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 
 from .shown import Shown
@@ -25,6 +29,9 @@ else:
 OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"
 """Files of a checkpoint, by transformers' names."""
 
+PIPELINE = "counterflow"
+"""In the file of the optimiser: what a pipeline resumes with beside it."""
+
 
 class Checkpoints(Base):  # type: ignore[misc]
     """Writes and reads the checkpoints of a trainer.
@@ -34,6 +41,8 @@ class Checkpoints(Base):  # type: ignore[misc]
     """
 
     pipeline: Pipeline | None = None
+    _decays: set[str]
+    """Names of the weights that decay."""
     optimizer: Any
     lr_scheduler: Any
 
@@ -52,12 +61,39 @@ class Checkpoints(Base):  # type: ignore[misc]
             torch.save(self.args, folder / ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write them as transformers does, and what only a pipeline reads beside them."""
         assert self.pipeline is not None
         state = self.pipeline.state_dict(rank=0)
-        if self.args.should_save:
-            state.pop("model")
-            torch.save(state, Path(output_dir) / OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        if not self.args.should_save:
+            return
+        kept: dict[str, ParameterState] = state["optimizer"]
+        groups: list[dict[str, Any]] = []
+        states: dict[int, dict[str, Any]] = {}
+        count = 0
+        for its in self._updated_names():
+            options: dict[str, Any] = {}
+            for number, every in enumerate(its, count):
+                one = next(kept[name] for name in every if name in kept)
+                options = one.options
+                if one.state:
+                    states[number] = one.state
+            groups.append({**options, "params": [*range(count, count + len(its))]})
+            count += len(its)
+        beside = {name: state[name] for name in ("step", "seed")}
+        whole = {"state": states, "param_groups": groups, PIPELINE: beside}
+        torch.save(whole, Path(output_dir) / OPTIMIZER)
+        torch.save(_for_groups(self.lr_scheduler.state_dict(), len(groups)), Path(output_dir) / SCHEDULER)
+
+    def _updated_names(self) -> list[list[list[str]]]:
+        """All names of each trained weight, in the order and groups of the trainer without a pipeline."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), []).append(name)
+        return [
+            [every for every in names.values() if (every[0] in self._decays) == decays]
+            for decays in (True, False)
+        ]
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
@@ -106,16 +142,29 @@ class Checkpoints(Base):  # type: ignore[misc]
             return
         assert self.pipeline is not None
         state = torch.load(Path(checkpoint) / OPTIMIZER, weights_only=True)
-        if "optimizer" not in state:
+        names, groups = self._updated_names(), state.get("param_groups", [])
+        if [len(group["params"]) for group in groups] != [len(its) for its in names]:
             raise ConfigError(
-                f"{checkpoint}: {OPTIMIZER} is not one of a trainer in a pipeline; resume from a checkpoint "
-                "that this trainer wrote, or begin a new run from the checkpoint's model"
+                f"{checkpoint}: {OPTIMIZER} is of other groups of weights than this trainer has; resume with "
+                "the same model and arguments, or begin a new run from the checkpoint's model"
             )
-        self.pipeline.load_state_dict({**state, "model": self.pipeline.model_state_dict(local=True)})
-        kept = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
-        self.optimizer = Shown(self.pipeline, kept["_last_lr"][0])
+        kept: dict[str, Any] = {}
+        for its, group in zip(names, groups, strict=True):
+            options = {name: value for name, value in group.items() if name != "params"}
+            for every, number in zip(its, group["params"], strict=True):
+                one = {"state": state["state"].get(number, {}), "options": options}
+                kept |= dict.fromkeys(every, one)
+        steps = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
+        beside = {"step": steps, "seed": self.args.seed} | state.get(PIPELINE, {})
+        weights = self.pipeline.model_state_dict(local=True)
+        self.pipeline.load_state_dict({"model": weights, "optimizer": kept, "scheduler": {}, **beside})
+        schedule = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        self.optimizer = Shown(self.pipeline, schedule["_last_lr"][0])
         self.lr_scheduler.optimizer = self.optimizer
-        mine = self.lr_scheduler.state_dict()
-        # Each group of weights has an element; workers, and other numbers of workers, have other groups.
-        kept |= {n: kept[n][:1] * len(v) for n, v in mine.items() if isinstance(v, list) and kept.get(n)}
-        self.lr_scheduler.load_state_dict(kept)
+        count = len(self.optimizer.param_groups)
+        self.lr_scheduler.load_state_dict(_for_groups(schedule, count))
+
+
+def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
+    """A learning-rate schedule's state for another number of groups, which all have the same rate."""
+    return schedule | {n: v[:1] * count for n, v in schedule.items() if isinstance(v, list)}
