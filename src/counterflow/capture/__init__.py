@@ -15,8 +15,9 @@ bytes cross (``cutting``), and each piece is a ``CapturedLayer``, which runs its
 that later layers need as one tuple of tensors (``layer``), including skip connections, masks and times.
 
 Invariant: layers run the user's own modules, parameters and buffers, in their current modes. A forward that
-decides by values of tensors is refused, with the line that does; so is a mini-batch whose sizes differ from
-the example's where these are not free. The user's model is not changed, and only shapes are computed.
+decides by values of tensors, or changes an attribute of an atom for a call, is refused, with the line that
+does; so is a mini-batch whose sizes differ from the example's where these are not free. The user's model is
+not changed, and only shapes are computed.
 
 Stages and workers play no role here. Attributes of an opened module at the time of capture (sizes, flags,
 tensors that are neither parameter nor buffer) are treated as constants.

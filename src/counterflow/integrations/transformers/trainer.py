@@ -82,18 +82,17 @@ class PipelineTrainerMixin(Checkpoints):
             batch: inputs of the model, with labels.
 
         Raises:
-            ConfigError: ``compute_loss`` cannot be captured, or the layers are too few.
+            ConfigError: ``compute_loss`` cannot be captured, or switches a module for a call, or depends on
+                where packed samples begin; or the layers are too few.
         """
         if self.pipeline is None:
-            model = self.model
             items = self._get_num_items_in_batch([dict(batch)], torch.device("cpu"))
-            layers = self._captured(batch, items)
-            self._layers, self._first = layers, _unpacked(batch)
-            self._decays = set(self.get_decay_parameter_names(model))
+            self._layers, self._first = self._captured(batch, items), _unpacked(batch)
+            self._decays = set(self.get_decay_parameter_names(self.model))
             schedule = self.args.made_schedule()
             if self.args.schedule == AUTO:
                 schedule = chosen(schedule, self._timed(schedule), self._whole(batch, items, schedule))
-            self.pipeline = self._pipeline_of(schedule, model, self._layers)
+            self.pipeline = self._pipeline_of(schedule, self.model, self._layers)
         return self.pipeline
 
     def _captured(self, batch: Mapping[str, Any], items: Any) -> list[capture.CapturedLayer]:
