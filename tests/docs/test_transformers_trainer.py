@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ def test_the_page_on_the_trainer(tmp_path: Path) -> None:
         timeout=280,
         check=False,
         cwd=tmp_path,
+        # With it each print writes its text and its end apart, and two workers' losses may come on one line.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(line) for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+", line)]
