@@ -140,7 +140,7 @@ def test_layers_that_add_to_the_loss(recompute: str) -> None:
         model = [torch.nn.Linear(4, 32), *(_AddsLoss(32, 32) for _ in range(4)), torch.nn.Linear(32, 4)]
         loss = torch.nn.functional.mse_loss
         pipeline = Pipeline(model, loss, schedule, optimizer=_sgd, recompute=recompute)
-        inputs = torch.ones(SAMPLES * schedule.micro_batches, 4)
+        inputs = torch.ones(SAMPLES * schedule.micro_batches, 64, 4)
         costs = measure_stages(pipeline, inputs, -inputs, repeats=1)
         pipeline.step(inputs, -inputs)
         return costs, pipeline.peak_saved_bytes
