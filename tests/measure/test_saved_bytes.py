@@ -127,9 +127,9 @@ class _AddsLoss(torch.nn.Linear):
     """Adds to the loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().forward(x)
+        found = super().forward(x.tanh())
         cf.add_loss(found.logsumexp(-1).square().mean())
-        return found.tanh()
+        return x + found
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])

@@ -127,6 +127,7 @@ def _measured(
         output = run_of(pipeline, copy, rows, inner=[each])(value)
         layer_inputs = each.inputs.current
         if target is not None:  # the loss is not computed again
+            output = _leaves(output)  # what was added has a graph of its own
             layer_inputs += _saved(constant, lambda: loss(output))
     finally:
         contexts.close()
@@ -256,7 +257,12 @@ class _ByLayer(Feature):
             return tensors_of(box[0])
 
         self.beyond.append(_saved([*self._constant, *given], outputs))
-        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
+        return _leaves(box[0])
+
+
+def _leaves(value: Any) -> Any:
+    """A value in whose place no graph leads on."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
