@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.added_loss import added_losses
 from counterflow.runtime.execution.meters import SavedBytes
 from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Unit, take_apart
@@ -127,7 +128,6 @@ def _measured(
         output = run_of(pipeline, copy, rows, inner=[each])(value)
         layer_inputs = each.inputs.current
         if target is not None:  # the loss is not computed again
-            output = _leaves(output)  # what was added has a graph of its own
             layer_inputs += _saved(constant, lambda: loss(output))
     finally:
         contexts.close()
@@ -253,16 +253,12 @@ class _ByLayer(Feature):
         box: list[Any] = []
 
         def outputs() -> list[Tensor]:
-            box.append(run(InputGuard().given(value), step, rows))
-            return tensors_of(box[0])
+            with added_losses() as added:
+                box.append(run(InputGuard().given(value), step, rows))
+            return [*tensors_of(box[0]), *added.values()]
 
         self.beyond.append(_saved([*self._constant, *given], outputs))
-        return _leaves(box[0])
-
-
-def _leaves(value: Any) -> Any:
-    """A value in whose place no graph leads on."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])
 
 
 def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
