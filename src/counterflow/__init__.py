@@ -18,7 +18,6 @@ from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
-    from .added_loss import add_loss, added_losses
     from .attention import attend
     from .capture import layers
     from .carry import Carry
@@ -61,8 +60,6 @@ __all__ = [
     "Step",
     "Synthesis",
     "WorkerError",
-    "add_loss",
-    "added_losses",
     "attend",
     "balanced_slices",
     "check",
@@ -101,8 +98,6 @@ _LATE = {
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "Step": "runtime.execution.step",
-    "add_loss": "added_loss",
-    "added_losses": "added_loss",
     "attend": "attention",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",

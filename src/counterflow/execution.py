@@ -9,11 +9,20 @@ imported.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, Strict, ValidationError
-from pydantic import ValidationInfo as Info
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    Strict,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from .errors import ConfigError
@@ -40,24 +49,33 @@ def option(
     return Field(default, json_schema_extra=extra, exclude=no_key is not None, **limits)
 
 
-def _dtype_name(value: object, info: Info) -> object:
-    """The name of a torch dtype.
-
-    Raises:
-        ConfigError: the dtype is float16.
-    """
+def _dtype_name(value: object) -> object:
+    """The name of a torch dtype."""
     if (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
         return value
-    if str(value) == "torch.float16":
-        raise ConfigError(
-            f"{info.field_name}=torch.float16 needs scaled losses, or small gradients are lost "
-            "in silence; use torch.bfloat16"
-        )
     return str(value).removeprefix("torch.")
 
 
-LowPrecision = Annotated[Literal["bfloat16"] | None, BeforeValidator(_dtype_name)]
+LowPrecision = Annotated[Literal["bfloat16", "float16"] | None, BeforeValidator(_dtype_name)]
 """A dtype by its name, so files can contain it; a torch dtype is accepted too."""
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
+"""Limits of loss scales: the normal powers of two of float32."""
+
+
+def is_scale(value: float) -> bool:
+    """Whether losses may be multiplied by it: a power of two, which rounds nothing."""
+    return SMALLEST_SCALE <= value <= LARGEST_SCALE and math.frexp(value)[0] == 0.5
+
+
+def _scale(value: float | None) -> float | None:
+    if value is not None and not is_scale(value):
+        raise ValueError(value)
+    return value
+
+
+FIRST_SCALE = 2.0**16
+"""Loss scale with which float16 begins, as in ``torch.amp.GradScaler``."""
 
 
 class Options(BaseModel):
@@ -127,20 +145,37 @@ class Execution(Options):
     Their layers go through ``torch.compile``; the name of its backend may be given.
     """
 
-    autocast: LowPrecision = option(None, "bfloat16, in quotes")
+    autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")
     """Compute layers in this type; default: the type of the weights.
 
     Layers run under autocast, so in the lower precision only if torch deems it safe. A weight is cast once
-    for each version, not for each micro-batch.
+    for each version, not for each micro-batch. In float16 losses are scaled (``loss_scale``).
     """
 
-    compute_dtype: LowPrecision = option(None, "bfloat16, in quotes")
+    compute_dtype: LowPrecision = option(None, "bfloat16 or float16, in quotes")
     """Cast the weights to this type while layers run, and update and save them in their own type; an
     alternative to autocast.
 
     The model's input is cast too; its output is float32 again. The parameters stay as they are: gradients are
-    added, updates made and states saved in their precision (master weights).
+    added, updates made and states saved in their precision (master weights). In float16 losses are scaled
+    (``loss_scale``).
     """
+
+    loss_scale: Annotated[float | None, AfterValidator(_scale)] = option(
+        None, "a power of 2, 2**-126 to 2**127"
+    )
+    """First factor of the losses, so small gradients are not lost in float16; default: 65536 in float16,
+    otherwise losses are not scaled.
+
+    It is dynamic, as ``torch.amp.GradScaler``'s: if the loss or a gradient of any worker is not finite, all
+    workers skip the update (``Step.skipped``) and halve it; after ``loss_scale_interval`` updates in a row it
+    is doubled. Gradients are divided by it before hooks, norm, clipping and update, and reported losses do
+    not contain it. It is part of the training's state. For synchronous schemes. Source: Micikevicius et al.,
+    Mixed precision training, section 3.2.
+    """
+
+    loss_scale_interval: int = option(2000, f"a whole number, 1 to {_MANY:,}", ge=1, le=_MANY)
+    """Updates in a row without a skipped one after which ``loss_scale`` is doubled."""
 
     clip_norm: float | None = option(None, "a number, 0 or more", ge=0)
     """Maximum norm of the whole gradient; 0 does not clip.
@@ -230,7 +265,18 @@ class Execution(Options):
     @property
     def waits_for_norm(self) -> bool:
         """Whether every update waits for the gradient norm of all stages."""
-        return self.max_norm is not None or self.skip_non_finite
+        return self.max_norm is not None or self.skips_updates
+
+    @property
+    def first_scale(self) -> float | None:
+        """Loss scale of the first step; None: losses are not scaled."""
+        scales = self.loss_scale is None and self.computes_in == "float16"
+        return FIRST_SCALE if scales else self.loss_scale
+
+    @property
+    def skips_updates(self) -> bool:
+        """Whether a mini-batch with a non-finite loss or gradient updates nothing, on any worker."""
+        return self.skip_non_finite or self.first_scale is not None
 
     @property
     def slices(self) -> bool:
@@ -241,6 +287,19 @@ class Execution(Options):
     def computes_in(self) -> str | None:
         """Name of the lower precision in which layers compute; None: that of the weights."""
         return self.compute_dtype or self.autocast
+
+
+def unskippable(execution: Execution) -> str:
+    """Why an asynchronous scheme, whose name is put before the text, cannot skip updates."""
+    option, instead = "skip_non_finite", ""
+    if execution.first_scale is not None:
+        given = execution.loss_scale is not None
+        option = "loss_scale" if given else f"the loss scale of {execution.computes_in}"
+        instead = ", or bfloat16"
+    return (
+        f"updates each stage before all gradients are known, so that {option} cannot skip an update "
+        f"everywhere; take a synchronous scheme{instead}"
+    )
 
 
 class Configured(Execution):
@@ -313,6 +372,8 @@ class Flat(TypedDict, total=False):
     compile: bool | str
     autocast: Any
     compute_dtype: Any
+    loss_scale: float | None
+    loss_scale_interval: int
     clip_norm: float | None
     skip_non_finite: bool
     barrier: bool

@@ -304,6 +304,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "compile": st.booleans(),
     }
     flushes = scheme is None or SCHEMES[scheme].synchronous
+    if flushes:
+        pipeline["autocast"] = st.sampled_from(["bfloat16", "float16"])
+        pipeline["loss_scale"] = st.sampled_from([2.0**-126, 1.0, 2.0**24, 2.0**127])
     if flushes and draw(st.booleans()):
         pipeline["zero_stage"] = st.integers(0, 1)
     else:

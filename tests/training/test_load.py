@@ -202,8 +202,18 @@ def test_workers_beside_a_schedule_file(write: Write) -> None:
             'run.toml: pipeline.transport = "mpi": must be one of auto, gloo, nccl, local',
         ),
         (
-            "[pipeline]\nautocast = 'float16'",
-            'run.toml: pipeline.autocast = "float16": must be bfloat16, in quotes',
+            "[pipeline]\nautocast = 'float32'",
+            'run.toml: pipeline.autocast = "float32": must be bfloat16 or float16, in quotes',
+        ),
+        (
+            "[pipeline]\nautocast = 'float16'\n[schedule]\nscheme = 'pipedream'",
+            "run.toml: schedule.scheme = pipedream updates each stage before all gradients are known, so "
+            "that the loss scale of float16 cannot skip an update everywhere; take a synchronous scheme, or "
+            "bfloat16",
+        ),
+        (
+            "[pipeline]\nloss_scale = 3.0",
+            "run.toml: pipeline.loss_scale = 3.0: must be a power of 2, 2**-126 to 2**127",
         ),
         ("[pipeline]\ncompile = 1", "run.toml: pipeline.compile = 1: must be true or false"),
         (

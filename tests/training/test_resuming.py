@@ -60,6 +60,11 @@ NO_FLUSH = {
         {},
         {"pipeline__barrier": False},
         {"train__ema_decay": 0.5},
+        {
+            "pipeline__autocast": "float16",
+            "pipeline__loss_scale": 2.0**21,
+            "pipeline__loss_scale_interval": 2,
+        },
         {"schedule__scheme": "wpipe", "schedule__workers": 1, **NO_FLUSH},
         {"schedule__scheme": "pipedream-2bw", **NO_FLUSH, "schedule__stages": 2},
     ],

@@ -90,6 +90,7 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         "flush_after": (),
         "autocast": None,
         "compute_dtype": None,
+        "scaler": None,
     }
     assert calls.threads == torch.get_num_threads() == threads
     assert calls.pipeline is not None
@@ -148,6 +149,7 @@ def test_every_option_goes_to_both(monkeypatch: pytest.MonkeyPatch, threads: int
         "flush_after": [1, 3],
         "autocast": torch.bfloat16,
         "compute_dtype": None,
+        "scaler": None,
     }
     assert (calls.threads, torch.get_num_threads()) == (1, threads)
     assert calls.pipeline is not None

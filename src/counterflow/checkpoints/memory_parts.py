@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from counterflow.runtime.parameters.saved import LOSS_SCALE
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 
@@ -36,7 +37,8 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
     found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
     for key in keys:
         kept = kept_of(key)
-        own = [(int(kept.of),)] if kept.kind == AVERAGED else parts.get(kept.kind, {}).get(str(kept.of), ())
+        alike = kept.kind in {AVERAGED, LOSS_SCALE}
+        own = [(int(kept.of),)] if alike else parts.get(kept.kind, {}).get(str(kept.of), ())
         for part in own:
             found[part].append(key)
     return found

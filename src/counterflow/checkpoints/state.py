@@ -2,7 +2,8 @@
 
 ``model/NAME`` is a weight, a buffer or a module's extra state, ``ema/NAME`` the average of a weight,
 ``optimizer/NAME/SLOT`` its optimiser state and ``options/NAME`` the optimiser's class and options;
-``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the number of updates in averages.
+``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the number of updates in averages,
+``loss_scale/STAGE`` the loss scale, the same for all stages.
 NAME is the first name in the model.
 
 Invariant: tensors are not copied here; a writer copies only what it writes.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
-from counterflow.runtime.parameters.saved import StateName, assembled
+from counterflow.runtime.parameters.saved import BY_STAGE, StateName, assembled
 from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name
@@ -51,7 +52,7 @@ def kept_of(key: str) -> StateName:
         return StateName(kind, name, slot)
     if kind == OPTIONS:
         return StateName(OPTIMIZER, of)
-    return StateName(kind, int(of) if kind in {SCHEDULER, AVERAGED} else of)
+    return StateName(kind, int(of) if kind in BY_STAGE else of)
 
 
 def first_names(pipeline: Pipeline) -> dict[str, str]:
@@ -153,7 +154,7 @@ def wanted(
         kind, of, slot = kept_of(key)
         for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
             own = StateName(kind, first.get(name, name), slot)
-            if kind in {SCHEDULER, AVERAGED} or own._replace(slot=None) in mine:
+            if kind in BY_STAGE or own._replace(slot=None) in mine:
                 stored[own] = key
     averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
     needed = {MODEL, OPTIMIZER, *([AVERAGE] if averaged else [])} if training else {MODEL}

@@ -38,6 +38,7 @@ from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
 from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call, Told
+from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
@@ -173,6 +174,7 @@ class Pipeline(States):
             streams=self.streams,
             sharded=execution.zero_stage > 0,
         )
+        self.weights.loss_scale = LossScale.of(execution)
         held.compile(execution.compile, self.streams)
         self.compression = Compression(self.device) if execution.compress else None
         workers = Workers(self.ranks, self.replica, self.worker, transport)

@@ -101,6 +101,12 @@ class States(ABC):
         return self._run.warm_up_steps
 
     @property
+    def loss_scale(self) -> float | None:
+        """What the losses of the next step are multiplied by, on every worker; None: they are not scaled."""
+        scaling = self.weights.loss_scale
+        return None if scaling is None else scaling.scale
+
+    @property
     def counted_steps(self) -> int:
         """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
         return self.execution.count_memory_steps + self._run.warm_up_steps
@@ -301,7 +307,9 @@ class States(ABC):
         Returns:
             ``model`` as ``model_state_dict`` returns it; in ``optimizer``, by parameter's name, a
             ``ParameterState``: what the optimiser keeps of it and the options of its group; in ``scheduler``,
-            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come.
+            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come. If losses
+            are scaled, ``loss_scale`` has the scale and the updates since it changed, by stage, for which it
+            is the same.
 
         Raises:
             ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is

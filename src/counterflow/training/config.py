@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from counterflow import toml
 from counterflow.errors import ConfigError
+from counterflow.execution import unskippable
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import Schedule
 
@@ -82,6 +83,8 @@ class RunConfig(Section):
         self._refuse_fewer_layers_than_stages(schedule)
         self._refuse_empty_or_huge_micro_batches(schedule)
         self._refuse_other_cuts(schedule)
+        if self.pipeline.skips_updates and not schedule.synchronous:  # ``Pipeline`` refuses it, too
+            raise ConfigError(f"schedule.scheme = {schedule.scheme} {unskippable(self.pipeline)}")
         if self.pipeline.zero_stage and not (schedule.synchronous and self.pipeline.barrier):
             why = "no barrier" if schedule.synchronous else f"no flush in {schedule.scheme}"
             raise ConfigError(  # ``Pipeline`` refuses the same combination

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ class Job:
         """The learning-rate scheduler from the first step on."""
         section, steps, first = self.config.optimizer, self.config.train.steps, self.first_step
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate_factor(section, steps, first + n))
+
+    @staticmethod
+    def follow(schedulers: Iterable[torch.optim.lr_scheduler.LRScheduler]) -> None:
+        """After a skipped update: go on with the schedule, whose rate is that of a step's number."""
+        with warnings.catch_warnings():  # one is given if the first update is skipped
+            warnings.simplefilter("ignore", UserWarning)
+            for scheduler in schedulers:
+                scheduler.step()
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of step number ``step``, from 0."""

@@ -317,6 +317,8 @@ class Trainer:
     def _step(self, number: int) -> Step:
         step = self._made(number)
         self.live.went_on()
+        if step.skipped:
+            self.job.follow(self.pipeline.weights.schedulers.values())
         self.turns.stepped(number, step.seconds)
         self.recorder.made(number, step)
         return step

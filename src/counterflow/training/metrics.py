@@ -64,9 +64,13 @@ def _is_line(read: Any) -> bool:
     return all(0 <= read.get(name, -1) < _LARGEST for name in ("step", "seconds"))
 
 
+_EVALUATED = "validation_loss"
+"""What only an evaluation's line contains; a skipped step's line may have no loss."""
+
+
 def with_records(metrics: bytes, step: int, records: Sequence[Numbers]) -> bytes:
     """The metrics until a step, with lines of that step that were made but perhaps not written."""
     lines = [line for line in lines_of(metrics) if line["step"] <= step]
-    known = {(line["step"], "loss" in line) for line in lines}
-    lines += [line for line in records if (line["step"], "loss" in line) not in known]
+    known = {(line["step"], _EVALUATED in line) for line in lines}
+    lines += [line for line in records if (line["step"], _EVALUATED in line) not in known]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()

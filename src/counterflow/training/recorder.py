@@ -109,11 +109,18 @@ class Recorder:
         # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
         took = self._took_seconds.pop(step.reports_step)
         seconds = took if self.job.schedule.synchronous else step.seconds
-        self.losses.append(step.loss)
+        found = {"loss": step.loss, "grad_norm": step.grad_norm}
+        if step.skipped:
+            found = {name: value for name, value in found.items() if math.isfinite(value)} | {"skipped": 1}
+        else:
+            self.finite("gradient norm", step.grad_norm)
+        if step.loss_scale is not None:
+            found["loss_scale"] = step.loss_scale
+        if "loss" in found:
+            self.losses.append(step.loss)
         self.record(
             step=step.reports_step + 1,
-            loss=step.loss,
-            grad_norm=self.finite("gradient norm", step.grad_norm),
+            **found,
             learning_rate=self.job.learning_rate(step.reports_step),
             samples_per_second=step.samples / seconds,
         )
@@ -186,7 +193,7 @@ class Recorder:
             planned_samples_per_second=job.config.plan.samples_per_second
             if job.config.plan.mini_batch == job.about.samples  # otherwise the run differs from the plan
             else None,
-            training_loss=statistics.fmean(self.losses),
+            training_loss=self.finite("training loss", statistics.fmean(self.losses or [math.nan])),
             training_steps=len(self.losses),
             validation_loss=validation_loss,
             timed_together=job.schedule.periods,

@@ -18,8 +18,10 @@ Numbers = dict[str, float]
 """One line of ``metrics.jsonl``.
 
 A step's line contains ``step`` (updates made so far, this one among them), ``loss``, ``grad_norm``,
-``learning_rate``, ``samples_per_second`` and ``seconds`` (since training began). An evaluation's line
-contains ``step``, ``validation_loss``, with averaged weights ``ema_validation_loss``, and ``seconds``.
+``learning_rate``, ``samples_per_second`` and ``seconds`` (since training began); if losses are scaled,
+``loss_scale``, and if the update was skipped, ``skipped``, but no ``grad_norm``, and ``loss`` only if it is
+finite. An evaluation's line contains ``step``, ``validation_loss``, with averaged weights
+``ema_validation_loss``, and ``seconds``.
 """
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.execution import Batching, Execution, Flat, records
+from counterflow.runtime.devices import autocast_type
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.parameters.gradients import real
@@ -128,7 +129,7 @@ def verify(
     flat = {name: value for name, value in usual.items() if name not in asked} | flat
     execution, batching = records(execution, batching, flat)
     lower = execution.computes_in
-    # Sums in bfloat16 depend on the number of threads.
+    # Sums in low precision depend on the number of threads.
     threads = 1 if lower else None
     if reference is None:
         modules = layers_of(list(layers))
@@ -151,6 +152,7 @@ def verify(
                 flush_after=flush_after,
                 autocast=dtype_of(execution.autocast),
                 compute_dtype=dtype_of(execution.compute_dtype),
+                scaler=_scaler(execution, torch.device(device)),
             )
     trained = list(layers)
     if kind_of(transport).threads:  # threads train the modules that they are given
@@ -179,6 +181,14 @@ def verify(
         threads=threads,
     )
     return compare(reference, found)
+
+
+def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler | None:
+    """What scales the losses of one process; None: they are not scaled."""
+    first, interval = execution.first_scale, execution.loss_scale_interval
+    if first is None:
+        return None
+    return torch.amp.GradScaler(autocast_type(device), init_scale=first, growth_interval=interval)
 
 
 @contextmanager
@@ -246,19 +256,23 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
     for name, gradient in reference.gradients.items():
         if name not in given and gradient.any():
             raise KeyError(f"no worker has a gradient of {name}")
-    dtype = next(iter(reference.gradients.values())).dtype.to_real()
+    dtypes = [gradient.dtype.to_real() for gradient in reference.gradients.values()]  # none: all was skipped
     losses, norms, gradients, weights = [], [], [], []
     for worker in found:
         for ours, theirs in zip(worker.steps, reference.steps, strict=True):
-            losses.append(_relative(ours.loss, theirs.loss))
-            norms.append(_relative(ours.grad_norm, theirs.grad_norm))
+            if (ours.skipped, ours.loss_scale) != (theirs.skipped, theirs.loss_scale):
+                losses.append(math.inf)
+            if not theirs.skipped or math.isfinite(theirs.loss):
+                losses.append(_relative(ours.loss, theirs.loss))
+            if not theirs.skipped:
+                norms.append(_relative(ours.grad_norm, theirs.grad_norm))
         losses.append(_relative(worker.evaluation, reference.evaluation))
         gradients.append(_largest(worker.gradients, reference.gradients))
         weights.append(_largest(worker.state, reference.state))
         missing = reference.state.keys() - worker.state.keys()
         if missing:
             raise KeyError(f"the pipeline's state has no {min(missing)}")
-    tolerance = TOLERANCES.get(dtype, 1e-2)
+    tolerance = TOLERANCES.get(dtypes[0] if dtypes else torch.float32, 1e-2)
     return Agreement(_worst(losses), _worst(norms), _worst(gradients), _worst(weights), tolerance)
 
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from counterflow.added_loss import added_losses
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.messages.values import Unit
 from counterflow.runtime.mini_batch.counted import Means
-from counterflow.runtime.mini_batch.losses import Found, LossFunction, read_loss
+from counterflow.runtime.mini_batch.losses import Found, LossFunction, added, read_loss
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
@@ -104,6 +103,7 @@ class Reference:
         staleness: which weights each stage computes with; None: the latest.
         autocast: layers and loss run under torch's autocast to it.
         compute_dtype: layers run with weights and inputs cast to it; the loss is of a float32 output.
+        scaler: scales losses, and skips updates with gradients that are not finite; None: neither.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Reference:
         staleness: Staleness | None = None,
         autocast: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
@@ -148,7 +149,7 @@ class Reference:
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.steps = 0
         self.staleness = staleness
-        self._autocast, self._compute_dtype = autocast, compute_dtype
+        self._autocast, self._compute_dtype, self._scaler = autocast, compute_dtype, scaler
         self._hooks = Hooks(self.parameters)
         self._hooks.take()
         """Hooks, which are called with the gradients of the whole mini-batch."""
@@ -162,7 +163,7 @@ class Reference:
         """All parameters, by number of updates since the last flush."""
         self.flush()
         self.gradients: dict[str, Tensor] = {}
-        """Gradients of the last step, clipped, by ``<layer>.<name>``."""
+        """Gradients of the last update, clipped, by ``<layer>.<name>``."""
 
     def step(self, batches: Sequence[tuple[Any, Any]]) -> Step:
         """Train on the mini-batches (inputs, targets) of all replicas."""
@@ -174,7 +175,7 @@ class Reference:
                 found = self._loss(inputs, targets, rows)
                 samples = rows.stop - rows.start
                 loss = found.loss * (samples / total if found.weight is None else 1 / total)
-                loss.backward()
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
                 losses.append(float(loss.detach()))
                 weights += [] if found.weight is None else [float(found.weight)]
         scale = total / math.fsum(weights) if weights else 1.0
@@ -183,25 +184,45 @@ class Reference:
                 parameter.grad = parameter.grad.to_dense()
             if parameter.grad is not None and scale != 1.0:
                 parameter.grad.mul_(scale)
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
         self._call_hooks()
-        norm = self._clip()
-        first: dict[nn.Parameter, str] = {}
-        for layer in self.with_weights:
-            for name, p in layer.module.named_parameters():
-                first.setdefault(p, layer.names[name])  # a tied weight once, as in a pipeline
-        self.gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for p, name in first.items()
-            if p.requires_grad
-        }
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        norm, gradients = self._clip(), self._named_gradients()
+        made = Step(self.steps, scale * added(losses), norm, total, 0.0, self.steps)
+        if self._scaler is not None:
+            made = self._scaled(self._scaler, made)
+        else:
+            self.optimizer.step()
+        if not made.skipped:
+            self.gradients = gradients
+            if self.scheduler is not None:
+                self.scheduler.step()
         self.optimizer.zero_grad()
         self.steps += 1
         if self.staleness is not None:
             self._history.append([parameter.detach().clone() for parameter in self.parameters])
-        return Step(self.steps - 1, scale * math.fsum(losses), norm, total, 0.0, self.steps - 1)
+        return made
+
+    def _scaled(self, scaler: torch.amp.GradScaler, made: Step) -> Step:
+        """Update, unless a gradient is not finite; what is reported of it."""
+        before = scaler.get_scale()
+        scaler.step(self.optimizer)
+        scaler.update()
+        skipped = scaler.get_scale() < before
+        norm = math.nan if skipped else made.grad_norm
+        return replace(made, grad_norm=norm, skipped=skipped, loss_scale=before)
+
+    def _named_gradients(self) -> dict[str, Tensor]:
+        """Gradients as an update uses them."""
+        first: dict[nn.Parameter, str] = {}
+        for layer in self.with_weights:
+            for name, p in layer.module.named_parameters():
+                first.setdefault(p, layer.names[name])  # a tied weight once, as in a pipeline
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for p, name in first.items()
+            if p.requires_grad
+        }
 
     def flush(self) -> None:
         """Restart the count of versions; the current weights are version 0."""
@@ -295,18 +316,17 @@ class Reference:
         def drawing(index: int) -> AbstractContextManager[Any]:
             return nullcontext() if drawn is None else self.streams.layer(index, self.steps, drawn)
 
-        with added_losses() as added:
-            for layer in self.layers:
-                module = layer.module if lower is None else partial(_lowered, layer.module, lower)
-                with drawing(layer.index):
-                    value = module(value)
+        for layer in self.layers:
+            module = layer.module if lower is None else partial(_lowered, layer.module, lower)
+            with drawing(layer.index):
+                value = module(value)
         value = value if lower is None else mapped(Tensor.float, value)
         with self._means.watching(), drawing(LOSS):
             output = self.loss_function(value, targets)
         if self.staleness is None:
-            return self._means.read(output, samples_in(inputs)).with_added(added)
+            return self._means.read(output, samples_in(inputs))
         found = read_loss(output)
-        return (found if found.weight is None else Found(found.loss / found.weight)).with_added(added)
+        return found if found.weight is None else Found(found.loss / found.weight)
 
 
 def _in_place_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -264,7 +264,6 @@ class _AddsItself(nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "options", "message"),
     [
-        (nn.Linear(WIDTH, WIDTH), {"compute_dtype": torch.float16}, "float16 needs scaled losses"),
         (nn.Linear(WIDTH, WIDTH), {"autocast": LOW}, "autocast does not go with it"),
         (nn.Linear(WIDTH, WIDTH), {"compile": True}, "compile does not go with"),
         (nn.LSTM(WIDTH, WIDTH), {}, "LSTM keeps its own list"),

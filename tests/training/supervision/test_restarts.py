@@ -121,6 +121,24 @@ def test_it_goes_on_as_if_nothing_had_been(  # noqa: PLR0917
     assert watcher.events[0].startswith("step 6 failed: worker 0: ValueError: a sample of 0 is damaged")
 
 
+def test_memory_has_the_loss_scale(train: Train, fails: Callable[..., None], tmp_path: Path) -> None:
+    more = OPTIONS | {"pipeline__autocast": "float16", "pipeline__loss_scale": 2.0**21}
+    more["pipeline__loss_scale_interval"] = 2
+    train("whole", **more)
+    fails()
+    train("again", max_restarts=1, train__memory_every=1, **more)
+    assert sources(tmp_path / "again") == [(5, "memory")]
+    told, wanted = (
+        [
+            (line.get("loss"), line.get("loss_scale"), "skipped" in line)
+            for line in read_metrics(tmp_path / name)
+        ]
+        for name in ("again", "whole")
+    )
+    assert told == wanted
+    assert {True, False} == {skipped for _, scale, skipped in wanted if scale}
+
+
 def test_without_memory_it_goes_on_from_its_checkpoint(
     train: Train, fails: Callable[..., None], tmp_path: Path
 ) -> None:

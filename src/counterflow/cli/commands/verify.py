@@ -31,8 +31,8 @@ class Dtype(Enum):
     FLOAT64 = "float64"
 
 
-class Bfloat16(Enum):
-    """How layers compute in bfloat16."""
+class How(Enum):
+    """How layers compute in a lower precision."""
 
     AUTOCAST = "autocast"
     COMPUTE_DTYPE = "compute-dtype"
@@ -58,9 +58,16 @@ class Running(Record):
     transport: Where = asked(
         Where(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
     )
-    dtype: Dtype | None = asked(None, "Precision of weights. Default float64; with --bfloat16 float32.")
-    bfloat16: Bfloat16 | None = asked(
+    dtype: Dtype | None = asked(
+        None, "Precision of weights. Default float64; with --bfloat16 or --float16 float32."
+    )
+    bfloat16: How | None = asked(
         None, "Compute layers in bfloat16, in one process too, by one of these two options of a Pipeline."
+    )
+    float16: How | None = asked(
+        None,
+        "Compute layers in float16, with losses scaled by torch's GradScaler in one process. One of the same "
+        "two options.",
     )
     steps: int | None = asked(
         None,
@@ -72,15 +79,27 @@ class Running(Record):
     seed: int = asked(0, "Seed of weights, data and dropout.")
 
     @property
+    def lower(self) -> tuple[str, How] | None:
+        """The lower precision in which layers compute, and how; None: that of the weights.
+
+        Raises:
+            ConfigError: two are given.
+        """
+        found = [(name, how) for name in ("bfloat16", "float16") if (how := getattr(self, name)) is not None]
+        if len(found) > 1:
+            raise ConfigError("--bfloat16 and --float16: layers compute in one precision; give one of them")
+        return found[0] if found else None
+
+    @property
     def weights(self) -> Dtype:
         """The precision of weights.
 
         Raises:
-            ConfigError: the precision cannot be combined with bfloat16.
+            ConfigError: the precision cannot be combined with that of the layers.
         """
-        if self.bfloat16 is not None and self.dtype is Dtype.FLOAT64:
-            raise ConfigError("--bfloat16 needs weights in float32; leave out --dtype float64")
-        return self.dtype or (Dtype.FLOAT64 if self.bfloat16 is None else Dtype.FLOAT32)
+        if self.lower is not None and self.dtype is Dtype.FLOAT64:
+            raise ConfigError(f"--{self.lower[0]} needs weights in float32; leave out --dtype float64")
+        return self.dtype or (Dtype.FLOAT64 if self.lower is None else Dtype.FLOAT32)
 
     def compared(self, schedule: Schedule, steps: int) -> Agreement:
         """Train with both for a number of updates, and measure how far their numbers differ."""
@@ -88,8 +107,9 @@ class Running(Record):
 
         options: dict[str, Any] = {} if self.barrier else {"barrier": False, "clip_norm": None}
         tied: bool | None = None
-        if self.bfloat16 is not None:
-            options[self.bfloat16.value.replace("-", "_")] = "bfloat16"
+        if self.lower is not None:
+            name, how = self.lower
+            options[how.value.replace("-", "_")] = name
             if schedule.stages == 1:
                 tied = False  # one cast of a weight would round the sum of both its uses' gradients
         trial = small_trial(
@@ -131,8 +151,8 @@ def verify(
 
         print_json(Verified.of(schedule=schedule, workers=workers, ok=found.ok, **asdict(found)))
     else:
-        bfloat16 = running.bfloat16
-        precision = weights.value if bfloat16 is None else f"bfloat16 by {bfloat16.value}"
+        lower = running.lower
+        precision = weights.value if lower is None else f"{lower[0]} by {lower[1].value}"
         _print(schedule, workers, found, precision)
     if not found.ok:
         raise typer.Exit(1)

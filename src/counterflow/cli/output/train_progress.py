@@ -5,6 +5,7 @@ Invariant: only what the run's metrics contain is drawn, and the terminal is lef
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -74,14 +75,14 @@ class Progress(Callback):
             self.next_line = 0.0
         for line in lines:
             self.seen |= line
-            if "loss" in line:
+            if "validation_loss" not in line:
                 self.recent.append((line["step"], line["seconds"]))
             if "validation_loss" in line:
                 average = line.get("ema_validation_loss")
                 self._print(
                     f"step {line['step']:,}  validation loss {line['validation_loss']:.3f}  "
                     + ("" if average is None else f"of the average {average:.3f}  ")
-                    + f"training loss {self.seen['loss']:.3f}"
+                    + f"training loss {self.seen.get('loss', math.nan):.3f}"
                 )
             elif self.bar is None and line["seconds"] >= self.next_line:
                 self.next_line = line["seconds"] + _LINE_SECONDS

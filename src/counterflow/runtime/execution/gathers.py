@@ -40,6 +40,7 @@ class MiniBatch:
         metrics: of all workers.
         samples: of all replicas.
         skipped: whether nothing was updated because something was not finite.
+        loss_scale: what its losses were multiplied by; None: they were not.
     """
 
     step: int
@@ -55,6 +56,7 @@ class MiniBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     samples: int = 0
     skipped: bool = False
+    loss_scale: float | None = None
 
     def step_of(self, number: int, seconds: float) -> Step:
         """The mini-batch's report by step ``number``, which may be a later step and took ``seconds``."""
@@ -67,6 +69,7 @@ class MiniBatch:
             reports_step=self.step,
             metrics=self.metrics,
             skipped=self.skipped,
+            loss_scale=self.loss_scale,
             losses=self.losses.by_micro_batch(),
         )
 

@@ -187,6 +187,8 @@ class Runner:
         self._batch = batch
         batch.divisor = self._weighing.divisor
         its = self._mini_batches[number] = MiniBatch(batch.step, batch.losses, batch.compared, updates=update)
+        if (scaling := self.weights.loss_scale) is not None:
+            its.loss_scale = batch.loss_scale = scaling.scale
         self._run(number, batch, update=update)
         self.weights.commit_statistics()
         if update and not self._skipped:
@@ -326,8 +328,8 @@ class Runner:
         weighed = [part.weighed for part in parts]
         scale, this_step = self._weighing.add(weighed, its.step, self._batch.total, updates=its.updates)
         if not its.norms:  # else its gradients are divided by now
-            its.scale = scale
-        if self.execution.skip_non_finite and not all(math.isfinite(part.loss) for part in parts):
+            its.scale = scale / (its.loss_scale or 1.0)
+        if self.execution.skips_updates and not all(math.isfinite(part.loss) for part in parts):
             self._skipped = True
             its.loss = added(part.loss for part in parts) * this_step
         else:
@@ -336,9 +338,11 @@ class Runner:
 
     def _know_norm(self, its: MiniBatch, gathered: Gathered) -> None:
         squares = [part.squared_norm * its.scale**2 for part in gathered.parts]
-        if self.execution.skip_non_finite and not all(map(math.isfinite, squares)):
+        if self.execution.skips_updates and not all(map(math.isfinite, squares)):
             self._skipped = True
         its.skipped = self._skipped
+        if its.updates and self.weights.loss_scale is not None:
+            self.weights.loss_scale.update(its.step, skipped=its.skipped)
         if its.updates and not its.skipped:
             not_finite = self._read_not_finite if its.norms else self.weights.not_finite
             its.norm = self.workers.norm(squares, its.loss, its.step, not_finite, updated=its.used)

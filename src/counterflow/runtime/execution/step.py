@@ -33,6 +33,8 @@ class Step:
             loss and norm are NaN then.
         metrics: means, or sums over the weights, that the loss function gave with the loss.
         skipped: whether nothing was updated, for the loss or a gradient was not finite.
+        loss_scale: what the losses were multiplied by before their backwards; loss and norm are without it.
+            None: they were not.
         losses: by micro-batch of this worker's replica the mean loss, on workers that made it: those with the
             last stage, of copies of it each its own; empty on others. Of ``reports_step``, as ``loss``.
         outputs: with ``outputs=True``, what the last layer gave for the replica's samples, in their order; on
@@ -47,6 +49,7 @@ class Step:
     reports_step: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
+    loss_scale: float | None = None
     losses: Mapping[int, float] = field(default_factory=dict)
     outputs: Any = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from counterflow.errors import ConfigError
-from counterflow.execution import Batching, Execution
+from counterflow.execution import Batching, Execution, unskippable
 from counterflow.program.check import checked_program
 from counterflow.program.lowering import Ends, Shared, lower_evaluation
 from counterflow.program.segments import Segments, segments, steps
@@ -82,11 +82,8 @@ def _segments(model: StagedModel, execution: Execution, workers: Workers, weight
             ends=ends,
         )
         return steps(program, ends)
-    if execution.skip_non_finite:
-        raise ConfigError(
-            f"{schedule.scheme} updates each stage before all gradients are known, so that "
-            "skip_non_finite cannot skip an update everywhere; take a synchronous scheme"
-        )
+    if execution.skips_updates:
+        raise ConfigError(f"{schedule.scheme} {unskippable(execution)}")
     found = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
     if weights.shared:
         raise ConfigError(

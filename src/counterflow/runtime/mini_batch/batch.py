@@ -79,6 +79,7 @@ class Batch:
         kept: whether ``learnt`` is used for later mini-batches.
         await_total: waits for the others' reports before they see any effect; returns ``total``.
         divisor: normaliser of the losses of the mini-batch; None: its number of samples.
+        loss_scale: what its losses are multiplied by before their backwards.
         checks: checks that the loss is a mean over samples, and over positions; empty: no check.
         losses: losses of its micro-batches so far.
         outputs: outputs of the last stage by unit, if requested.
@@ -103,6 +104,7 @@ class Batch:
     kept: bool = False
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
+    loss_scale: float = 1.0
     checks: list[LossCheck | PositionCheck] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None

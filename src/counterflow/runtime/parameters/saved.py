@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-BY_STAGE = "scheduler", "averaged"
-"""The kinds of a training's state that are kept by stage, and not by a weight's name."""
+LOSS_SCALE = "loss_scale"
+BY_STAGE = "scheduler", "averaged", LOSS_SCALE
+"""The kinds of a training's state that are kept by stage, and not by a weight's name; the loss scale is the
+same for all stages.
+"""
 
 
 class SavedState:
@@ -144,6 +147,8 @@ class SavedState:
                         yield (StateName("optimizer", name, slot),), value
         if stage in self._weights.schedulers:
             yield (StateName("scheduler", stage),), self._weights.schedulers[stage].state_dict()
+        if self._weights.loss_scale is not None:
+            yield (StateName(LOSS_SCALE, stage),), self._weights.loss_scale.state()
         if self._weights.average is not None:
             yield (StateName("averaged", stage),), self._weights.average.updates(stage)
             for name, kept in self._weights.average.of(stage).items():
@@ -184,6 +189,14 @@ class SavedState:
                 )
             scheduler.load_state_dict(given)
         self._load_average(state)
+        if self._weights.loss_scale is not None:
+            scales = [*state.get(LOSS_SCALE, {}).values()]
+            if scales:
+                self._weights.loss_scale.load(scales[0])
+            else:
+                _LOG.warning(
+                    "the training state has no loss scale: it goes on with %g", self._weights.loss_scale.scale
+                )
 
     def _names_of(self, first: str) -> tuple[str, ...]:
         """All names of a weight, the first that is known before the others."""
@@ -259,7 +272,7 @@ class StateName(NamedTuple):
     """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has.
 
     Attributes:
-        kind: ``optimizer``, ``ema`` or ``model`` of a weight, ``scheduler`` or ``averaged`` of a stage.
+        kind: ``optimizer``, ``ema`` or ``model`` of a weight, one of ``BY_STAGE`` of a stage.
         of: the weight's name, or the stage.
         slot: the optimiser's; None: its options, or another kind.
     """

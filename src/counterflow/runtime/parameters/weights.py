@@ -31,6 +31,7 @@ from .coupled import Coupling
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .holdings import Holdings
 from .hooks import Hooks
+from .loss_scale import LossScale
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
 from .saved import SavedState
@@ -62,6 +63,8 @@ class Weights:
     """Whether ``kept_gradients`` has those of the last update."""
     average: Average | None = None
     """Average of the trained weights; None: not requested."""
+    loss_scale: LossScale | None = None
+    """By what gradients are too large until they are used; None: they are as they are."""
 
     def __init__(
         self,
