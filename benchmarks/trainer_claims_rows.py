@@ -98,15 +98,22 @@ INSTALLED = "it needs a package that is not a part of this machine"
 
 # -- test_trainer.py
 
-refuses("core", ("test_mixed_fp16",), fp16=True)
+
+def _mixed(kit: Kit, **lower: bool) -> None:
+    full, mixed = (kit.trainer(llama().float(), learning_rate=1e-3, **more) for more in ({}, lower))
+    for trainer in (full, mixed):
+        trainer.train()
+    assert same(kit.weights(full), kit.weights(mixed), 0.1)
+
+
+@claims("core", "test_mixed_fp16")
+def _(kit: Kit) -> None:
+    _mixed(kit, fp16=True)
 
 
 @claims("core", "test_mixed_bf16")
 def _(kit: Kit) -> None:
-    full, mixed = (kit.trainer(llama().float(), bf16=bf16, learning_rate=1e-3) for bf16 in (False, True))
-    for trainer in (full, mixed):
-        trainer.train()
-    assert same(kit.weights(full), kit.weights(mixed), 0.1)
+    _mixed(kit, bf16=True)
 
 
 leaves("core", "it needs a GPU", "test_tf32")
@@ -876,7 +883,11 @@ def _(kit: Kit) -> None:
             trainer.train(resume_from_checkpoint=asked)
 
 
-refuses("checkpointing", ("test_can_resume_training_lm",), fp16=True)
+@claims("checkpointing", "test_can_resume_training_lm")
+def _(kit: Kit) -> None:
+    _resumes(kit, (3,), model=lambda: llama().float(), fp16=True)
+
+
 leaves("checkpointing", "transformers skips it itself", "test_resume_training_with_randomness")
 
 

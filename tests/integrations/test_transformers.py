@@ -232,11 +232,69 @@ def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict
     return told
 
 
+HALF: dict[str, Any] = {
+    **OPTIONS, "fp16": True, "eval_strategy": "no", "num_train_epochs": 3, "per_device_train_batch_size": 1,
+    "optim": "sgd",
+}  # fmt: skip
+
+
+def half(folder: str, pp: int | None, resume: str | None = None) -> list[tuple[float, ...]]:
+    """Losses, norms and rates of a model whose gradients overflow in float16 at first.
+
+    On a CPU the trainer without a pipeline scales nothing and computes in float32, so it gets what it has on
+    a GPU.
+    """
+    torch.set_num_threads(1)
+    model = made().float()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(200)
+    kind: Any = transformers.Trainer if pp is None else PipelineTrainer
+    arguments: Any = transformers.TrainingArguments(output_dir=folder, **HALF)
+    if pp is not None:
+        arguments = PipelineArguments(output_dir=folder, pp=pp, schedule="zb-v" if pp > 1 else "1f1b", **HALF)
+    trainer = kind(model=model, args=arguments, train_dataset=data(10), data_collator=collate)
+    if pp is None:
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/final")
+    told = trainer.state.log_history
+    return [tuple(row[name] for name in TOLD[:3]) for row in told if "loss" in row]
+
+
+def test_float16_is_the_trainers_and_its_scale_is_in_checkpoints(tmp_path: Path) -> None:
+    wanted = half(str(tmp_path / "alone"), None)
+    skipped = [row[1] != row[1] for row in wanted]  # NaN
+    assert any(skipped[:9])
+    assert not all(skipped)
+
+    def staged(name: str, resume: str | None = None) -> list[tuple[float, ...]]:
+        job = (half, str(tmp_path / name), 1, resume)
+        found: list[list[tuple[float, ...]]] = cf.launch(*job, workers=1, transport="local", threads=1)
+        return found[0]
+
+    runs = {"stages": staged("stages")}
+    for name, other in (("on", "stages"), ("over", "alone")):
+        runs[name] = staged(name, str(tmp_path / other / "checkpoint-5"))
+    runs["back"] = half(str(tmp_path / "back"), None, str(tmp_path / "stages" / "checkpoint-5"))
+    for name, told in runs.items():
+        halves(tmp_path / name, tmp_path / "alone", told, wanted)
+        scales = [torch.load(tmp_path / run / "checkpoint-15" / "scaler.pt") for run in (name, "alone")]
+        assert scales[0] == scales[1]
+
+
+def halves(folder: Path, other: Path, told: Any, expected: Any) -> None:
+    torch.testing.assert_close(told, expected, rtol=5e-3, atol=0.0, equal_nan=True)
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(weights(folder)[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def jobs(folder: str, checkpoint: str) -> list[list[dict[str, float]]]:
     gc.freeze()
     found = [job(Path(folder), name, 2) for name in JOBS]
     resumed = in_stages(f"{folder}/resumed", 2, "zb-v", {}, checkpoint)
-    return [*found, job(Path(folder) / "replicas", "experts", 1), resumed]
+    halved: Any = half(f"{folder}/half", 2)
+    return [*found, halved, job(Path(folder) / "replicas", "experts", 1), resumed]
 
 
 def test_checkpoints_are_those_of_the_trainer_without_a_pipeline(
@@ -269,6 +327,7 @@ def test_features_in_two_stages_are_those_of_the_trainer(
     wanted = job(tmp_path / "both", "experts", None, replicas=2)
     agree(folder / "replicas" / "experts", tmp_path / "both" / "experts", told[-2], wanted)
     agree(folder / "resumed", plain[0], told[-1], plain[1])
+    halves(folder / "half", tmp_path / "half", told[-3], half(str(tmp_path / "half"), None))
     assert loaded(folder / "resumed").keys() == made().state_dict().keys()
 
 

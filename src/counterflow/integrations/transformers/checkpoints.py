@@ -16,7 +16,8 @@ from transformers.trainer_callback import TrainerState
 
 from counterflow.errors import ConfigError
 from counterflow.models import hf
-from counterflow.runtime.parameters.saved import ParameterState
+from counterflow.runtime.parameters.loss_scale import BACKOFF, GROWTH, LossScale
+from counterflow.runtime.parameters.saved import LOSS_SCALE, ParameterState
 from counterflow.runtime.pipeline import Pipeline
 
 from .shown import Shown
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-OPTIMIZER, SCHEDULER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"
+OPTIMIZER, SCHEDULER, SCALER, ARGUMENTS = "optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin"
 """Files of a checkpoint, by transformers' names."""
 
 PIPELINE = "counterflow"
@@ -83,6 +84,15 @@ class Checkpoints(Base):  # type: ignore[misc]
         whole = {"state": states, "param_groups": groups, PIPELINE: beside}
         torch.save(whole, Path(output_dir) / OPTIMIZER)
         torch.save(_for_groups(self.lr_scheduler.state_dict(), len(groups)), Path(output_dir) / SCHEDULER)
+        scaling = self.pipeline.weights.loss_scale
+        if scaling is not None:
+            torch.save(_of_grad_scaler(scaling), Path(output_dir) / SCALER)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: losses are scaled by the pipeline, and its scale is written with the optimiser."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: the pipeline's scale is read with the optimiser."""
 
     def _updated_names(self) -> list[list[list[str]]]:
         """All names of each trained weight, in the order and groups of the trainer without a pipeline."""
@@ -156,6 +166,10 @@ class Checkpoints(Base):  # type: ignore[misc]
                 kept |= dict.fromkeys(every, one)
         steps = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
         beside = {"step": steps, "seed": self.args.seed} | state.get(PIPELINE, {})
+        if (Path(checkpoint) / SCALER).exists():
+            scale = torch.load(Path(checkpoint) / SCALER, weights_only=True)
+            made = scale.get("_growth_tracker")
+            beside[LOSS_SCALE] = {"0": {"scale": scale.get("scale"), "growth_tracker": made}}
         weights = self.pipeline.model_state_dict(local=True)
         self.pipeline.load_state_dict({"model": weights, "optimizer": kept, "scheduler": {}, **beside})
         schedule = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
@@ -163,6 +177,17 @@ class Checkpoints(Base):  # type: ignore[misc]
         self.lr_scheduler.optimizer = self.optimizer
         count = len(self.optimizer.param_groups)
         self.lr_scheduler.load_state_dict(_for_groups(schedule, count))
+
+
+def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:
+    """The state of a ``torch.amp.GradScaler`` with a pipeline's loss scale."""
+    return {
+        "scale": scaling.scale,
+        "growth_factor": GROWTH,
+        "backoff_factor": BACKOFF,
+        "growth_interval": scaling.interval,
+        "_growth_tracker": scaling.made,
+    }
 
 
 def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:

@@ -28,7 +28,6 @@ _OWN_OPTIMIZERS = (
 _OF_ARGUMENTS: tuple[Rule, ...] = (
     ("deepspeed", bool, "it wraps the model itself; use pp, with zero_stage of cf.Execution for its shards"),
     ("fsdp", bool, "it wraps the model itself; cut the model over more workers by pp"),
-    ("fp16", bool, "it needs scaled losses; use bf16=True"),
     ("fp16_full_eval", bool, "it casts the whole model; use bf16=True"),
     ("bf16_full_eval", bool, "it casts the whole model; use bf16=True"),
     ("torch_compile", bool, "it compiles the whole model, but a worker has only a part; leave it out"),

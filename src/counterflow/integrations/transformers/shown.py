@@ -17,7 +17,12 @@ class Shown(Optimizer):
     Args:
         pipeline: pipeline of the optimisers.
         learning_rate: learning rate that a worker without trained weights shows.
+
+    Attributes:
+        step_was_skipped: whether the last step updated nothing, so the learning rate stays.
     """
+
+    step_was_skipped = False
 
     def __init__(self, pipeline: Pipeline, learning_rate: float) -> None:
         super().__init__([torch.zeros(1)], {"lr": learning_rate})

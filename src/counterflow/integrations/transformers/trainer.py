@@ -129,7 +129,7 @@ class PipelineTrainerMixin(Checkpoints):
             output_dims={"loss": None, "outputs": 0, "metrics": None},
             recompute=self.args.recompute,
             clip_norm=self.args.max_grad_norm or None,
-            autocast="bfloat16" if self.args.bf16 else None,
+            autocast="bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None,
         )
 
     def _timed(self, schedule: Schedule) -> Pipeline:
@@ -203,6 +203,7 @@ class PipelineTrainerMixin(Checkpoints):
                 (each, weights(samples, factor=share * parts, per_sample=0.0, weight=weight))
             )
         self._step = pipeline.step(micro_batches=_filled(micro_batches, pipeline.schedule.micro_batches))
+        self.optimizer.step_was_skipped = self._step.skipped
         add_metrics(self, self._step.metrics, len(batches) * self.args.replicas, training=True)
         return nothing + float(self._step.loss)
 
@@ -266,6 +267,7 @@ class PipelineTrainerMixin(Checkpoints):
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self.accelerator._optimizers = [self.optimizer]  # noqa: SLF001 - it asks whether a step was skipped
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
