@@ -18,6 +18,7 @@ from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
+    from .added_loss import add_loss, added_losses
     from .attention import attend
     from .capture import layers
     from .carry import Carry
@@ -60,6 +61,8 @@ __all__ = [
     "Step",
     "Synthesis",
     "WorkerError",
+    "add_loss",
+    "added_losses",
     "attend",
     "balanced_slices",
     "check",
@@ -98,6 +101,8 @@ _LATE = {
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "Step": "runtime.execution.step",
+    "add_loss": "added_loss",
+    "added_losses": "added_loss",
     "attend": "attention",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",

@@ -1,13 +1,16 @@
-"""What layers of users need of torch and torch has no public name for: carried states and attention by parts.
+"""What layers of users need of torch and torch has no public name for: carried states, attention, losses.
 
 The runtime's own needs are in ``runtime/torch_private.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 """Attention on the CPU that also returns the log-sum-exp of each row."""
@@ -18,3 +21,15 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def in_backward() -> bool:
     """Whether this thread runs a backward. Without: a hook on the loss that notes it."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def never_compiled(function: _Function) -> _Function:
+    """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
+
+    Otherwise torch.compile treats a value it once found, such as a tensor's version, as a constant.
+    ``torch.compiler.disable`` has the same effect, with one more call around each.
+    """
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    return function

@@ -37,6 +37,32 @@ def test_what_is_between_modules_is_in_a_layer() -> None:
     same(model, layers, sample(0, 4, 4), sample(1, 7, 4), sample(2, 2, 4))
 
 
+class Adds(nn.Module):
+    """Adds losses within its blocks, and beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residuals(blocks=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)["features"][:, :4]
+            cf.add_loss(x.square().mean(), "size")
+        return x
+
+
+def test_what_is_added_to_the_loss_is_added_in_layers() -> None:
+    model, inputs = Adds(), torch.rand(6, 4)
+    layers = cf.layers(model, inputs)
+    assert cf.same_model(model, layers, inputs).ok
+    with cf.added_losses() as theirs:
+        model.eval()(inputs)
+    with cf.added_losses() as ours:
+        nn.Sequential(*layers).eval()(inputs)
+    assert ours.keys() == theirs.keys() == {"size"}
+    assert torch.allclose(ours["size"], theirs["size"])
+
+
 def test_skip_connections_and_several_arguments() -> None:
     model = Net()
     layers = cf.layers(model, (sample(0, 2, 3, 8, 8), sample(1, 2)))

@@ -123,6 +123,31 @@ def _remembering(schedule: Schedule, recompute: str) -> tuple[list[StageCost], i
     return costs, pipeline.peak_saved_bytes
 
 
+class _AddsLoss(torch.nn.Linear):
+    """Adds to the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x.tanh())
+        cf.add_loss(found.logsumexp(-1).square().mean())
+        return x + found
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_layers_that_add_to_the_loss(recompute: str) -> None:
+    schedule = schemes.zb_h1(3, 4)
+
+    def work() -> tuple[list[StageCost], int]:
+        model = [torch.nn.Linear(4, 32), *(_AddsLoss(32, 32) for _ in range(4)), torch.nn.Linear(32, 4)]
+        loss = torch.nn.functional.mse_loss
+        pipeline = Pipeline(model, loss, schedule, optimizer=_sgd, recompute=recompute)
+        inputs = torch.ones(SAMPLES * schedule.micro_batches, 64, 4)
+        costs = measure_stages(pipeline, inputs, -inputs, repeats=1)
+        pipeline.step(inputs, -inputs)
+        return costs, pipeline.peak_saved_bytes
+
+    _is_predicted(schedule, recompute, launch(work, workers=3, transport="local"), within=0.05)
+
+
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 def test_a_recurrent_state_counts_for_each_slice(recompute: str) -> None:
     for schedule in (

@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from counterflow.added_loss import added_losses
+
 from .asked import Example
 from .torch_private import (
     FakeTensor,
@@ -234,7 +236,7 @@ class Recorder(TorchFunctionMode):
         self._leave(self._model)
         args, kwargs = pytree.tree_unflatten(leaves, example.spec)
         try:
-            with self._fake, _Costs(self), self, torch.enable_grad():
+            with self._fake, _Costs(self), self, torch.enable_grad(), added_losses():
                 result = self._through(self._model, self._class, args, kwargs)
             record.output = self._template(result)
         except Unfollowed:

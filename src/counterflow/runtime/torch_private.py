@@ -31,7 +31,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
@@ -48,18 +47,6 @@ run_backward: Any = Variable._execution_engine.run_backward  # noqa: SLF001
 preserve_version_counter = _unsafe_preserve_version_counter
 """torch's guard of version counters, used as in FSDP2. Without: asynchronous schemes refuse layers
 that save a weight for their backward."""
-
-
-def never_compiled(function: _Function) -> _Function:
-    """A function that torch.compile leaves alone, with all it calls, when a compiled layer calls it.
-
-    Otherwise torch.compile treats a value it once found, such as a tensor's version, as a constant.
-    ``torch.compiler.disable`` has the same effect, with one more call around each.
-    """
-    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
-    skip = frames._FrameAction.SKIP  # noqa: SLF001
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
-    return function
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.added_loss import added_losses
 from counterflow.capture.asked import Call
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import read_loss
@@ -167,11 +168,13 @@ def _ran(given: Given, forward: Callable[[_Copy, Watch], Any], name: str, *, dou
     place = name
     with _random_state_back(given.gpus()), _originals_unused(given), torch.enable_grad():
         try:
-            with watch:
+            with watch, added_losses() as added:
                 output = forward(made, watch)
                 run.output = copied(output)
                 place, watch.layer, watch.recording = f"the backward or the loss of {name}", -1, False
                 loss = made.loss_of(output)
+                for term in added.values():
+                    loss = term if loss is None else loss + term.to(loss)
                 if loss is not None and loss.requires_grad:
                     loss.backward()
         except ConfigError:

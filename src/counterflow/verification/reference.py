@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from counterflow.added_loss import added_losses
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.messages.values import Unit
@@ -316,17 +317,18 @@ class Reference:
         def drawing(index: int) -> AbstractContextManager[Any]:
             return nullcontext() if drawn is None else self.streams.layer(index, self.steps, drawn)
 
-        for layer in self.layers:
-            module = layer.module if lower is None else partial(_lowered, layer.module, lower)
-            with drawing(layer.index):
-                value = module(value)
+        with added_losses() as added:
+            for layer in self.layers:
+                module = layer.module if lower is None else partial(_lowered, layer.module, lower)
+                with drawing(layer.index):
+                    value = module(value)
         value = value if lower is None else mapped(Tensor.float, value)
         with self._means.watching(), drawing(LOSS):
             output = self.loss_function(value, targets)
         if self.staleness is None:
-            return self._means.read(output, samples_in(inputs))
+            return self._means.read(output, samples_in(inputs)).with_added(added)
         found = read_loss(output)
-        return found if found.weight is None else Found(found.loss / found.weight)
+        return (found if found.weight is None else Found(found.loss / found.weight)).with_added(added)
 
 
 def _in_place_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from counterflow.runtime.messages.values import Keyworded
+from counterflow.runtime.stages.added import Adding
 from counterflow.runtime.stages.features import Feature, Run, composed
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.precision import Autocast
@@ -101,13 +102,16 @@ def features_of(run: Any) -> list[type]:
 
 @pytest.mark.parametrize(
     ("recompute", "expected"),
-    [(Recompute.NONE, [InputGuard]), (Recompute.LAYER, [InputGuard, LayerReplays])],
+    [
+        (Recompute.NONE, [Adding, InputGuard]),
+        (Recompute.LAYER, [Adding, InputGuard, LayerReplays]),
+    ],
 )
 def test_a_stage_has_what_it_needs(recompute: Recompute, expected: list[type]) -> None:
     copy = stage(recompute)
     assert features_of(copy.forward) == expected
     with copy.evaluating():
-        assert features_of(copy.forward) == []
+        assert features_of(copy.forward) == [Adding]
         assert not copy.layers[1].module.training
     assert features_of(copy.forward) == expected
 
@@ -118,7 +122,7 @@ def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
     copy.note_checked()
     assert len(copy.features) == before - 1  # what layers hand on is known
     copy.split()
-    assert [kind.__name__ for kind in features_of(copy.forward)] == ["InputGuard", "HooksOnce"]
+    assert [kind.__name__ for kind in features_of(copy.forward)] == ["Adding", "InputGuard", "HooksOnce"]
     assert len(copy.features) == before - 1
 
 

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.added_loss import added_losses
 from counterflow.runtime.execution.meters import SavedBytes
 from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Unit, take_apart
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.added import apart as without_added
 from counterflow.runtime.stages.features import Feature, Run
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.randomness import SampleRows
@@ -97,8 +99,9 @@ def _measured(
     def loss(output: Any, target: Any = target) -> list[Tensor]:
         if target is not None:
             assert pipeline.loss_function is not None
+            output, added = without_added(output)
             with copy.precision.computing():  # autocast has its own precision for losses
-                return [read_loss(pipeline.loss_function(output, target))[0]]
+                return [read_loss(pipeline.loss_function(output, target)).with_added(added).loss]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     def outputs_of() -> list[Tensor]:
@@ -250,8 +253,9 @@ class _ByLayer(Feature):
         box: list[Any] = []
 
         def outputs() -> list[Tensor]:
-            box.append(run(InputGuard().given(value), step, rows))
-            return tensors_of(box[0])
+            with added_losses() as added:
+                box.append(run(InputGuard().given(value), step, rows))
+            return [*tensors_of(box[0]), *added.values()]
 
         self.beyond.append(_saved([*self._constant, *given], outputs))
         return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])

@@ -5,7 +5,7 @@ Invariant: it runs no layer of a stage but the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
+from ..stages.added import apart as without_added
 from ..stages.graph_check import check_graph
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
@@ -96,15 +97,27 @@ class Outputs:
         state: dict[int, Any] = {}
         if type(output) is Carried:
             output, state = output
+        output, added = without_added(output)
         if batch.outputs is not None and not again:
             batch.outputs[unit] = mapped(_kept, output)
         if not batch.has_loss:
             return None, []
-        loss = self._loss_of(copy, batch, output, unit, again=again)
+        loss = self._loss_of(copy, batch, output, unit, added, again=again)
         return (None, [loss]) if not state else self.apart(copy, Carried(loss, state), unit)
 
-    def _loss_of(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool) -> Tensor:
-        """A unit's share of the loss, as it enters the mini-batch's, times the loss scale."""
+    def _loss_of(
+        self,
+        copy: StageCopy,
+        batch: Batch,
+        output: Any,
+        unit: Unit,
+        added: Mapping[str, Tensor],
+        *,
+        again: bool,
+    ) -> Tensor:
+        """A unit's share of the loss, with what layers added to it, as it enters the mini-batch's,
+        times the loss scale.
+        """
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
         share: float = samples
@@ -126,7 +139,6 @@ class Outputs:
                 "the last layer gives a mean, and it is not known of how much of a sequence that a slice "
                 "is; let it return a cf.LossSum, or give the Pipeline a loss function and targets"
             )
-        batch.losses.note_graph(found.loss, again=again)
         if found.weight is not None and not self._synchronous:
             if samples < batch.total:
                 raise ConfigError(
@@ -136,12 +148,15 @@ class Outputs:
             loss, weight = found.loss, found.weight
             found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
+        for check in checks:
+            if check.end(found.entered(unit, share, divisor, size)):
+                batch.checks.remove(check)
+        if added:
+            found = found.with_added(added)
+        batch.losses.note_graph(found.loss, again=again)
         entry = found.entered(unit, share, divisor, size)
         if not again:
             batch.losses.entries.append(entry)
-        for check in checks:
-            if check.end(entry):
-                batch.checks.remove(check)
         return found.loss * (entry.by * batch.loss_scale)
 
     def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:

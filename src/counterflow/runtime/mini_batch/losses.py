@@ -75,6 +75,20 @@ class Found(NamedTuple):
     counts: Tensor | float | None = None
     elements: int | None = None
 
+    def with_added(self, terms: Mapping[str, Tensor]) -> Found:
+        """The loss with what layers added to it by ``cf.add_loss``, which weighs as the loss does."""
+        by = 1.0 if self.weight is None else self.weight
+        loss, metrics = self.loss, dict(self.metrics)
+        for name, term in terms.items():
+            if name in metrics:
+                raise ConfigError(
+                    f"{name!r} is a metric of the loss function, and the name of what a layer adds to the "
+                    "loss; give cf.add_loss another name"
+                )
+            loss = loss + (term * by).to(loss)
+            metrics[name] = term.detach() * by
+        return self._replace(loss=loss, metrics=metrics)
+
     def entered(self, unit: Unit, samples: float, divisor: float, size: int) -> Entry:
         """Entry of a loss in the mini-batch's loss.
 

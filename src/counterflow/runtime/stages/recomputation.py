@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
+from counterflow.torch_private import never_compiled
 
 from ..dtensors import is_dtensor
 from ..messages.values import Value
-from ..torch_private import buffers_of, keeps_statistics, never_compiled, same_memory
+from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .counters import summed
 from .features import Feature, Run
 from .randomness import SampleRows, versions

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.added_loss import added_losses
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
@@ -18,6 +19,7 @@ from ..messages.mappings import know
 from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
 from ..torch_private import buffers_of
+from .added import ADDING, apart
 from .deferred import SUMS, Deferred
 from .features import Feature, Run, called, composed, layer_run
 from .named_layer import LOSS, NamedLayer
@@ -122,10 +124,12 @@ class StageCopy:
 
     def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
         """See whether layers make of slices what they make of the whole; errors as of ``SliceCheck``."""
-        if self.slice_check is not None and self.slice_check.look(self, self._carried(value), step, rows):
-            self.slice_check = None
+        with added_losses():
+            if self.slice_check is not None and self.slice_check.look(self, self._carried(value), step, rows):
+                self.slice_check = None
 
     def _carried(self, value: Value) -> Value:
+        value, _ = apart(value)
         return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
     def _compose(self) -> None:
@@ -137,7 +141,7 @@ class StageCopy:
         inner = [self.module, precision, self.means]
         self.features = _there(mappings, *inner, self.streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plainly = composed(self.layers, _there(self._pass_by, *inner, self._skip_runner))
+        self._plainly = composed(self.layers, _there(ADDING, self._pass_by, *inner, self._skip_runner))
         self.forward = self.run_within(_there(self.entry, hooks, splitting), _there(self.replays))
         loss = NamedLayer(LOSS, {}, _NO_MODULE)
         self._loss_plainly = layer_run(loss, _of_three, _there(self.means))
@@ -145,7 +149,7 @@ class StageCopy:
 
     def run_within(self, outer: Sequence[Feature], inner: Sequence[Feature] = ()) -> Run:
         """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
-        return composed(self.layers, [*outer, *_there(self._pass_by), *inner, *self.features])
+        return composed(self.layers, [ADDING, *outer, *_there(self._pass_by), *inner, *self.features])
 
     @property
     def statistics(self) -> list[Tensor]:
@@ -229,6 +233,8 @@ class StageCopy:
             output = self.streams.unless_drawn(lambda: self._plainly(value, step, rows))
         if self.buffers.now() is not before:
             self.buffers.restore(before)
+            return None
+        if apart(output)[1]:  # what layers add to the loss is of all samples together
             return None
         return None if reads is not None and reads.any else output
 

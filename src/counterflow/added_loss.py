@@ -1,0 +1,123 @@
+"""Losses that layers add to the one that is trained: a router's balance, a z-loss, a head in the middle.
+
+What a layer adds goes on with its stage's output, from stage to stage, and joins the loss after the last one
+(``runtime/stages/added.py``); so its gradient is of the right size whatever the loss is divided by.
+
+Invariant: nothing is added in silence to a loss that nobody trains: where nobody collects, it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from .errors import ConfigError
+from .torch_private import in_backward, never_compiled
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was added in a run.
+
+    Attributes:
+        graph: whether what is added has to have a graph.
+        terms: sums by name.
+    """
+
+    graph: bool
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+
+_COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses", default=None)
+
+
+@never_compiled
+def add_loss(loss: Tensor, name: str = "added_loss") -> None:
+    """Add to the loss what a layer's forward makes of its own; called within the forward.
+
+    A micro-batch is trained on its loss and the sum of all that layers of any stage added to it. So what is
+    added weighs as the micro-batch's own loss does: a mean over samples by their number, a ``LossSum`` by its
+    weight. A layer adds in each forward, 0 if need be. ``Step.loss`` has it, and ``Step.metrics`` the sum of
+    each name. In one process ``cf.added_losses`` collects it.
+
+    Args:
+        loss: one real number with its factor (0.01 of a balance, say), a mean over the samples, or tokens,
+            that the layer was given.
+        name: its name among the metrics; layers may share one.
+
+    Raises:
+        ConfigError: it is no such number; nobody collects it; or its graph would be lost, as within
+            ``torch.no_grad`` or a reentrant checkpoint.
+
+    >>> class Squares(torch.nn.Module):
+    ...     def forward(self, x: Tensor) -> Tensor:
+    ...         add_loss(0.5 * x.square().mean(), "squares")
+    ...         return x
+    >>> with added_losses() as added:
+    ...     output = Squares()(torch.full((3, 2), 2.0))
+    >>> added
+    {'squares': tensor(2.)}
+    """
+    if has_torch_function_unary(loss):  # what follows the model's functions notes this one
+        handle_torch_function(add_loss, (loss,), loss, name)
+        return
+    if in_backward():  # a checkpoint computes the layer again; what it added the first time has the graph
+        return
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()):
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"add_loss({name!r}): {shown}; give one real number as a tensor")
+    collected = _COLLECTED.get()
+    if collected is None:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"add_loss({name!r}) is called where nobody collects what is added, so that it would not be "
+                "trained; run the model in a cf.Pipeline, or within cf.added_losses() and add the sum "
+                "to the loss"
+            )
+        return
+    if collected.graph and not torch.is_grad_enabled():
+        raise ConfigError(
+            f"add_loss({name!r}) is called without gradients (torch.no_grad, or a reentrant torch.utils."
+            "checkpoint), so that it would not be trained; call it outside of that, or take "
+            "use_reentrant=False"
+        )
+    term = loss.reshape(())
+    if term.dtype.itemsize < torch.float32.itemsize:
+        term = term.float()
+    terms = collected.terms
+    terms[name] = terms[name] + term if name in terms else term
+
+
+@contextmanager
+def added_losses() -> Iterator[dict[str, Tensor]]:
+    """Collect what layers add to the loss by ``cf.add_loss`` where they run in one process.
+
+    Yields:
+        The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.
+    """
+    token, terms = collect(graph=False)
+    try:
+        yield terms
+    finally:
+        end(token)
+
+
+def collect(*, graph: bool) -> tuple[Token[Collected | None], dict[str, Tensor]]:
+    """Begin to collect, until ``end`` of the first; the second has what was collected.
+
+    Args:
+        graph: whether what is added without gradients is refused.
+    """
+    found = Collected(graph)
+    return _COLLECTED.set(found), found.terms
+
+
+def end(token: Token[Collected | None]) -> None:
+    """Collect no more."""
+    _COLLECTED.reset(token)

@@ -1,0 +1,68 @@
+"""What layers add to the loss goes on beside their stage's output, from stage to stage.
+
+So it needs no message and no gradient of its own kind: messages, recomputation and split backwards treat it
+as a part of the output, and its gradient comes back from the loss, multiplied by what the loss weighs.
+
+Invariant: a stage whose layers add nothing, after others that added nothing, gives its output alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from counterflow.added_loss import collect, end
+
+from ..dtensors import is_dtensor, whole
+from ..messages.values import Value
+from .features import Feature, Run
+from .randomness import SampleRows
+from .skips import Carried
+
+
+class WithAdded(NamedTuple):
+    """A stage's output and what was added to the loss so far, by name."""
+
+    value: Any
+    terms: dict[str, Tensor]
+
+
+class Adding(Feature):
+    """Collects what a stage's layers add to the loss; it is around all other features."""
+
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        value, before = apart(value)
+        token, found = collect(graph=torch.is_grad_enabled())
+        try:
+            output = run(value, step, rows)
+        finally:
+            end(token)
+        if not (before or found):
+            return output
+        terms = {name: whole(term) if is_dtensor(term) else term for name, term in found.items()}
+        for name, term in before.items():
+            terms[name] = terms[name] + term if name in terms else term.clone()
+        return together(output, dict(sorted(terms.items())))
+
+
+ADDING = Adding()
+
+
+def apart(value: Value) -> tuple[Value, dict[str, Tensor]]:
+    """A value, and what was added to the loss beside it."""
+    if type(value) is WithAdded:
+        return value
+    if type(value) is Carried and type(value.value) is WithAdded:
+        inner, terms = value.value
+        return Carried(inner, value.skips), terms
+    return value, {}
+
+
+def together(value: Value, terms: dict[str, Tensor]) -> Value:
+    """What ``apart`` takes apart: skips stay outermost."""
+    if type(value) is Carried:
+        return Carried(WithAdded(value.value, terms), value.skips)
+    return WithAdded(value, terms)

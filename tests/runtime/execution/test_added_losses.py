@@ -1,0 +1,275 @@
+"""Losses that layers add: one process's numbers with every scheme, what is reported, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import counterflow as cf
+from counterflow.schedule import schemes
+from counterflow.schedule.ir import Schedule
+from counterflow.verification.agreement import verify
+
+WIDTH, CLASSES = 6, 4
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Experts(nn.Module):
+    """A mixture whose router adds its balance and a z-loss."""
+
+    def __init__(self, balance: str = "balance", *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.mix, self.route, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Dropout(0.2)
+        self.balance, self.reentrant = balance, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.mixed(x)
+        found: Tensor = checkpoint(self.mixed, x, use_reentrant=self.reentrant)
+        return found
+
+    def mixed(self, x: Tensor) -> Tensor:
+        logits = self.route(x)
+        shares = logits.softmax(-1)
+        cf.add_loss(0.9 * shares.flatten(0, -2).mean(0).square().sum(), self.balance)
+        cf.add_loss(0.1 * logits.logsumexp(-1).square().mean(), "z")
+        found: Tensor = x + self.drop(self.mix(x).tanh()) * shares.amax(-1, keepdim=True)
+        return found
+
+
+def layers(**options: Any) -> list[nn.Module]:
+    torch.manual_seed(0)
+    found = (
+        nn.Linear(5, WIDTH),
+        Experts(**options),
+        nn.Sequential(Experts("other"), nn.Tanh()),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        Experts(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, CLASSES),
+    )
+    return [layer.double() for layer in found]
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(len(shape))
+    targets = torch.randint(CLASSES, shape, generator=draw)
+    return torch.randn(*shape, 5, generator=draw, dtype=torch.float64), targets
+
+
+def tokens(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over the tokens that count, which are not known before the last stage."""
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=0)
+
+
+def summed(output: Tensor, target: Tensor) -> cf.LossSum:
+    loss = functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=1, reduction="sum")
+    return cf.LossSum(loss, (target != 1).sum())
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, functional.one_hot(target, CLASSES).double())
+
+
+def by_hand(
+    loss_function: Callable[[Tensor, Tensor], Any], weight: Callable[[Tensor], float], count: int
+) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """Loss, sums of what was added and new weights in one process, micro-batch after micro-batch."""
+    model = nn.Sequential(*layers()).eval()
+    inputs, targets = data(12, 3)
+    total, means = torch.zeros((), dtype=torch.float64), dict.fromkeys(("balance", "other", "z"), 0.0)
+    pieces = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+    weights = [weight(target) for _, target in pieces]
+    for (x, target), counts in zip(pieces, weights, strict=True):
+        with cf.added_losses() as added:
+            found = loss_function(model(x), target)
+        mean = found.sum / found.weight if isinstance(found, cf.LossSum) else found
+        share = counts / sum(weights)
+        total = total + share * (mean + sum(added.values()))
+        for name, term in added.items():
+            means[name] += share * term.item()
+    total.backward()
+    SGD(model.parameters()).step()
+    return total.item(), means, dict(model.state_dict())
+
+
+def test_a_micro_batch_weighs_with_all_that_was_added_to_it() -> None:
+    cases: Sequence[tuple[Callable[[Tensor, Tensor], Any], Callable[[Tensor], float]]] = [
+        (squares, len),
+        (tokens, lambda target: float((target != 0).sum())),
+        (summed, lambda target: float((target != 1).sum())),
+    ]
+    for loss_function, weight in cases:
+        loss, means, weights = by_hand(loss_function, weight, 4)
+
+        def work(loss_function: Any = loss_function) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+            model = nn.Sequential(*layers())
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            with cf.Pipeline(model, loss_function, schemes.dapple(4, 4), optimizer=SGD) as pipeline:
+                step = pipeline.step(*data(12, 3))
+                return step.loss, dict(step.metrics), pipeline.model_state_dict()
+
+        for found, metrics, ours in cf.launch(work, workers=4, transport="local"):
+            assert found == pytest.approx(loss, abs=1e-12)
+            assert metrics == pytest.approx(means, abs=1e-12)
+            assert ours.keys() == weights.keys()
+            assert all(torch.allclose(ours[name], weights[name], rtol=0, atol=1e-12) for name in ours)
+
+
+def agrees(schedule: Schedule, loss_function: Any = tokens, *, replicas: int = 1, **options: Any) -> None:
+    made = options.pop("made", None) or layers(**options.pop("layers", {}))
+    batches = [[data(12, 4)] * replicas] * 2
+    found = verify(schedule, made, loss_function, batches, optimizer=SGD, **options)
+    assert found.ok, (str(schedule), options, str(found))
+
+
+def test_every_scheme_trains_as_one_process() -> None:
+    for schedule in (
+        schemes.gpipe(4, 4),
+        schemes.dapple(3, 5),
+        schemes.interleaved(2, 4, chunks=2),
+        schemes.gems(4, 4),
+        schemes.chimera(4, 4),
+        schemes.chimera(4, 8, concat="forward-doubling"),
+        schemes.chimera(4, 8, concat="backward-halving"),
+        schemes.hanayo(2, 4, waves=2),
+        schemes.zb_h1(4, 4),
+        schemes.zb_v(2, 4),
+        schemes.dualpipe(4, 8),
+    ):
+        agrees(schedule)
+    for schedule in (schemes.pipedream(3), schemes.pipedream_2bw(3, 4), schemes.wpipe(2, 4)):
+        agrees(schedule, squares)
+
+
+class MeanOfPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.route = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.route(x)
+        cf.add_loss(0.1 * logits.logsumexp(-1).square().mean(), "z")
+        found: Tensor = x + logits
+        return found
+
+
+def test_slices_add_by_their_share() -> None:
+    torch.manual_seed(1)
+    made = [nn.Linear(5, WIDTH), MeanOfPositions(), MeanOfPositions(), nn.Linear(WIDTH, CLASSES)]
+    for schedule in (
+        schemes.dapple(stages=2, micro_batches=2, slices=2),
+        schemes.zb_h1(stages=2, micro_batches=2, slices="1+3"),
+    ):
+        agrees(schedule, squares, made=[layer.double() for layer in made])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
+def test_options() -> None:
+    schedule = schemes.zb_h1(3, 4)
+    options: list[dict[str, Any]] = [
+        {"recompute": "stage"},
+        {"recompute": "layer"},
+        {"recompute": "layer", "layers": {"reentrant": False}},
+        {"layers": {"reentrant": False}},
+        {"barrier": False},
+        {"replicas": 2},
+        {"clip_norm": 0.1},
+        {"compile": "eager"},
+    ]
+    for each in options:
+        agrees(schedule, **each)
+    agrees(schemes.dapple(2, 2), summed, autocast="bfloat16")
+    agrees(schemes.chimera(2, 4, concat="forward-doubling"), squares, recompute="stage")
+
+
+def step_of(*made: nn.Module, schedule: Schedule | None = None) -> list[Any]:
+    def work() -> Any:
+        with cf.Pipeline(
+            nn.Sequential(*made), tokens, schedule or schemes.dapple(2, 2), optimizer=SGD
+        ) as pipeline:
+            step = pipeline.step(*data(4, 3))
+            return step, pipeline.evaluate(*data(4, 3)), pipeline.predict(data(4, 3)[0])
+
+    return cf.launch(work, workers=2, transport="local")
+
+
+def test_evaluations_have_it_and_predictions_do_not() -> None:
+    model = nn.Sequential(*layers())
+    for _, evaluation, outputs in step_of(*model, schedule=schemes.dapple(2, 1)):
+        with cf.added_losses() as added, torch.no_grad():
+            found = model.eval()(data(4, 3)[0])
+        assert evaluation.loss == pytest.approx((tokens(found, data(4, 3)[1]) + sum(added.values())).item())
+        assert evaluation.metrics == pytest.approx({name: term.item() for name, term in added.items()})
+        assert outputs is None or torch.allclose(outputs, found)
+
+
+class Adds(nn.Module):
+    """Adds what a function makes of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any], *, name: str = "added_loss") -> None:
+        super().__init__()
+        self.function, self.name = function, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        cf.add_loss(self.function(x), self.name)
+        return x
+
+
+def test_what_is_refused() -> None:
+    first, last = nn.Linear(5, WIDTH).double(), nn.Linear(WIDTH, CLASSES).double()
+    for function, match in (
+        (lambda x: x, r"add_loss\('added_loss'\): a tensor of shape \(2, 3, 6\); give one real number"),
+        (lambda _: 1.0, "float; give one real number as a tensor"),
+    ):
+        with pytest.raises(cf.ConfigError, match=match):
+            step_of(first, Adds(function), last)
+    with pytest.raises(cf.ConfigError, match="without gradients"):
+        step_of(first, Experts(reentrant=True).double(), last)
+    with pytest.raises(cf.ConfigError, match="nobody collects what is added"):
+        Experts()(torch.zeros(2, WIDTH))
+    with torch.no_grad():
+        Experts()(torch.zeros(2, WIDTH))
+
+
+def test_a_layer_adds_in_every_forward_or_shapes_are_dynamic() -> None:
+    class Sometimes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0, 0] > 0:
+                cf.add_loss(x.mean())
+            return x
+
+    def work(**options: Any) -> list[Mapping[str, float]]:
+        made = [nn.Identity(), Sometimes(), nn.Linear(5, CLASSES)]
+        with cf.Pipeline(made, tokens, schemes.dapple(3, 2), optimizer=SGD, **options) as pipeline:
+            inputs = torch.ones(4, 3, 5)
+            inputs[2:] *= -1
+            steps = [pipeline.step(x, torch.ones(4, 3, dtype=torch.int64)) for x in (inputs, -inputs)]
+            return [step.metrics for step in steps]
+
+    with pytest.raises(cf.ConfigError, match="make the pipeline with dynamic_shapes=True"):
+        cf.launch(work, workers=3, transport="local")
+    found = cf.launch(partial(work, dynamic_shapes=True), workers=3, transport="local")
+    assert found == [[{"added_loss": 0.5}, {"added_loss": 0.5}]] * 3
+
+
+def test_the_metric_of_a_loss_function_has_another_name() -> None:
+    def work() -> None:
+        loss = lambda output, target: (tokens(output, target), {"z": 1.0})  # noqa: E731
+        with cf.Pipeline(layers(), loss, schemes.dapple(2, 2), optimizer=SGD) as pipeline:
+            pipeline.step(*data(4, 3))
+
+    with pytest.raises(
+        cf.ConfigError, match="'z' is a metric of the loss function, and the name of what a layer adds"
+    ):
+        cf.launch(work, workers=2, transport="local")
