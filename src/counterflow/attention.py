@@ -85,7 +85,7 @@ def _attend(  # noqa: PLR0917
 ) -> Tensor:
     before: tuple[_Left, ...] = carry.take(())
     parts = (*before, (keys, values, documents, seen))
-    carry.leave(parts)
+    carry.leave((_joined(parts),) if carry.joins else parts)
     narrow = window is not None or documents is not None or seen is not None
     if not dropout and (before or narrow):
         flat = [tensor for part in parts for tensor in part]
@@ -108,6 +108,17 @@ def _attend(  # noqa: PLR0917
         queries, keys, values, mask, dropout, is_causal=mask is None, scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )  # fmt: skip
+
+
+def _joined(parts: Sequence[_Left]) -> _Left:
+    """All parts as one, in which no part has documents or what is seen where another has none."""
+    keys, values, documents, seen = zip(*parts, strict=True)
+
+    def along(found: Sequence[Tensor | None], dim: int) -> Tensor | None:
+        there = [each for each in found if each is not None]
+        return torch.cat(there, dim) if len(there) == len(found) else None
+
+    return torch.cat(keys, 2), torch.cat(values, 2), along(documents, 1), along(seen, 1)
 
 
 _Left = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

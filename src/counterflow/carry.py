@@ -54,6 +54,8 @@ class Carry(nn.Module):
         self._versions: list[int] = []
         self._runs = self._expected = False
         """Whether this run is one of a slice, and whether any will be."""
+        self._joins = False
+        """Whether a state may be put together anew, as no gradient goes back to its parts."""
 
     def take(self, otherwise: Any = None) -> Any:
         """What the slice before left; ``otherwise`` if this is the first one, or the whole sequence.
@@ -82,6 +84,11 @@ class Carry(nn.Module):
     def expects_slices(self) -> bool:
         """Whether the layer is trained in slices; it may be evaluated in whole sequences."""
         return self._expected
+
+    @property
+    def joins(self) -> bool:
+        """Whether what slices leave may be put together, as nothing is saved for a backward."""
+        return self._joins
 
     # -- kept out of compiled code, which would take what it finds for constants
 
@@ -115,10 +122,10 @@ class Carry(nn.Module):
         """Note whether the layer is going to be trained in slices."""
         self._expected = expected
 
-    def begin(self, given: Any) -> None:
+    def begin(self, given: Any, *, joins: bool = False) -> None:
         """A slice runs; ``given`` is what the one before left, or ``NOTHING``."""
         self._given, self._left, self._versions = given, NOTHING, []
-        self._runs = True
+        self._runs, self._joins = True, joins
 
     def end(self) -> Any:
         """A slice has run: what it left, or ``NOTHING``.
@@ -128,6 +135,7 @@ class Carry(nn.Module):
         """
         left, before = self._left, self._versions
         self._given, self._left, self._versions, self._runs = NOTHING, NOTHING, [], False
+        self._joins = False
         if left is not NOTHING and _versions(left) != before:
             raise ConfigError(
                 "a carried state was changed in place after it was left to the next slice; leave a copy"
@@ -136,7 +144,14 @@ class Carry(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies begin without a state."""
-        return {**self.__dict__, "_given": None, "_left": None, "_versions": [], "_runs": False}
+        return {
+            **self.__dict__,
+            "_given": None,
+            "_left": None,
+            "_versions": [],
+            "_runs": False,
+            "_joins": False,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See ``__getstate__``; ``NOTHING`` is another object in every process."""

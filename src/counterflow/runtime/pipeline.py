@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any, Never, Self, Unpack, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from counterflow import capture
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.program.runnable import refuse_what_cannot_run
@@ -26,6 +25,8 @@ from counterflow.schedule.registry import schedule_of
 
 from .calls import Calls
 from .execution.step import Evaluation, Step, Workers, place
+from .generation import Sampling, generated
+from .making.given import found_layers, transport_of
 from .making.held import held_stages, refuse_embeddings
 from .making.model import staged
 from .making.runner import batches_of, runners_of
@@ -124,10 +125,10 @@ class Pipeline(States):
         self.execution, self.batching = execution, batching
         schedule = schedule_of(schedule, {})
         if example is not None:
-            list_layers, costs = _found(model, example, list_layers, costs, self.batching)
+            list_layers, costs = found_layers(model, example, list_layers, costs, self.batching)
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
-        self.transport = transport = _transport(transport, device, execution.timeout_seconds, schedule)
+        self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
         further = further_mesh(mesh, parallelize, transport)
         layout = layout_of(transport.rank, transport.world_size, schedule, mesh)
@@ -187,6 +188,7 @@ class Pipeline(States):
         held.leave_others(its, self.ranks[self.replica])
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._untold: list[Step] = []
+        self._generates = False
 
     def close(self) -> None:
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.
@@ -322,11 +324,53 @@ class Pipeline(States):
         """
         self._untold = self.flush()
         with self._reported(), self._held.owned.used(), torch.no_grad():
-            batch = self._batch(self._batches.given(inputs, None, kwargs), Call.PREDICT, outputs=True)
-            batch.has_loss = False
-            self._evaluation.run(batch)
-            self._batches.remember(batch)
-            return self._outputs(batch, everywhere=True)
+            return self._outputs(self._predicted(inputs, kwargs), everywhere=True)
+
+    def _predicted(self, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> Batch:
+        batch = self._batch(self._batches.given(inputs, None, kwargs), Call.PREDICT, outputs=True)
+        batch.has_loss = False
+        self._evaluation.run(batch)
+        self._batches.remember(batch)
+        return batch
+
+    def generate(
+        self,
+        prompt: Tensor | None = None,
+        *,
+        tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        end: int | None = None,
+    ) -> Tensor:
+        """Add tokens to prompts, each chosen of the logits after all before it; for a look at samples.
+
+        The prompt runs once, and then each token alone: layers that look at earlier positions hold a
+        ``cf.Carry``, as the built-in GPT's and those of ``hf.layers`` do, and keep their keys and values. No
+        gradients, evaluation mode. Flushes first what is in flight; all workers call it.
+
+        Args:
+            prompt: [samples, positions], int64, as the model's input; read on workers with the first stage.
+            tokens: how many are added.
+            temperature: divisor of the logits; 0 chooses the most likely token, the default.
+            top_k: how many of the most likely tokens are drawn from; None: all.
+            seed: of the draws, which do not depend on the schedule.
+            end: token after which a sample has ended, and is filled with it; None: there is none.
+
+        Returns:
+            The prompt and what was added, [samples, positions + tokens], on the CPU of every worker.
+
+        Raises:
+            ConfigError: a number is out of range; the output has no logits; or a layer looks at earlier
+                positions without a ``cf.Carry``, which is seen in the first call.
+            WorkerError: a worker failed.
+        """
+        self._untold = self.flush()
+        with self._reported(), self._held.owned.used(), torch.no_grad():
+            sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
+            found = generated(self, prompt, sampling, self._predicted, compare=not self._generates)
+        self._generates = True
+        return found
 
     def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
         """The replica's outputs in the samples' order, on workers with the last stage or on all."""
@@ -379,43 +423,3 @@ class Pipeline(States):
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)
 """What ``Pipeline`` is given beside options."""
-
-
-def _transport(
-    given: Transport | str | None,
-    device: torch.device | str | None,
-    timeout_seconds: float | None,
-    schedule: Schedule,
-) -> Transport:
-    if isinstance(given, Transport):
-        return given
-    from .workers.world import current_transport  # noqa: PLC0415
-
-    alone = schedule.placement.workers == 1
-    return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
-
-
-def _found(
-    model: nn.Module | Sequence[nn.Module],
-    example: Any,
-    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
-    costs: Sequence[float] | None,
-    batching: Batching,
-) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
-    """What lists the layers that are found by itself, and their costs.
-
-    Raises:
-        ConfigError: they cannot be found, or somebody lists them.
-    """
-    if list_layers is not None:
-        raise ConfigError(
-            "list_layers says what the layers are, and example asks for them to be found; give one of them"
-        )
-    dims = batching.input_dims
-    if dims is not None and not isinstance(dims, int):
-        raise ConfigError(
-            f"example: layers are found where the samples are in one dimension of all inputs, and input_dims "
-            f"is {dims!r}; call cf.layers with what fits, and give its layers by list_layers"
-        )
-    layers = capture.layers(cast("nn.Module", model), example, input_dims=dims)
-    return lambda _: layers, [layer.cost for layer in layers] if costs is None else costs

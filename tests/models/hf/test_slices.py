@@ -264,3 +264,24 @@ def _evaluations() -> list[float]:
 def test_evaluations_before_and_after_are_the_same() -> None:
     found = cf.launch(_evaluations, workers=2, transport="local")[0]
     assert found == pytest.approx([found[0]] * 8, rel=1e-10)
+
+
+def test_tokens_are_those_of_transformers_own_generate() -> None:
+    """Each token runs alone, from what layers left; transformers computes without its cache."""
+    prompt = torch.randint(3, tiny.VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(1))
+    for name in ("llama", "mistral", "gpt2", "gpt-neox", "gemma3", "mamba"):
+        torch.manual_seed(0)
+        model = tiny.made(name).eval()
+        expected = model.generate(
+            prompt, max_new_tokens=7, do_sample=False, use_cache=False, eos_token_id=None
+        )
+        model.train()
+
+        def work(model: nn.Module = model) -> Tensor:
+            with cf.Pipeline(
+                model, hf.loss, schemes.dapple(2, 2), list_layers=hf.layers, optimizer=torch.optim.SGD
+            ) as pipeline:
+                return pipeline.generate(prompt, tokens=7)
+
+        for found in cf.launch(work, workers=2, transport="local"):
+            assert found.tolist() == expected.tolist(), name

@@ -27,6 +27,7 @@ from .precision import Precision
 from .randomness import RandomStreams, SampleRows
 from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
+from .remembering import Remembering
 from .replays import LayerReplays
 from .skips import Carried, PassBy, SkipRunner, StageSkips
 from .slice_check import SliceCheck
@@ -108,6 +109,7 @@ class StageCopy:
             computing = self.precision.computing
             self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
         by_layer = recompute is Recompute.LAYER
+        self._remembers: Remembering | None = None
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
@@ -141,7 +143,9 @@ class StageCopy:
         inner = [self.module, precision, self.means]
         self.features = _there(mappings, *inner, self.streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plainly = composed(self.layers, _there(ADDING, self._pass_by, *inner, self._skip_runner))
+        self._plainly = composed(
+            self.layers, _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
+        )
         self.forward = self.run_within(_there(self.entry, hooks, splitting), _there(self.replays))
         loss = NamedLayer(LOSS, {}, _NO_MODULE)
         self._loss_plainly = layer_run(loss, _of_three, _there(self.means))
@@ -185,6 +189,18 @@ class StageCopy:
         finally:
             self.forward, self.loss = training
             self.end_gathering()
+
+    @contextmanager
+    def remembering(self) -> Iterator[Remembering]:
+        """Within this context an evaluation goes on from the states that layers left in the one before."""
+        self._remembers = Remembering(self.layers)
+        self._compose()
+        try:
+            with self._remembers.active():
+                yield self._remembers
+        finally:
+            self._remembers = None
+            self._compose()
 
     def split(self) -> None:
         """Its backwards are split from here on."""

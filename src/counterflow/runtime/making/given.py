@@ -1,0 +1,60 @@
+"""What a pipeline is made of, of what it is given: the transport of the launch, layers that are found.
+
+Invariant: nothing here sends or runs anything but the capture of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from counterflow import capture
+from counterflow.errors import ConfigError
+from counterflow.execution import Batching
+from counterflow.schedule.ir import Schedule
+
+from ..transport.base import Transport
+
+
+def transport_of(
+    given: Transport | str | None,
+    device: torch.device | str | None,
+    timeout_seconds: float | None,
+    schedule: Schedule,
+) -> Transport:
+    """The transport that is given, or that of the launch."""
+    if isinstance(given, Transport):
+        return given
+    from ..workers.world import current_transport  # noqa: PLC0415
+
+    alone = schedule.placement.workers == 1
+    return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
+
+
+def found_layers(
+    model: nn.Module | Sequence[nn.Module],
+    example: Any,
+    list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
+    costs: Sequence[float] | None,
+    batching: Batching,
+) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
+    """What lists the layers that are found by itself, and their costs.
+
+    Raises:
+        ConfigError: they cannot be found, or somebody lists them.
+    """
+    if list_layers is not None:
+        raise ConfigError(
+            "list_layers says what the layers are, and example asks for them to be found; give one of them"
+        )
+    dims = batching.input_dims
+    if dims is not None and not isinstance(dims, int):
+        raise ConfigError(
+            f"example: layers are found where the samples are in one dimension of all inputs, and input_dims "
+            f"is {dims!r}; call cf.layers with what fits, and give its layers by list_layers"
+        )
+    layers = capture.layers(cast("nn.Module", model), example, input_dims=dims)
+    return lambda _: layers, [layer.cost for layer in layers] if costs is None else costs

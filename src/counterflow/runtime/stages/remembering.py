@@ -1,0 +1,74 @@
+"""Layers' states between the parts of a sequence that comes token by token, as samples are generated.
+
+A layer leaves them in its ``Carry``, as it does for the next slice of a sequence; here they wait on the
+worker that holds it, by micro-batch, until the next tokens come.
+
+Invariant: nothing is remembered outside of ``Remembering.active``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from counterflow.carry import NOTHING, Carry
+from counterflow.errors import ConfigError
+
+from ..messages.values import Value
+from .features import Feature, Run
+from .named_layer import NamedLayer, place_of
+from .randomness import SampleRows
+from .skips import carries_in
+
+
+class Remembering(Feature):
+    """States of one stage's layers.
+
+    Args:
+        layers: the layers.
+    """
+
+    def __init__(self, layers: Iterable[NamedLayer]) -> None:
+        self._carries: dict[int, list[Carry]] = {layer.index: carries_in(layer.module) for layer in layers}
+        self._states: dict[tuple[int, int], list[Any]] = {}
+        self.paused = False
+        """Whether a whole sequence runs meanwhile."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the runs of the parts of one sequence: layers leave states, which are forgotten after it."""
+        every = [carry for its in self._carries.values() for carry in its]
+        before = [carry.expects_slices for carry in every]
+        try:
+            for carry in every:
+                carry.expect_slices(expected=True)
+            yield
+        finally:
+            self._states.clear()
+            for carry, expected in zip(every, before, strict=True):
+                carry.expect_slices(expected=expected)
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``.
+
+        Raises:
+            ConfigError: the layer leaves nothing in a ``Carry`` that it holds.
+        """
+        carries = self._carries[layer.index]
+        if not carries or self.paused:
+            return run(value, step, rows)
+        place = layer.index, rows.micro_batch
+        states = self._states.get(place) or [NOTHING] * len(carries)
+        try:
+            for carry, state in zip(carries, states, strict=True):
+                carry.begin(state, joins=True)
+            found = run(value, step, rows)
+            left = [carry.end() for carry in carries]
+        finally:
+            for carry in carries:
+                carry.end()
+        if any(state is NOTHING for state in left):
+            raise ConfigError(f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave()")
+        self._states[place] = left
+        return found
