@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import counterflow as cf
 from counterflow.cli import application
+from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Model
 from counterflow.planning.comparison import Compared
 from counterflow.planning.inputs import files
@@ -69,7 +70,9 @@ def test_ten_minutes(
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, _, average, skips, named, _, meta, options = blocks("train-your-own-model.md", "python")
+    same, program, _, _, samples, average, skips, named, _, meta, options = blocks(
+        "train-your-own-model.md", "python"
+    )
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
@@ -85,6 +88,8 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert compared[0].startswith("SameModel: the same (")
     assert compared[1].startswith("layer 3 (Linear): 'head' has another input than in the model (by ")
     assert compared[1].endswith("before it calls 'head' (what 'second' of layer 2 returns is the same)")
+    (text,) = launch(_generated, samples, workers=1, transport="local", timeout_seconds=60)
+    assert text.shape == (2, 3 + 100)
     averaged = launch(_averaged, average, workers=2, transport="local", timeout_seconds=60)
     assert averaged[0]["loss"] == averaged[1]["loss"]
     assert len(averaged[0]["state"]) == 4
@@ -112,6 +117,17 @@ def test_layers_that_are_found(
     found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", capsys.readouterr().out)
     assert found
     assert float(found[2]) < 0.9 * float(found[1])
+
+
+def _generated(block: str) -> torch.Tensor:
+    config = GPTConfig(vocabulary=60, positions=128, hidden=8, heads=2, layers=1)
+    pipeline = cf.Pipeline(
+        config.build(), config.loss, "gpipe(stages=1, micro_batches=1)", optimizer=torch.optim.SGD
+    )
+    scope: dict[str, Any] = {"pipeline": pipeline, "prompt": torch.ones(2, 3, dtype=torch.int64)}
+    exec(block, scope)
+    found: torch.Tensor = scope["text"]
+    return found
 
 
 def _averaged(program: str) -> dict[str, Any]:
