@@ -8,7 +8,7 @@ import pytest
 
 from ..conftest import Run
 
-BFLOAT16 = [
+LOW = [
     ("autocast", "zb-v --stages 4 --micro-batches 4", 1e-5),
     ("compute-dtype", "chimera --stages 2 --micro-batches 2", 1e-5),
     ("compute-dtype", "dapple --stages 1 --micro-batches 2", 1e-5),
@@ -24,16 +24,20 @@ def test_steps_without_a_barrier_agree(run: Run, scheme: str) -> None:
     assert found["weight_error"] < 1e-10
 
 
-@pytest.mark.parametrize(("how", "scheme", "tolerance"), BFLOAT16)
+@pytest.mark.parametrize(("how", "scheme", "tolerance"), LOW)
 def test_it_compares_with_one_process_in_the_same_precision(
     run: Run, how: str, scheme: str, tolerance: float
 ) -> None:
-    found = run(f"verify {scheme} --bfloat16 {how} --json").json
-    assert found["ok"]
-    assert found["tolerance"] == tolerance
+    for lower in ("bfloat16",) if "pipedream" in scheme else ("bfloat16", "float16"):
+        found = run(f"verify {scheme} --{lower} {how} --json").json
+        assert found["ok"]
+        assert found["tolerance"] == tolerance
 
 
 def test_full_precision_is_another_one(refused: Callable[..., str]) -> None:
+    assert "--bfloat16 and --float16: layers compute in one precision; give one of them" in refused(
+        "verify dapple --stages 2 --micro-batches 2 --bfloat16 autocast --float16 autocast"
+    )
     assert "leave out --dtype float64" in refused(
         "verify dapple --stages 2 --micro-batches 2 --bfloat16 autocast --dtype float64"
     )

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow import ConfigError, Pipeline, WorkerError, launch, load_checkpoint, save_checkpoint, schemes
+from counterflow import (
+    ConfigError,
+    Pipeline,
+    WorkerError,
+    add_loss,
+    launch,
+    load_checkpoint,
+    save_checkpoint,
+    schemes,
+)
 from counterflow.runtime.execution.step import Step
 from counterflow.schedule.ir import Schedule
 
@@ -200,9 +209,20 @@ def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
     same(curve(found), true)
 
 
+class Small(nn.Linear):
+    """Wants a small output."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        output = super().forward(value)
+        add_loss(output.square().mean(), "small")
+        return output
+
+
 def _double(scale: float | None) -> Any:
+    modules = layers(torch.float64)
+    modules[0] = Small(WIDTH, WIDTH, dtype=torch.float64)
     with Pipeline(
-        layers(torch.float64),
+        modules,
         nn.functional.mse_loss,
         schemes.zb_v(2, 4),
         optimizer=sgd,
@@ -210,7 +230,7 @@ def _double(scale: float | None) -> Any:
         clip_norm=0.1,
     ) as pipeline:
         steps = [pipeline.step(*(half.double() for half in batch(number))) for number in range(3)]
-        return [(step.loss, step.grad_norm) for step in steps], pipeline.model_state_dict()
+        return [(step.loss, step.metrics, step.grad_norm) for step in steps], pipeline.model_state_dict()
 
 
 def test_scaling_rounds_nothing() -> None:
