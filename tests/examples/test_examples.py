@@ -18,6 +18,7 @@ import pytest
 from hatchling.build import build_wheel
 
 import counterflow as cf
+from counterflow.program.actions import Compute, Matching
 from counterflow.training import load_config
 from counterflow.training.folder import read_metrics
 
@@ -55,6 +56,26 @@ def test_irregular_batches(capsys: pytest.CaptureFixture[str]) -> None:
     """It compares with one process by itself."""
     runpy.run_path(str(EXAMPLES / "irregular_batches.py"), run_name="__main__")
     assert re.fullmatch(r"boxes:( \d\.\d{4}){3}\ngraphs:( \d\.\d{4}){3}\n", capsys.readouterr().out)
+
+
+def test_a_trace_names_every_action(tmp_path: Path) -> None:
+    """Processes: a profiler sees the threads of its own."""
+    script = str(EXAMPLES / "trace_of_a_step.py")
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    program = cf.lower(cf.schemes.zb_v(2, 4), matching=Matching.TAG)
+    for worker, actions in enumerate(program.actions):
+        its = [e for e in events if e["pid"] == worker and e.get("cat") == "user_annotation"]
+        names = [event["name"] for event in sorted(its, key=lambda event: event["ts"])]
+        computed = [str(action) for action in actions if isinstance(action, Compute)]
+        assert [name for name in names if name in computed] == computed
+        assert set(map(str, actions)) <= set(names)
+        assert any(
+            e.get("cat") == "cpu_op" and e["name"] == "aten::addmm" and e["pid"] == worker for e in events
+        )
 
 
 def test_hugging_face(
