@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from counterflow.schedule.orders import mixpipe_plan
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -187,8 +189,14 @@ def play(
 
 
 def load_numba() -> None:
-    """Compile the inner loop, or load it from numba's cache, so that it is used from now on."""
+    """Compile the inner loops, or load them from numba's cache, so that they are used from now on."""
     if _Loop.compiled is None:
         import numba  # noqa: PLC0415 - half a second that short runs should not pay
 
+        planned: Callable[..., list[int]] = numba.njit(cache=True)(mixpipe_plan.played)
+        mixpipe_plan.use(
+            lambda depth, pairs, room, first, due, *takes: planned(
+                depth, pairs, room, first, np.array(due), *takes
+            )
+        )
         _Loop.compiled = numba.njit(cache=True)(_play)

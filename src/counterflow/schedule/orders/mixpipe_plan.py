@@ -27,13 +27,12 @@ All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
-__all__ = ["mixpipe_orders"]
+__all__ = ["mixpipe_orders", "played", "use"]
 
 STARTS = (2, 1, 0, -1)
 """Times at which the first backward of the last stage is due, in halves of the depth."""
@@ -43,8 +42,12 @@ WAITS = (0, 1, 2)
 OPS_BUDGET = 500_000
 """Maximum ops planned in one call: a very large shape tries fewer of the twelve plans, at least one."""
 
-Times = dict[str, list[list[int]]]
-"""For each kind of op ("F" or "B"), stage and pair: when it is due or, in a plan, when it ends."""
+Times = list[int]
+"""When each op is due or, in a plan, when it ends: forwards, then backwards, by stage and pair."""
+
+
+ANY = -1
+"""In place of a number of forwards: any."""
 
 
 class Shape(NamedTuple):
@@ -53,7 +56,7 @@ class Shape(NamedTuple):
     depth: int
     pairs: int
     room: int  # maximum forwards stashed on a worker
-    first: int | None  # forwards of stage 0 before its worker's first backward; None: any number
+    first: int  # forwards of stage 0 before its worker's first backward, or ANY
 
 
 def mixpipe_orders(
@@ -67,14 +70,15 @@ def mixpipe_orders(
     """
     pairs = (micro_batches + 1) // 2
     if injected is None:
-        shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), None)
+        shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
         plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
     else:
         shape = Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs))
         plans = _tries(shape)
         if depth == 4 and pairs == 2:  # the paper's Figure 3, in which two orders could be one unit shorter
             plans = iter([next(plans)])
-    return _unfold(min(plans, key=lambda ends: ends["B"][0][-1]), micro_batches)
+    found = min(plans, key=lambda ends: ends[(depth + 1) * pairs - 1])  # of stage 0 the last backward
+    return _unfold(found, depth, pairs, micro_batches)
 
 
 def _tries(shape: Shape) -> Iterator[Times]:
@@ -91,10 +95,10 @@ def _linear(shape: Shape, pace: int, start: int) -> Times:
     A forward of a late stage is as urgent as the one D/2 stages before it.
     """
     stages, pairs, half = range(shape.depth), range(shape.pairs), shape.depth // 2
-    return {
-        "F": [[stage % half + pace * pair for pair in pairs] for stage in stages],
-        "B": [[start + 2 * (shape.depth - 1 - stage) + pace * pair for pair in pairs] for stage in stages],
-    }
+    forwards = [stage % half + pace * pair for stage in stages for pair in pairs]
+    return forwards + [
+        start + 2 * (shape.depth - 1 - stage) + pace * pair for stage in stages for pair in pairs
+    ]
 
 
 def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]]) -> Iterator[Times]:
@@ -103,90 +107,125 @@ def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, 
     If there is little room, other due times make a plan that is ``known``, and so is the plan that follows
     from it.
     """
-    there = _plan(shape, due, wait, {"F": 1, "B": 2})
+    there = _Loop.play(*shape, due, wait, 1, 2)
     if (wait, there) in known:
         return
     known.append((wait, there))
     yield there
-    back = _plan(shape._replace(first=None), _turned(there), wait, {"F": 2, "B": 1})
-    yield _plan(shape, _turned(back), wait, {"F": 1, "B": 2})
+    back = _Loop.play(*shape._replace(first=ANY), _turned(there, shape), wait, 2, 1)
+    yield _Loop.play(*shape, _turned(back, shape), wait, 1, 2)
 
 
-def _turned(plan: Times) -> Times:
+def _turned(plan: Times, shape: Shape) -> Times:
     """Due times reversed in time: F and B change places, the last pair is the first."""
-    return {kind: [[-end for end in ends[::-1]] for ends in plan["FB".replace(kind, "")]] for kind in "FB"}
-
-
-def _plan(shape: Shape, due: Times, wait: int, takes: dict[str, int]) -> Times:
-    """List scheduling: when each op ends. It is one loop without calls, because it takes nearly all the time
-    of a build.
-    """
-    depth, pairs, room, first = shape
-    half, last = depth // 2, depth - 1
-    ends: Times = {kind: [[] for _ in range(depth)] for kind in "FB"}
-    inputs: Times = {"F": [[0] * pairs, *ends["F"][:-1]], "B": [*ends["B"][1:], ends["F"][-1]]}
-    # For each worker, the forwards of its early and late stage, and their backwards: when inputs arrive,
-    # for those known; when each is due; when each ends, for those started; who needs their outputs.
-    lanes = [
-        [
-            (
-                *(inputs[kind][s], due[kind][s], ends[kind][s]),
-                *(max(0, min(s + step, last - s - step)), takes[kind]),
-            )
-            for kind, step in (("F", 1), ("B", -1))
-            for s in (worker, last - worker)
-        ]
-        for worker in range(half)
+    depth, pairs, _, _ = shape
+    starts = range(0, depth * pairs, pairs)
+    return [
+        -plan[kind + start + pair]
+        for kind in (depth * pairs, 0)
+        for start in starts
+        for pair in range(pairs - 1, -1, -1)
     ]
+
+
+def played(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one loop without calls
+    depth: int, pairs: int, room: int, first: int, due: Sequence[int], wait: int, forward: int, backward: int
+) -> list[int]:
+    """List scheduling: when each op ends.
+
+    It is one loop without calls on numbers alone, because it takes nearly all the time of a build; numba
+    compiles it as it is (``use``).
+
+    Args:
+        depth: as of ``Shape``, like the three that follow.
+        pairs: see above.
+        room: see above.
+        first: see above.
+        due: when each op is due, as ``Times``.
+        wait: time that a worker may wait for the op that is due first.
+        forward: time that a forward takes.
+        backward: time that a backward takes.
+    """
+    half, last, size = depth // 2, depth - 1, depth * pairs
+    ends = [0] * (2 * size)
+    done = [0] * (2 * depth)  # ops started, by kind and stage
     free_at = [0] * half
     agenda = list(range(half))  # times at which to look at a worker, as time · half + worker
     before = -1
-    while agenda:
+    while len(agenda) > 0:
         at = heappop(agenda)
         if at == before:
             continue
         before = at
-        now, worker = divmod(at, half)
+        now, worker = at // half, at % half
         if free_at[worker] > now:
             continue
-        of_worker = lanes[worker]
-        (in0, due0, ends0, _, _), (in1, due1, ends1, _, _), (in2, due2, ends2, _, _), lane3 = of_worker
-        early, late, early_back, late_back = len(ends0), len(ends1), len(ends2), len(lane3[2])
+        far = last - worker
+        early, late, early_back, late_back = done[worker], done[far], done[depth + worker], done[depth + far]
         left = room - (early + late - early_back - late_back)
-        to_come = None  # for the first forwards, as long as they matter
-        if worker == early_back == late_back == 0 and first is not None:
-            to_come = first - early
-        best, best_due, arrives, until = -1, inf, 0, now + wait
-        if left > 0 and early - late < room - 1 and to_come != 0 and early < len(in0) and in0[early] <= until:
-            best, best_due, arrives = 0, due0[early], in0[early]
-        if left > (to_come or 0) and late < len(in1) and in1[late] <= until and due1[late] < best_due:
-            best, best_due, arrives = 1, due1[late], in1[late]
-        if not to_come:
-            if early_back < len(in2) and in2[early_back] <= until and due2[early_back] < best_due:
-                best, best_due, arrives = 2, due2[early_back], in2[early_back]
-            in3, due3, _, _, _ = lane3
-            if late_back < len(in3) and in3[late_back] <= until and due3[late_back] < best_due:
-                best, arrives = 3, in3[late_back]
+        # Of the first forwards, how many are to come; they matter until the worker's first backward.
+        counts = worker == 0 and early_back == 0 and late_back == 0 and first >= 0
+        to_come = first - early if counts else 0
+        best, best_due, arrives, until = -1, 1 << 60, 0, now + wait
+        if left > 0 and early - late < room - 1 and not (counts and to_come == 0) and early < pairs:
+            there = worker == 0 or done[worker - 1] > early
+            came = ends[(worker - 1) * pairs + early] if worker > 0 and there else 0
+            if there and came <= until:
+                best, best_due, arrives = 0, due[worker * pairs + early], came
+        if left > to_come and late < done[far - 1]:
+            came, its = ends[(far - 1) * pairs + late], due[far * pairs + late]
+            if came <= until and its < best_due:
+                best, best_due, arrives = 1, its, came
+        if to_come == 0:
+            if early_back < done[depth + worker + 1]:
+                came, its = (
+                    ends[size + (worker + 1) * pairs + early_back],
+                    due[size + worker * pairs + early_back],
+                )
+                if came <= until and its < best_due:
+                    best, best_due, arrives = 2, its, came
+            # The last stage's backward needs its own forward.
+            source = last if far == last else depth + far + 1
+            if late_back < done[source]:
+                came, its = ends[source * pairs + late_back], due[size + far * pairs + late_back]
+                if came <= until and its < best_due:
+                    best, best_due, arrives = 3, its, came
         if best < 0 or arrives > now:
             continue  # the worker should wait
-        _, _, its, next_worker, lasts = of_worker[best]
-        free_at[worker] = end = now + lasts
-        its.append(end)
+        stage = worker if best % 2 == 0 else far
+        lane = stage if best < 2 else depth + stage
+        end = now + (forward if best < 2 else backward)
+        free_at[worker] = end
+        ends[lane * pairs + done[lane]] = end
+        done[lane] += 1
         heappush(agenda, end * half + worker)
-        if next_worker != worker and free_at[next_worker] <= end:  # otherwise it looks again when it is free
-            heappush(agenda, end * half + next_worker)
+        step = 1 if best < 2 else -1
+        needs = max(0, min(stage + step, last - stage - step))  # the worker that needs its output
+        if needs != worker and free_at[needs] <= end:  # otherwise it looks again when it is free
+            heappush(agenda, end * half + needs)
     return ends
 
 
-def _unfold(plan: Times, micro_batches: int) -> list[list[tuple[str, int]]]:
+class _Loop:
+    """What plays: the function above, or the same compiled."""
+
+    play: Callable[..., Times] = staticmethod(played)
+
+
+def use(play: Callable[..., Times]) -> None:
+    """Plan with another function that does the same as ``played``: that one compiled."""
+    _Loop.play = staticmethod(play)
+
+
+def _unfold(plan: Times, depth: int, pairs: int, micro_batches: int) -> list[list[tuple[str, int]]]:
     """The workers' orders: those of the plan, then their mirror images."""
     near: list[list[tuple[str, int]]] = []
-    for worker in range(len(plan["F"]) // 2):
+    for worker in range(depth // 2):
         ended = [
-            (end, kind, 2 * pair + up)
-            for kind in "FB"
-            for up, stage in enumerate((worker, -1 - worker))
-            for pair, end in enumerate(plan[kind][stage])
+            (plan[start + stage * pairs + pair], kind, 2 * pair + up)
+            for kind, start in (("F", 0), ("B", depth * pairs))
+            for up, stage in enumerate((worker, depth - 1 - worker))
+            for pair in range(pairs)
         ]
         near.append([(kind, micro_batch) for _, kind, micro_batch in sorted(ended)])
     far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(near)]
