@@ -29,12 +29,14 @@ class Agreed(NamedTuple):
         kind: its signature; 0: nobody knows the shapes.
         total: samples of all replicas.
         sizes: samples by micro-batch.
+        kinds: signatures of the micro-batches, if they were ready; empty: nobody knows them.
     """
 
     samples: int = 0
     kind: int = 0
     total: int = 0
     sizes: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Agreement:
         """Agreement on the last mini-batch."""
 
     def begin(
-        self, told: Told, given: Given, sizes: tuple[int, ...], *, known: bool
+        self, told: Told, given: Given, sizes: tuple[int, ...], kinds: Sequence[int], *, known: bool
     ) -> Callable[[], int] | None:
         """Agree on a mini-batch that begins with nothing in flight.
 
@@ -82,6 +84,7 @@ class Agreement:
             told: this worker's report of the mini-batch, without its contents.
             given: inputs and targets of this worker.
             sizes: samples by micro-batch; empty: this worker's input does not determine them.
+            kinds: signatures of micro-batches that are ready; empty: this worker has no inputs.
             known: whether this worker knows enough to begin before it receives the other reports.
 
         Returns:
@@ -90,7 +93,7 @@ class Agreement:
         told = self._with_digests(told, given)
         gathering = self._transport.start_gather(told.pack())
         if not known:
-            self.last = self._agree(gathering, told, sizes)
+            self.last = self._agree(gathering, told, sizes, kinds)
             return None
         samples = sum(sizes)
         self.last = Agreed(samples, told.kind, samples, sizes)
@@ -148,15 +151,17 @@ class Agreement:
         return told
 
     def _await(self, gathering: Gathering, told: Told) -> int:
-        self.last = self._agree(gathering, told, self.last.sizes)
+        self.last = self._agree(gathering, told, self.last.sizes, ())
         return self.last.total
 
     def _await_digests(self, gathering: Gathering, step: int) -> int:
         self._compare_digests(step, gathering.wait())
         return self.last.total
 
-    def _agree(self, gathering: Gathering, told: Told, sizes: tuple[int, ...]) -> Agreed:
-        """What all workers know of the mini-batch; ``sizes`` are this one's samples by micro-batch.
+    def _agree(
+        self, gathering: Gathering, told: Told, sizes: tuple[int, ...], kinds: Sequence[int]
+    ) -> Agreed:
+        """What all workers know of the mini-batch; ``sizes`` and ``kinds`` are this one's, by micro-batch.
 
         Raises:
             ConfigError: the workers were not called with the same, or it has no samples.
@@ -175,35 +180,42 @@ class Agreement:
         if min(by_replica) < 1:
             where = f" of replica {by_replica.index(0)}" if peers.replicas > 1 else ""
             raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
-        kinds = {rows[rank].kind for rank in peers.alike[peers.replica]} - {0}
+        found = {rows[rank].kind for rank in peers.alike[peers.replica]} - {0}
         samples = by_replica[peers.replica]
-        sizes = self._agreed_sizes(sizes) if Form.READY in forms else even(samples, self._micro_batches)
-        if len(kinds) > 1:
+        agreed_kinds: tuple[int, ...] = ()
+        if Form.READY in forms:
+            sizes, agreed_kinds = self._agreed_sizes(sizes, kinds)
+        else:
+            sizes = even(samples, self._micro_batches)
+        if len(found) > 1:
             raise ConfigError(
                 f"workers of replica {peers.replica} were given mini-batches of different shapes; "
                 "all workers of a replica get the same mini-batch"
             )
         self._compare_digests(told.step, [row.digests for row in rows])
-        return Agreed(samples, kinds.pop() if kinds else 0, sum(by_replica), sizes)
+        return Agreed(samples, found.pop() if found else 0, sum(by_replica), sizes, agreed_kinds)
 
-    def _agreed_sizes(self, mine: tuple[int, ...]) -> tuple[int, ...]:
-        """The samples of the replica's micro-batches; ``mine`` as this worker was given them, or none.
+    def _agreed_sizes(
+        self, mine: tuple[int, ...], kinds: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The samples and kinds of the replica's micro-batches; ``mine`` are this worker's, if it has any.
 
         Raises:
             ConfigError: its workers were given others.
         """
-        rows = self._transport.gather([bool(mine), *(mine or (0,) * self._micro_batches)])
-        peers = self._peers
-        found = {
-            tuple(map(int, rows[rank][1:])): rank for rank in peers.alike[peers.replica] if rows[rank][0]
-        }
+        count, peers = self._micro_batches, self._peers
+        none = (0,) * count
+        rows = self._transport.gather([bool(mine), *(mine or none), *(kinds or none)])
+        ours = [(rank, rows[rank]) for rank in peers.alike[peers.replica]]
+        found = {tuple(map(int, row[1 : 1 + count])): rank for rank, row in ours if row[0]}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
             raise ConfigError(
                 f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} {[*other]}; "
                 "all workers of a replica get the same"
             )
-        return next(iter(found))
+        known = (tuple(map(int, row[1 + count :])) for _, row in ours if row[1 + count])
+        return next(iter(found)), next(known, ())
 
     def _agreed_samples(self, rows: Sequence[Told], replica: int) -> int:
         """The samples of a replica's mini-batch.

@@ -14,20 +14,17 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..messages.values import Shapes
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
 from .entries import Settled
 from .feed import CopyStream, Feed
 from .given import Given, even, ready, whole
+from .known_shapes import KnownShapes
 from .loss_check import LossCheck, LossChecks
 from .losses import Losses
 from .position_check import PositionCheck, PositionChecks
 from .slicing import SequenceDims, positions_of
 from .told import Call, Told
-
-_KINDS = 256
-"""Maximum number of kinds of mini-batches whose shapes are known at once."""
 
 
 class PipelineState(Protocol):
@@ -104,7 +101,7 @@ class Batches:
         along = batching.target_sequence_dims
         outputs = along if isinstance(along, int) else 1
         self._positions = PositionChecks(outputs, along)
-        self._shapes: dict[int, Shapes] = {}
+        self._shapes = KnownShapes(schedule.workload)
         self._settled: Settled = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
         self._positions_may_differ = bool(execution.digest_every and role.further)
@@ -165,7 +162,8 @@ class Batches:
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
             known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready
-            await_total = self._agreement.begin(told, given, sizes, known=known)
+            kinds = given.kinds(call.trains, sizes)
+            await_total = self._agreement.begin(told, given, sizes, kinds, known=known)
             told = Told(call, step, outputs, follows=True)
         agreed = self._agreement.last
         self._refuse_few(agreed, step)
@@ -195,7 +193,7 @@ class Batches:
             training=call.trains,
             input_dims=given.input_dims,
             target_dims=given.target_dims,
-            known=self._shapes.get(agreed.kind) if agreed.kind else None,
+            known=self._shapes.of(agreed.kind, agreed.kinds),
             kept=bool(agreed.kind) and not self._batching.dynamic_shapes,
             told=told,
             compare=partial(self._agreement.compare, told),
@@ -218,9 +216,8 @@ class Batches:
     def remember(self, batch: Batch) -> None:
         """Know what a batch has shown of its kind."""
         if batch.known is None and batch.kept:
-            self._shapes[self._agreement.last.kind] = batch.learnt
-            if len(self._shapes) > _KINDS:  # all workers of a replica forget the same
-                del self._shapes[next(iter(self._shapes))]
+            agreed = self._agreement.last
+            self._shapes.learn(agreed.kind, agreed.kinds, batch.learnt)
 
     def forget(self) -> None:
         """Know no shapes any more: which gradients travel is known with them."""

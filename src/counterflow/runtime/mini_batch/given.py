@@ -119,6 +119,21 @@ class Given:
         names = sorted(first.kwargs) if isinstance(first, Keyworded) else ()
         return signature(self.inputs, *names, *more)
 
+    def kinds(self, trains: bool, sizes: Sequence[int]) -> list[int]:
+        """The signature of each micro-batch's inputs, if they are ready; empty if there are none.
+
+        Args:
+            trains: whether gradients are computed.
+            sizes: samples by micro-batch.
+        """
+        if self.inputs is None or not self.ready:
+            return []
+        parts = zip(self.inputs, sizes, strict=True)
+        return [
+            signature(each, *(sorted(each.kwargs) if isinstance(each, Keyworded) else ()), trains, size)
+            for each, size in parts
+        ]
+
     def digests(self) -> tuple[float, float]:
         """Digests of the contents of inputs and targets."""
         return content_digest(self.inputs), content_digest(self.targets)
