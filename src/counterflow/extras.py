@@ -8,7 +8,7 @@ from typing import Any
 from .errors import ConfigError
 
 
-def imported(name: str, extra: str = "hf") -> Any:
+def imported(name: str, extra: str = "transformers") -> Any:
     """Import a package that not every installation has.
 
     Raises:

@@ -36,7 +36,7 @@ _LEAST_FILES = 1024
 REQUIRED = "numpy", "numba", "pydantic", "matplotlib", "safetensors"
 EXTRAS = {
     "explore": ("starlette", "uvicorn"),
-    "hf": ("transformers", "datasets", "tokenizers", "peft"),
+    "transformers": ("transformers", "datasets", "tokenizers", "peft"),
     "synthesize": ("ortools",),
     "tensorboard": ("tensorboard",),
 }

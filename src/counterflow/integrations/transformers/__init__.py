@@ -7,7 +7,7 @@ The computation of the trainer's loss (``compute_loss``: the model's own loss, l
 function, TRL's losses) is captured as one model, whose layers are found automatically and run in the stages.
 So a step's loss, gradients and norm are the trainer's own, for any number of workers.
 
-Install it with ``pip install "counterflow[hf]"``.
+Install it with ``pip install "counterflow[transformers]"``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models of transformers in pipelines: cut into layers, read and written in its own format.
 
 All names import torch when they are first used; transformers itself is imported only if needed; install it
-with ``pip install "counterflow[hf]"``.
+with ``pip install "counterflow[transformers]"``.
 """
 
 from __future__ import annotations
