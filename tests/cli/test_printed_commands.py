@@ -134,6 +134,8 @@ def _quicker(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch(*arguments, **options | {"transport": "local"})
 
     monkeypatch.setattr("counterflow.measure.survey.launch", threads)
+    monkeypatch.setattr("counterflow.training.loop._VALIDATION_SAMPLES", 16)
+    monkeypatch.setattr("counterflow.training.loop._REPEATS", 1)
     found = _a_figure()
     monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: found)
 

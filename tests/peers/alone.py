@@ -136,6 +136,7 @@ def agrees(
     *,
     every: bool = False,
     schedules: Sequence[Schedule] | None = None,
+    turn: int | None = None,
     by_name: Callable[..., Any] | None = None,
 ) -> None:
     """A case gives the same numbers in a pipeline, whatever the schedule and the recomputation.
@@ -144,10 +145,12 @@ def agrees(
         case: what is trained.
         workers: of the schedules.
         schedules: of that many workers; None: all.
+        turn: number of the case, of which each runs in half of all schedules: every second one. None: in all.
         every: whether each schedule runs in every recomputation; else they take turns.
         by_name: trains the case in processes, which have to find it by a name.
     """
-    schedules = SCHEMES[workers] if schedules is None else list(schedules)
+    if schedules is None:
+        schedules = SCHEMES[workers] if turn is None else SCHEMES[workers][turn % 2 :: 2]
     if not case.halves:
         schedules = [one for one in schedules if all(op.parts == 1 for op in one.ops())]
     losses, norms, state = alone(case)

@@ -21,7 +21,7 @@ from counterflow.schedule.schemes.chimera import Concat
 from counterflow.schedule.workload import passes_of
 from counterflow.simulation import simulate
 
-moderate = settings(max_examples=25, deadline=None, derandomize=bool(os.environ.get("CI")))
+moderate = settings(max_examples=20, deadline=None, derandomize=bool(os.environ.get("CI")))
 
 # --- Every scheme with every option ---------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ Options = dict[str, int | str]
 
 DEPTHS = st.integers(2, 12)
 EVEN_DEPTHS = st.integers(1, 6).map(lambda half: 2 * half)
-DEEP = st.one_of(DEPTHS, st.integers(13, 32))
+DEEP = st.one_of(DEPTHS, st.integers(13, 24))
 
 
 def _micro_batches(draw: Draw, depth: int, least: int = 1) -> int:

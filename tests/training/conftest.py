@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from counterflow.training import Callback, RunConfig, load_config
+from counterflow.training import Callback, RunConfig, load_config, loop
 from counterflow.training.folder import read_metrics
 from counterflow.training.report import About, Numbers, Summary
 from counterflow.training.run import run
@@ -94,6 +94,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
     room = importlib.import_module("counterflow.drawing")  # the package has a function of that name
     monkeypatch.setattr(room, "draw_charts", lambda charts, path: calls.append((charts, path)))
     return calls
+
+
+@pytest.fixture(autouse=True)
+def _measured_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of fewer samples, and ops that are timed once: their figures are not what is tested."""
+    monkeypatch.setattr(loop, "_VALIDATION_SAMPLES", 32)
+    monkeypatch.setattr(loop, "_REPEATS", 1)
 
 
 def losses(folder: Path) -> list[float]:

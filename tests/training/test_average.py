@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from counterflow.checkpoints import load_weights
 from counterflow.checkpoints.convert import convert
 from counterflow.errors import ConfigError
+from counterflow.training import loop
 from counterflow.training.folder import read_metrics
 from counterflow.training.job import prepare
 
@@ -37,7 +38,7 @@ def test_it_is_evaluated_and_trains_to_the_same(
     average = load_weights(tmp_path / "averaged", ema=True)
     model = torch.nn.Sequential(*job.layers).to_empty(device="cpu").eval()
     model.load_state_dict(average)
-    inputs, targets = job.made.batches.validation(256)
+    inputs, targets = job.made.batches.validation(loop._VALIDATION_SAMPLES)
     with torch.no_grad():
         loss = job.made.loss(model(inputs), targets).item()
     assert loss == pytest.approx(told[-1]["ema_validation_loss"], rel=1e-5)

@@ -23,12 +23,11 @@ SCHEDULES: list[Schedule] = [
     *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5))),
     schemes.gpipe(2, 4, groups=2),
     schemes.gpipe(4, 3, groups=2),
-    *(schemes.dapple(d, n) for d, n in ((2, 3), (4, 3), (4, 4), (8, 10))),
+    *(schemes.dapple(d, n) for d, n in ((2, 3), (4, 3), (4, 4))),
     *(schemes.interleaved(w, n, chunks=c) for w, n, c in ((2, 3, 2), (4, 4, 2), (2, 5, 4))),
-    *(schemes.gems(d, n) for d, n in ((2, 2), (4, 1), (4, 5), (8, 4))),
-    *(schemes.chimera(d, n) for d, n in ((2, 1), (2, 5), (4, 3), (4, 4), (4, 9), (8, 3), (8, 8))),
+    *(schemes.gems(d, n) for d, n in ((2, 2), (4, 1), (4, 5))),
+    *(schemes.chimera(d, n) for d, n in ((2, 1), (2, 5), (4, 3), (4, 4), (4, 9), (8, 3))),
     schemes.chimera(4, 4, pairs=2),
-    schemes.chimera(8, 5, pairs=4),
     *(
         schemes.chimera(d, n, pairs=f, concat=concat)
         for concat in ("forward-doubling", "backward-halving")
@@ -38,7 +37,6 @@ SCHEDULES: list[Schedule] = [
         schemes.mixpipe(4, n, injected=k, early_forwards=g)
         for n, k, g in ((4, 2, 0), (4, 2, 1), (4, 4, 0), (3, 2, 0), (6, 4, 0), (9, 2, 1))
     ),
-    schemes.mixpipe(8, 8, injected=4, early_forwards=2),
     schemes.mixpipe(4, 8, injected="max"),
     *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 4), (4, 4, 1), (4, 6, 2))),
 ]

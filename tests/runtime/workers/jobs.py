@@ -59,18 +59,20 @@ def step(kind: str, folder: str) -> None:
 
 
 def mesh(folder: str) -> None:
-    """Under torchrun: two replicas of two workers, placed by a DeviceMesh across the ranks' order."""
+    """Replicas of two workers, placed by a DeviceMesh across the ranks' order."""
     (Path(folder) / f"pid-{os.getpid()}").touch()
-    torch.distributed.init_process_group("gloo")
-    device_mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "worker"))
+    if not torch.distributed.is_initialized():  # under torchrun
+        torch.distributed.init_process_group("gloo")
+    ranks = [[0, 2], [1, 3]] if torch.distributed.get_world_size() == 4 else [[1, 0]]
+    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "worker"))
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     schedule = cf.schemes.chimera(stages=2, micro_batches=2)
     pipeline = cf.Pipeline(layers, loss, schedule, optimizer=sgd, mesh=device_mesh)
     rank = torch.distributed.get_rank()
-    assert (pipeline.replica, pipeline.worker) == (rank % 2, rank // 2)
+    assert ranks[pipeline.replica][pipeline.worker] == rank
     inputs = torch.arange(32.0).view(8, 4) / 32
-    mine = inputs.chunk(2)[pipeline.replica]
+    mine = inputs.chunk(len(ranks))[pipeline.replica]
     found = pipeline.step(mine, -mine)
     state = pipeline.model_state_dict()
     model = nn.Sequential(*[nn.Linear(4, 4), nn.Linear(4, 4)])
