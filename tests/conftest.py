@@ -20,6 +20,9 @@ from hypothesis import settings
 # A worker that is alone has as many threads as cores. Where these are busy, one that spins until another gets
 # a core takes most of a test's time. Torch reads this when it is loaded, in processes of tests too.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Hundreds of processes load the same modules: each of these is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch = import_module("torch")
 
 _CACHE = tempfile.TemporaryDirectory()  # of datasets that tests read
@@ -75,11 +78,16 @@ def _no_world_is_left() -> Iterator[None]:
 
 SLOW = Path(__file__).with_name("slow.txt")
 """The files that `make test-fast` leaves out; ``benchmarks/fast_tests.py`` writes it from what a run took."""
+LISTED = {SLOW.parents[1] / line for line in SLOW.read_text(encoding="utf-8").split()}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests their files are not loaded either: they import transformers, and take seconds."""
+    return True if config.getoption("markexpr") == "not slow" and collection_path in LISTED else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow."""
-    slow = {SLOW.parents[1] / line for line in SLOW.read_text(encoding="utf-8").split()}
     for item in items:
-        if item.path in slow:
+        if item.path in LISTED:
             item.add_marker("slow")
