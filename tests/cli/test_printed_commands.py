@@ -21,8 +21,10 @@ from typing import Any
 
 import pytest
 
+from counterflow import drawing
 from counterflow.papers.figures import FIGURES, reproduction
 from counterflow.runtime.workers.launch import launch
+from counterflow.training.folder import PICTURE
 
 from .conftest import ENVIRONMENT, Run
 
@@ -53,6 +55,10 @@ ELSEWHERE = {
         *("counterflow profile", "counterflow plan", "counterflow plan", "counterflow train"),
         *("torchrun --nnodes", "counterflow plan", "torchrun --nnodes"),
     ],
+    # by test_long_sequences in tests/docs/test_pages.py
+    "docs/long-sequences.md": [
+        f"counterflow {command}" for command in ("plan", "simulate", "check", "verify", "train")
+    ],
     # by test_ten_minutes in tests/docs/test_pages.py, on threads
     "docs/ten-minutes.md": ["python own.py", "python own.py"],
     # by tests/docs/test_hugging_face.py
@@ -68,7 +74,7 @@ _MODEL = "--set model.layers=6 --set model.hidden=16 --set model.heads=2 --set m
 _SMALL = f"{_MODEL} --set train.samples=16 --set train.threads=1"
 SMALLER = {
     r"torchrun .* counterflow train my.toml": f"{_SMALL} --set pipeline.replicas=1 --steps 1",  # processes
-    r"torchrun .* counterflow train": f"{_SMALL} --workers 2 --steps 1",
+    r"torchrun .* counterflow train": f"{_SMALL} --workers 1 --scheme gpipe --steps 1",
     r"counterflow train --scheme wpipe": f"{_SMALL} --set pipeline.transport=local --steps 8",
     r"counterflow train --set train.resume=from-titan": f"{_SMALL} --set pipeline.transport=local --steps 4",
     r"counterflow train --set train.resume": f"{_SMALL} --set pipeline.transport=local --steps 3",
@@ -87,7 +93,11 @@ WPipe plays 8 periods.
 """
 
 
-FEWER = {"--nproc-per-node 4": "--nproc-per-node 2", "stages=4": "stages=2"}
+FEWER = {
+    "--nproc-per-node 4 --max-restarts": "--nproc-per-node 1 --max-restarts",
+    "--nproc-per-node 4": "--nproc-per-node 2",
+    "stages=4": "stages=2",
+}
 """What commands of torchrun, and the programs on their pages, say here: a process takes long to start."""
 
 
@@ -134,6 +144,13 @@ def _quicker(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch(*arguments, **options | {"transport": "local"})
 
     monkeypatch.setattr("counterflow.measure.survey.launch", threads)
+    draw = drawing.draw_charts
+
+    def drawn(charts: Any, path: str | Path, *look: Any) -> Any:
+        """All pictures but those of runs, of which tests/cli/commands/test_train.py draws one."""
+        return None if Path(path).name == PICTURE else draw(charts, path, *look)
+
+    monkeypatch.setattr(drawing, "draw_charts", drawn)
     monkeypatch.setattr("counterflow.training.loop._VALIDATION_SAMPLES", 16)
     monkeypatch.setattr("counterflow.training.loop._REPEATS", 1)
     found = _a_figure()
@@ -186,7 +203,6 @@ def test_commands_on_the_pages(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("it prints no commands")
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "README.md", tmp_path)
-    shutil.copytree(ROOT / "examples" / "long_sequences", tmp_path / "examples" / "long_sequences")
     if page == "docs/first-run.md":
         (config,) = re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         (tmp_path / "my.toml").write_text(config, encoding="utf-8")

@@ -68,7 +68,7 @@ def test_workers_of_a_launch(tmp_path: Path) -> None:
 
 def test_workers_of_torchrun(tmp_path: Path) -> None:
     """torch's agent puts 1 there if nobody chose; who wants 0 or 3 has it."""
-    assert reported(tmp_path, *TORCHRUN, "2") == ["1 None 2 32"] * 2
+    assert reported(tmp_path, *TORCHRUN, "1") == ["1 None 2 32"]
     assert reported(tmp_path, *TORCHRUN, "1", workers=1, **{ERRORS: "3"}) == ["3 None 3 32"]
 
 
