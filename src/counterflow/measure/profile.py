@@ -13,7 +13,7 @@ from torch import nn
 
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
 from counterflow.planning.inputs.profile import LayerProfile, Profile
-from counterflow.runtime.parameters.gradients import sum_dtype
+from counterflow.runtime.dtypes import sum_dtype
 
 from .layer_times import AtLengths, AtSize
 from .sequences import Growth

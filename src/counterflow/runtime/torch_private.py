@@ -185,8 +185,30 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """The parameters that FSDP gathers together, as torch's own pipelining reaches them."""
+    """The parameters that FSDP gathers together, as torch's own pipelining reaches them.
+
+    ``mesh/one_sum.py`` gathers and sums them by these groups. Without: ``set_requires_gradient_sync(True)``
+    before a step's last backward, so that split backwards are refused.
+    """
     return list(module._get_fsdp_state()._fsdp_param_groups)  # noqa: SLF001
+
+
+def whole_parameter(parameter: Any) -> nn.Parameter | None:
+    """What FSDP computes with in place of a shard, an object for good; None: it has gathered none yet.
+
+    Without: find it in the module between ``unshard`` and ``reshard``.
+    """
+    return cast("nn.Parameter | None", getattr(parameter, "_unsharded_param", None))
+
+
+def end_fsdp_backward(module: Any) -> None:
+    """Let a device's stream wait for the sums that FSDP began, as torch's own pipelining does.
+
+    Only a root module does anything. Without: a backward that sums.
+    """
+    state = module._get_fsdp_state()  # noqa: SLF001
+    if state._is_root:  # noqa: SLF001
+        state._root_post_backward_final_callback()  # noqa: SLF001
 
 
 def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -223,6 +223,7 @@ def eight() -> None:
     check(cf.schemes.chimera(4, 4), {"tp": 2}, tensor_parallel, recompute="layer")
     dapple = cf.schemes.dapple(2, 3)
     check(dapple, {"shard": 2, "tp": 2}, both, loss=loss_sum)
+    check(cf.schemes.zb_h1(2, 3), {"shard": 2, "tp": 2}, both)
     refused(dapple, both, "has 0 samples, and where fully_shard gathers", dims={"shard": 2, "tp": 2})
 
 
@@ -337,8 +338,13 @@ def check_refusals() -> None:
     refused(dapple, replaced, "gave other modules for stage")
     refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
     refused(dapple, layers_sharded, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)
-    refused(cf.schemes.zb_h1(2, 3), sharded, "makes those of weights later", dims={"shard": 2})
+    refused(cf.schemes.zb_h1(2, 3), summing, "makes gradients of weights after it", dims={"shard": 2})
     refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
+
+
+def summing(stage: StageModule, mesh: DeviceMesh) -> None:
+    stage.sums_each_backward = True
+    sharded(stage, mesh)
 
 
 def skipping() -> list[nn.Module]:

@@ -21,22 +21,29 @@ def test_sharded_stages_give_the_numbers_of_one_process(processes: str) -> None:
     cf.launch(Cases(processes), workers={"four": 4, "eight": 8}[processes], timeout_seconds=60, threads=1)
 
 
-class Cases:
-    """A function of cases.py, which other processes find by the path."""
+def test_fsdp_sums_gradients_once_a_step() -> None:
+    cf.launch(Cases("four", "one_sum.py"), workers=4, timeout_seconds=60, threads=1)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+class Cases:
+    """A function of cases.py, or of another file here, which other processes find by the path."""
+
+    def __init__(self, name: str, file: str = "cases.py") -> None:
+        self.name, self.file = name, file
 
     def __reduce__(self) -> Any:
-        return operator.getitem, (_File(), self.name)
+        return operator.getitem, (_File(self.file), self.name)
 
     def __call__(self) -> None:
         """As it is read from a pickle, it is the function itself."""
 
 
 class _File:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def __reduce__(self) -> Any:
-        return runpy.run_path, (str(Path(__file__).with_name("cases.py")),)
+        return runpy.run_path, (str(Path(__file__).with_name(self.name)),)
 
 
 def test_without_further_dimensions_there_is_nothing_to_shard() -> None:

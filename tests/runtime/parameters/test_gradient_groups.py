@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
+from counterflow.runtime.dtypes import sum_dtype
 from counterflow.runtime.parameters import gradients
 from counterflow.runtime.parameters.gradients import (
     BUCKET_BYTES,
@@ -19,7 +20,6 @@ from counterflow.runtime.parameters.gradients import (
     clip_factor,
     real,
     squared_norms,
-    sum_dtype,
     unique,
 )
 from counterflow.runtime.parameters.hooks import Hooks

@@ -30,8 +30,16 @@ from .stash import Stash, Waiting
 from .tasks import RunOp, Tools
 
 
-class _Differentiates(RunOp):
+class Differentiates(RunOp):
     """An op that makes gradients."""
+
+    ends_gradients = False
+    """Whether it is its list's last one that makes gradients of its stage's weights, in its period."""
+
+    def _end(self, begin: Any) -> None:
+        if self.ends_gradients:
+            self.copy.sum_gradients()
+        super()._end(begin)
 
     def _around(self) -> AbstractContextManager[Any]:
         """What autograd runs in."""
@@ -47,7 +55,7 @@ class _Differentiates(RunOp):
         return context
 
 
-class RunBackward(_Differentiates):
+class RunBackward(Differentiates):
     """A whole backward, or an input gradient."""
 
     def __init__(self, action: Compute, tools: Tools, period_offset: int) -> None:
@@ -156,7 +164,7 @@ class RunBackward(_Differentiates):
         return [t for t, _ in there], [g for _, g in there]
 
 
-class RunWeightGradients(_Differentiates):
+class RunWeightGradients(Differentiates):
     """What an input gradient left to be made."""
 
     def run(self) -> None:

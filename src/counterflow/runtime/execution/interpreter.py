@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
 from counterflow.program.shifts import shifted, shifted_op
-from counterflow.schedule.ir import Op, OpKind, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 
 from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
@@ -27,7 +27,7 @@ from ..stages.stage import StageCopy
 from ..transport.base import Transport
 from ..transport.watch import worker_error
 from .addresses import Addresses
-from .backwards import RunBackward, RunWeightGradients
+from .backwards import Differentiates, RunBackward, RunWeightGradients
 from .forwards import RunForward
 from .in_flight import NOTHING, InFlight
 from .meters import SavedBytes, clock_of
@@ -104,6 +104,7 @@ class Interpreter:
         """
         tasks: list[Task] = []
         last_loss: RunForward | None = None
+        last: dict[tuple[int, int], Differentiates] = {}
         for action in program.actions[self.worker]:
             make = TASKS.get(action.op.kind if isinstance(action, Compute) else type(action))
             if make is None:
@@ -113,6 +114,10 @@ class Interpreter:
             tasks.append(task)
             if isinstance(task, RunForward) and task.copy.last:
                 last_loss = task
+            if isinstance(task, Differentiates) and Product.WEIGHT_GRADIENTS in task.op.kind.makes:
+                last[task.stage, self.schedule.period_of(task.op)] = task
+        for task in last.values():
+            task.ends_gradients = True
         if last_loss is not None:
             last_loss.ends_losses = self.schedule.synchronous
         prefix = next((i for i, task in enumerate(tasks) if not self._is_local(task.action)), len(tasks))

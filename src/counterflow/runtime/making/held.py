@@ -16,7 +16,7 @@ from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
 
 from ..mesh.layout import WORKER, Layout
-from ..mesh.parallel import Parallelize, StageModule, parallelized
+from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelized
 from ..mesh.sharding import Sharding
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
@@ -224,16 +224,16 @@ def _sharded(
     found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)
     if found.layout.split and any(skips is not None for skips in model.skips):
         raise ConfigError(
-            "fully_shard sums a module's gradients when those of its inputs are there, and what "
+            "fully_shard ends a module's backward when the gradients of its inputs are there, and what "
             "comes by a Skip is none; pass it on through the layers between, or shard by tensors"
         )
-    if found.layout.split and split:
-        raise ConfigError(
-            f"fully_shard sums a module's gradients when those of its inputs are there, and "
-            f"{schedule.scheme} makes those of weights later; take a scheme whose backwards are "
-            "whole, or shard by tensors"
-        )
     for module in modules:
+        if module.sums_each_backward and module.number in split and fsdp_modules(module):
+            raise ConfigError(
+                f"stage {module.number} sums in each backward (sums_each_backward), and {schedule.scheme} "
+                "makes gradients of weights after it; leave sums_each_backward away, or take a scheme "
+                "whose backwards are whole"
+            )
         stages[module.number].hang_in(module)
     return found
 

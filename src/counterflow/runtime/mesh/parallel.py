@@ -21,9 +21,10 @@ from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
-from ..torch_private import children_of, fsdp_groups
+from ..torch_private import children_of, fsdp_groups, whole_parameter
 from ..transport.base import Transport
 from .layout import REPLICA, WORKER, Layout, Mesh
+from .one_sum import OneSum
 from .sharding import Sharding
 
 if TYPE_CHECKING:
@@ -37,7 +38,13 @@ class StageModule(nn.Module, Feature):
 
     Attributes:
         number: of the stage, from 0.
+        sums_each_backward: set it in ``parallelize`` to let ``fully_shard`` sum gradients in the backward of
+            every micro-batch, and not once a step: more messages, and no gradient of the whole stage.
     """
+
+    sums_each_backward = False
+    one_sum: OneSum | None = None
+    """Sums once a step what ``fully_shard`` shards; None: it shards nothing, or sums in each backward."""
 
     def __init__(self, number: int, layers: Sequence[NamedLayer]) -> None:
         super().__init__()
@@ -61,7 +68,10 @@ class StageModule(nn.Module, Feature):
         Raises:
             ConfigError: a tensor is a DTensor.
         """
-        return mapped(self._plain, self(lambda given: run(given, step, rows), value))
+        output = self(lambda given: run(given, step, rows), value)
+        if self.one_sum is not None:
+            self.one_sum.prepare()
+        return mapped(self._plain, output)
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
@@ -131,10 +141,13 @@ def parallelized(
                 f"parallelize() gave other modules for stage {stage.number}; let it change the stage's "
                 "layers in place, as fully_shard and parallelize_module do"
             )
-        for module in fsdp_modules(stage):
+        modules = fsdp_modules(stage)
+        for module in modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # not every backend knows another
             module.set_requires_gradient_sync(True)
+        if modules and not stage.sums_each_backward:
+            stage.one_sum = OneSum(modules)
         for group in _fsdp_groups(stage):
             dims = frozenset[int]()
             for process_group in _process_groups(group.mesh_info):
@@ -164,11 +177,7 @@ def fsdp_modules(stage: nn.Module) -> list[Any]:
 
 def gathered_parameters(stage: nn.Module) -> list[Tensor]:
     """The whole parameters that FSDP computes with in place of its shards, as far as it has gathered any."""
-    found = [
-        getattr(parameter, "_unsharded_param", None)
-        for group in _fsdp_groups(stage)
-        for parameter in group.fsdp_params
-    ]
+    found = [whole_parameter(one) for group in _fsdp_groups(stage) for one in group.fsdp_params]
     return [parameter for parameter in found if parameter is not None]
 
 

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from counterflow.errors import ConfigError
 
 from ..dtensors import like, local, part_of
-from .gradients import sum_dtype
+from ..dtypes import sum_dtype
 
 
 class Averaged(NamedTuple):

@@ -21,6 +21,7 @@ from counterflow.errors import ConfigError
 
 from .. import later
 from ..dtensors import like, local, part_of
+from ..dtypes import sum_dtype
 from ..mini_batch.losses import added
 from ..transport.base import Group, Pending, Transport
 from .hooks import Hooks, called
@@ -31,14 +32,6 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 _NORM_PIECE = 2**20
 """Values of which a norm is taken at once."""
-
-_LOW = torch.bfloat16, torch.float16
-"""Dtypes in which many gradients do not add up: 256 and 1 are 256 in bfloat16."""
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the gradients of parameters of a dtype are added up in."""
-    return torch.float32 if dtype in _LOW else dtype
 
 
 class _Flat:

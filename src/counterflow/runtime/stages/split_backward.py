@@ -17,7 +17,7 @@ the input gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +143,16 @@ class Splitting(Feature):
         """Whether any weight gradients ever waited; None: there was no backward yet."""
         self._constant = constant
         self._divisions: dict[Shape, Division] = {}
+        self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what makes weights' gradients: the weights are whole."""
+
+    def run_whole(self, gathered: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have no detach points, for hooks of modules that gather weights as one backward passes them.
+
+        Args:
+            gathered: context in which the weights are whole.
+        """
+        self.joined, self.gathered = frozenset(), gathered
 
     @contextmanager
     def joining(self) -> Iterator[Joints]:
@@ -293,7 +303,7 @@ class SplitBackward:
 
     def weight_gradients(self) -> None:
         """Add the other weights' gradients to those that there are."""
-        with self.splitting.hooks.making(Half.WEIGHT_GRADIENTS):
+        with self.splitting.hooks.making(Half.WEIGHT_GRADIENTS), self.splitting.gathered():
             while self._waiting:
                 edges, gradients, weights = self._waiting.pop(0)
                 accumulate(edges, gradients, into=weights, direct=self.splitting.direct)
@@ -417,7 +427,7 @@ def _add(weight: Tensor, gradient: Tensor | None) -> None:
     if gradient is None:
         return
     if weight.grad is None:
-        weight.grad = gradient.clone()
+        weight.grad = gradient.to(weight.grad_dtype or gradient.dtype, copy=True)
     else:
         weight.grad.add_(gradient)
     hooks = getattr(weight, "_post_accumulate_grad_hooks", None)

@@ -218,7 +218,14 @@ class StageCopy:
         """Run within a module whose hooks see to weights that are sharded."""
         self.module = module
         self.joins = False  # its collectives must not depend on the samples
+        if module.one_sum is not None:
+            self.splitting.run_whole(module.one_sum.gathered)
         self._compose()
+
+    def sum_gradients(self) -> None:
+        """After a step's last op that makes gradients of weights: sum those that FSDP left whole."""
+        if self.module is not None and self.module.one_sum is not None:
+            self.module.one_sum.sum()
 
     def note_checked(self) -> None:
         """Note that ``check_graph`` has seen the graph, and that the values its layers pass on are known."""

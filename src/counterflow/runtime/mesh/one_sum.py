@@ -1,0 +1,96 @@
+"""Gradients of what ``fully_shard`` shards: added up whole, and summed over its positions once a step.
+
+FSDP sums when a backward has passed a module. A step has a backward for each micro-batch, and one that is
+split makes gradients after that. So FSDP's own sums are off, and the last op of a step that makes gradients
+of the stage calls ``sum``. torch's own pipelining does it so, too.
+
+Invariant: between steps no whole gradient is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..dtypes import sum_dtype
+from ..torch_private import end_fsdp_backward, fsdp_groups, whole_parameter
+
+
+class OneSum:
+    """Sum of a stage's gradients once a step.
+
+    Args:
+        modules: those of the stage that FSDP shards.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._sharded = modules
+        every = {id(group): group for module in modules for group in fsdp_groups(module)}
+        self._groups = list(every.values())
+        self._let_sum(sums=False)
+
+    def prepare(self) -> None:
+        """After a forward: let gradients be added up in float32 at least, and be rounded once."""
+        for group in self._groups:
+            for one in group.fsdp_params:
+                one.reduce_dtype = None  # else FSDP rounds after each micro-batch; the group still knows it
+                whole = whole_parameter(one)
+                if whole is not None and whole.requires_grad:
+                    wanted = sum_dtype(whole.dtype)
+                    if whole.grad_dtype is not wanted:
+                        whole.grad_dtype = wanted
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within this context weights are whole: the half of a backward in it passes no hook of FSDP's."""
+        mine = [group for group in self._used() if not group.is_unsharded]
+        given = [(group, group.reshard_after_backward) for group in self._groups]
+        for group in mine:
+            group.unshard()
+            group.wait_for_unshard()
+        for group, _ in given:
+            group.reshard_after_backward = False
+        try:
+            yield
+        finally:
+            for group, before in given:
+                group.reshard_after_backward = before
+            for group in mine:
+                group.reshard()
+
+    def sum(self) -> None:
+        """Sum what was added up, in the dtype that the policy says; all positions call it."""
+        self._let_sum(sums=True)
+        for group in self._used():
+            dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+            for one in group.fsdp_params:
+                whole = whole_parameter(one)
+                if whole is not None:
+                    gradient = _taken(one, whole)
+                    rounds = gradient is not None and dtype is not None
+                    one.unsharded_accumulated_grad = gradient.to(dtype) if rounds else gradient
+                    del gradient
+            group.post_backward()
+        self._let_sum(sums=False)
+        for module in self._sharded:
+            end_fsdp_backward(module)
+
+    def _let_sum(self, *, sums: bool) -> None:
+        for module in self._sharded:
+            module.set_requires_gradient_sync(sums, recurse=False)
+
+    def _used(self) -> list[Any]:
+        """The groups that a forward has gathered by now."""
+        return [
+            group for group in self._groups if any(whole_parameter(p) is not None for p in group.fsdp_params)
+        ]
+
+
+def _taken(one: Any, whole: Any) -> Any:
+    """The gradient that was added up, which nobody has any more."""
+    gradient, whole.grad = whole.grad, None
+    rounded, one.unsharded_accumulated_grad = one.unsharded_accumulated_grad, None
+    if gradient is None or rounded is None:
+        return rounded if gradient is None else gradient
+    return gradient + rounded  # FSDP rounds where a user's own unshard() has set it up anew
