@@ -27,7 +27,7 @@ def image(size: int) -> Callable[[int, int], Tensor]:
 
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-TEXT: dict[str, Any] = SMALL | {"vocab_size": 64, "num_hidden_layers": 3}
+TEXT: dict[str, Any] = SMALL | {"vocab_size": 64, "num_hidden_layers": 2}
 PAIR: dict[str, Any] = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0,
@@ -87,7 +87,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     ),
     "vit": lambda: (
         T.ViTForImageClassification(
-            T.ViTConfig(**SMALL, num_hidden_layers=3, image_size=32, patch_size=8)
+            T.ViTConfig(**SMALL, num_hidden_layers=2, image_size=32, patch_size=8)
         ),
         image(32),
     ),

@@ -31,14 +31,14 @@ SCHEDULES: list[Schedule] = [
     *(
         schemes.chimera(d, n, pairs=f, concat=concat)
         for concat in ("forward-doubling", "backward-halving")
-        for d, n, f in ((2, 4, 1), (4, 8, 1), (4, 13, 1), (4, 8, 2))
+        for d, n, f in ((2, 4, 1), (4, 8, 1), (4, 9, 1), (4, 8, 2))
     ),
     *(
         schemes.mixpipe(4, n, injected=k, early_forwards=g)
         for n, k, g in ((4, 2, 0), (4, 2, 1), (4, 4, 0), (3, 2, 0), (6, 4, 0), (9, 2, 1))
     ),
     schemes.mixpipe(4, 8, injected="max"),
-    *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 4), (4, 4, 1), (4, 6, 2))),
+    *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 3), (4, 4, 1), (4, 6, 2))),
 ]
 
 SPLIT: list[Schedule] = [
