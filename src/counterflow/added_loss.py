@@ -8,7 +8,7 @@ Invariant: nothing is added in silence to a loss that nobody trains: where nobod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -106,6 +106,20 @@ def added_losses() -> Iterator[dict[str, Tensor]]:
         yield terms
     finally:
         end(token)
+
+
+def forgets_added() -> Callable[[], None]:
+    """What forgets, of a run that does not count, all that is added from here on."""
+    collected = _COLLECTED.get()
+    if collected is None:
+        return lambda: None
+    before = dict(collected.terms)
+
+    def forget() -> None:
+        collected.terms.clear()
+        collected.terms.update(before)
+
+    return forget
 
 
 def collect(*, graph: bool) -> tuple[Token[Collected | None], dict[str, Tensor]]:

@@ -140,9 +140,12 @@ class Execution(Options):
     """
 
     compile: bool | str = option(False, "true, false, or the name of a backend, in quotes", may_differ=True)
-    """Whether torch compiles the stages.
+    """Whether torch compiles the stages; the name of a backend of ``torch.compile`` may be given.
 
-    Their layers go through ``torch.compile``; the name of its backend may be given.
+    Consecutive layers of a stage are one function, with one graph where nothing in them breaks it. Layers are
+    compiled one by one if they draw random numbers or hold skips, with ``recompute="layer"``, in slices that
+    leave states, where ``parallelize`` shards them, and where the schedule splits their backward.
+    ``Pipeline.compiled`` says what became of each stage.
     """
 
     autocast: LowPrecision = option(None, "bfloat16 or float16, in quotes")

@@ -177,6 +177,7 @@ class Pipeline(States):
         )
         self.weights.loss_scale = LossScale.of(execution)
         held.compile(execution.compile, self.streams)
+        self._perhaps_compiled = set(self.compiled)
         self.compression = Compression(self.device) if execution.compress else None
         workers = Workers(self.ranks, self.replica, self.worker, transport)
         self._run, self._evaluation = runners_of(
@@ -279,6 +280,8 @@ class Pipeline(States):
             step = replace(step, outputs=of_last)
         if self._perhaps_unsplit:
             self._tell_unsplit()
+        if self._perhaps_compiled:
+            self._tell_compiled()
         self.steps += 1
         if batch.compared and not self._run.in_flight:  # else with what a later step gathers
             self.weights.check_copies(f"after step {step.number}")

@@ -27,6 +27,7 @@ from .making.model import StagedModel
 from .mini_batch.batches import Batches
 from .parameters.saved import BY_STAGE, ParameterState
 from .parameters.weights import Weights
+from .stages.compiled import CompiledLayers
 from .stages.randomness import RandomStreams
 from .stages.stage import StageCopy
 from .transport.base import Transport
@@ -49,6 +50,8 @@ class States(ABC):
     _held: Held
     _perhaps_unsplit: set[int]
     """Stages with split backwards of which it is not known yet whether they can be split."""
+    _perhaps_compiled: set[int]
+    """Compiled stages that have not run yet."""
     _run: Runner
     _batches: Batches
     _calls: Calls
@@ -140,6 +143,24 @@ class States(ABC):
                 "they are used several times, or are vectors; a scheme with whole backwards costs no more",
                 stage,
             )
+
+    @property
+    def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
+        """What is compiled as one function in training, by stage of this worker; empty without ``compile``.
+
+        Consecutive layers are one function where nothing is around each of them. Each one that is alone says
+        why (``alone``): it draws random numbers, has skips, is computed again by itself, or its stage's
+        backward is split. ``graphs`` is 1 where torch's compiler breaks nothing. Known after the first step.
+        """
+        every = {stage: copy.compiled_layers() for stage, copy in self.stages.items()}
+        return {stage: found for stage, found in every.items() if found}
+
+    def _tell_compiled(self) -> None:
+        known = {stage for stage in self._perhaps_compiled if self.stages[stage].checked}
+        self._perhaps_compiled -= known
+        for stage in sorted(known):
+            told = ", ".join(map(str, self.compiled[stage]))
+            _LOG.info("stage %d is compiled: %s", stage, told)
 
     @property
     def optimizers(self) -> Mapping[int, Optimizer]:

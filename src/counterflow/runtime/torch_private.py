@@ -66,6 +66,18 @@ def device_constructors() -> set[Any]:
     return cast("set[Any]", _device_constructors())
 
 
+def backend_of(name: str) -> Callable[..., Any]:
+    """A backend of torch's compiler. Without: ``torch.compile`` finds it, and its graphs are not counted."""
+    from torch._dynamo import lookup_backend  # noqa: PLC0415 - it takes seconds
+
+    return cast("Callable[..., Any]", lookup_backend(name))
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """What ``nn.Module.compile`` compiles. Without: that method, which changes the module."""
+    return module._call_impl  # noqa: SLF001
+
+
 def rename_spare_backend(name: str) -> None:
     """The name of the kind of device that torch leaves to others. Without: it is ``privateuseone``."""
     torch.utils.rename_privateuse1_backend(name)  # type: ignore[attr-defined] # documented, not exported

@@ -22,6 +22,7 @@ from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
 from ..parameters.alike import start_alike
 from ..parameters.names import shared_names
+from ..stages.compiled import Backend
 from ..stages.deferred import defer
 from ..stages.embeddings import Setting
 from ..stages.named_layer import LOSS, materialised, place_of
@@ -70,8 +71,8 @@ class Held:
     def compile(self, how: bool | str, streams: RandomStreams) -> None:
         """Let the layers go through torch's compiler; ``how`` as ``Execution.compile``."""
         if how:
-            backend = "inductor" if how is True else how
             with streams.turn():  # torch's compiler is not imported by several threads at once
+                backend = Backend("inductor" if how is True else how)
                 for stage in self.stages.values():
                     stage.compile(backend)
 

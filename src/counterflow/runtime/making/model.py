@@ -96,7 +96,7 @@ def staged(
         found = balance(estimated_costs(modules) if costs is None else list(costs), stages)
     edges = (0, *found, len(modules))
     layers = tuple(tuple(every[edges[stage] : edges[stage + 1]]) for stage in range(stages))
-    skips = stage_skips(modules, edges)
+    skips = stage_skips(modules, edges, sliced=schedule.workload.slices > 1)
     schedule = schedule.with_skips(links_of(skips))
     program = Program(schedule, ())
     return StagedModel(

@@ -73,6 +73,11 @@ class StageModule(nn.Module, Feature):
             self.one_sum.prepare()
         return mapped(self._plain, output)
 
+    def separates(self, layer: NamedLayer) -> str:
+        """See ``Feature``: layers have hooks of their own that see to their weights."""
+        del layer
+        return "its weights are sharded"
+
     def _plain(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
             raise ConfigError(

@@ -63,6 +63,10 @@ class Means(Feature):
         self._watch.weights.clear()
         return _NOTHING if self._layer is None else self._watch
 
+    def separates(self, layer: NamedLayer) -> str | None:
+        """See ``Feature``."""
+        return "it gives the loss" if layer.index == self._layer else None
+
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
         with self.watching() if layer.index == self._layer else _NOTHING:

@@ -123,6 +123,9 @@ class Autocast(Precision):
         del version, frees
         torch.clear_autocast_cache()
 
+    def separates(self, _: NamedLayer) -> None:
+        """See ``Feature``: within a block no leaf is passed on."""
+
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
         return run(mapped(_no_leaf, value) if torch.is_grad_enabled() else value, step, rows)

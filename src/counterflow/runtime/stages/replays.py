@@ -31,6 +31,8 @@ class LayerReplays(Feature):
         note: callback for each replay when its layer runs for the first time.
     """
 
+    why_apart = "layers are computed again one by one"
+
     def __init__(
         self,
         layers: Sequence[NamedLayer],

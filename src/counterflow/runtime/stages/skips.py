@@ -218,17 +218,20 @@ class StageSkips:
         return by_links | {*self.next, *self.carries}
 
 
-def stage_skips(layers: Sequence[nn.Module], edges: Sequence[int]) -> list[StageSkips | None]:
+def stage_skips(
+    layers: Sequence[nn.Module], edges: Sequence[int], *, sliced: bool = False
+) -> list[StageSkips | None]:
     """The skips of each stage; None for stages that none begins, ends or is within.
 
     Args:
         layers: of the model.
         edges: the number of the first layer of each stage, and the number of layers.
+        sliced: whether micro-batches are cut into slices; carried states matter to these only.
 
     Raises:
         ConfigError: a skip is saved by several layers, never, or only after it is loaded; or never loaded.
     """
-    saved, loaded, by_layer = _read(layers)
+    saved, loaded, by_layer = _read(layers, sliced=sliced)
     stage_of = [stage for stage in range(len(edges) - 1) for _ in range(edges[stage], edges[stage + 1])]
     links: dict[SkipLink, list[int]] = {}
     following: dict[int, list[int]] = {}
@@ -259,7 +262,7 @@ def links_of(stages: Iterable[StageSkips | None]) -> tuple[SkipLink, ...]:
 
 
 def _read(
-    layers: Sequence[nn.Module],
+    layers: Sequence[nn.Module], *, sliced: bool
 ) -> tuple[dict[int, tuple[Skip, int]], dict[int, list[int]], list[LayerSkips]]:
     """Each skip by number with its saving layer, its loading layers, and the skips of each layer.
 
@@ -303,7 +306,7 @@ def _read(
                 saves=tuple(shared[key] for key in keys if key in shared and makers[key] == [index]),
                 loads=tuple(shared[key] for key in keys if key in shared and makers[key] != [index]),
                 inner=tuple(shared.get(key) for key in keys),
-                carries=carries[index],
+                carries=carries[index] if sliced else (),
             )
         )
     return saved, loaded, by_layer
@@ -352,6 +355,8 @@ class PassBy(Feature):
         layers: its layers as they are on this worker.
     """
 
+    why_apart = "layers of its stage have skips, or states of slices"
+
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
         self._of_layer: dict[int, tuple[set[int], set[int], set[int]]] = {}
         needed = plan.handed_on
@@ -387,6 +392,8 @@ class SkipRunner(Feature):
         by_layer: whether the layers are computed again one by one, so that graphs save nothing.
     """
 
+    why_apart = "layers of its stage have skips, or states of slices"
+
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
         self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
         self._by_layer = by_layer
@@ -396,7 +403,8 @@ class SkipRunner(Feature):
             skips = _skips_in(layer.module)
             numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
             self._of_layer[layer.index] = its, numbered, skips
-            self._carries[layer.index] = list(zip(its.carries, carries_in(layer.module), strict=True))
+            its_carries = carries_in(layer.module) if its.carries else ()
+            self._carries[layer.index] = list(zip(its.carries, its_carries, strict=True))
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""

@@ -128,6 +128,8 @@ class Splitting(Feature):
         first: number of its first layer, before which there is no detach point.
     """
 
+    why_apart = "the stage's backward is split"
+
     def __init__(
         self, stage: int, constant: Callable[[], Sequence[Tensor]], *, direct: bool, first: int = 0
     ) -> None:

@@ -20,8 +20,9 @@ from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
 from ..torch_private import buffers_of
 from .added import ADDING, apart
+from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
-from .features import Feature, Run, called, composed, layer_run
+from .features import Feature, Run, blocks, called, composed, layer_run
 from .named_layer import LOSS, NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams, SampleRows
@@ -98,7 +99,9 @@ class StageCopy:
         direct, first = streams.device.type == "cpu", self.layers[0].index
         self.splitting = Splitting(stage, self.constant, direct=direct, first=first)
         """For backwards that are split."""
-        self._splits = self._compiled = False
+        self._splits = False
+        self._compiled: Compiled | None = None
+        self._drawing = Drawing(streams, self._compose)
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self.first_runs = FirstRuns(streams.device)
@@ -137,23 +140,28 @@ class StageCopy:
     def _compose(self) -> None:
         """Make the stage's runs; of features the outermost comes first."""
         precision = None if self.precision.plain else self.precision
-        hooks = self.splitting.hooks if self._splits and not self._compiled else None
+        compiles = self._compiled is not None
+        hooks = self.splitting.hooks if self._splits and not compiles else None
         splitting = self.splitting if self._splits else None
         mappings = None if self.checked else _MAPPINGS
         inner = [self.module, precision, self.means]
-        self.features = _there(mappings, *inner, self.streams, self._skip_runner)
+        streams = self._drawing if compiles else self.streams
+        self.features = _there(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plainly = composed(
-            self.layers, _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
-        )
-        self.forward = self.run_within(_there(self.entry, hooks, splitting), _there(self.replays))
+        plain = _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plainly = composed(self.layers, plain, self._compiled)
+        self._around = self._within(_there(self.entry, hooks, splitting), _there(self.replays))
+        self.forward = composed(self.layers, self._around, self._compiled)
         loss = NamedLayer(LOSS, {}, _NO_MODULE)
         self._loss_plainly = layer_run(loss, _of_three, _there(self.means))
         self.loss = layer_run(loss, _of_three, _there(self.means, hooks, self.streams))
 
     def run_within(self, outer: Sequence[Feature], inner: Sequence[Feature] = ()) -> Run:
         """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
-        return composed(self.layers, [ADDING, *outer, *_there(self._pass_by), *inner, *self.features])
+        return composed(self.layers, self._within(outer, inner), self._compiled)
+
+    def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
+        return [ADDING, *outer, *_there(self._pass_by), *inner, *self.features]
 
     @property
     def statistics(self) -> list[Tensor]:
@@ -207,12 +215,14 @@ class StageCopy:
         self._splits = True
         self._compose()
 
-    def compile(self, backend: str) -> None:
+    def compile(self, backend: Backend) -> None:
         """Let its layers go through torch's compiler, which has hooks of its own."""
-        for layer in self.layers:
-            layer.module.compile(backend=backend)
-        self._compiled = True
+        self._compiled = Compiled(self.stage, backend)
         self._compose()
+
+    def compiled_layers(self) -> tuple[CompiledLayers, ...]:
+        """What is compiled as one function in training; nothing: the stage is not compiled."""
+        return () if self._compiled is None else self._compiled.told(blocks(self.layers, self._around))
 
     def hang_in(self, module: StageModule) -> None:
         """Run within a module whose hooks see to weights that are sharded."""
@@ -288,6 +298,9 @@ class StageCopy:
 
 class _Mappings(Feature):
     """Registers the mappings that layers pass on as trees, until all their classes were seen."""
+
+    def separates(self, _: NamedLayer) -> None:
+        """See ``Feature``: what is passed on within a block goes through no message."""
 
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""

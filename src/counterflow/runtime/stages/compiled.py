@@ -1,0 +1,257 @@
+"""Layers of a stage as torch compiles them: consecutive ones as one function where nothing is around each.
+
+Invariant: numbers are those of the same layers run one by one. A layer draws random numbers from a stream of
+its own, so it is compiled alone if it draws any. Which layers draw is found by a run that is forgotten; a
+block that draws nevertheless is found when it does, and its layers are run again one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from counterflow.added_loss import added_losses, forgets_added
+from counterflow.errors import ConfigError
+
+from ..messages.values import Value
+from ..torch_private import backend_of, buffers_of, call_of
+from .features import Block, Feature, Run, Runs, called
+from .named_layer import NamedLayer, place_of
+from .randomness import RandomStreams, SampleRows, versions
+from .recomputation import Buffers, copied, mapped
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLayers:
+    """Layers of a stage that are one compiled function.
+
+    Attributes:
+        layers: their numbers in the model, in order.
+        graphs: number of graphs that one run of them is: 1 where nothing breaks it, 0 before the first. A
+            layer alone uses those of others of its kind, too.
+        compiled: number of graphs that were compiled until now, for all modes and shapes that they ran in.
+        alone: why it is one layer only; None: nothing separates it from its neighbours.
+    """
+
+    layers: tuple[int, ...]
+    graphs: int
+    compiled: int
+    alone: str | None
+
+    def __str__(self) -> str:
+        """In words, as a log has it."""
+        first, last = self.layers[0], self.layers[-1]
+        if self.alone is not None:
+            return f"layer {first} alone, as {self.alone}"
+        which = f"layer {first}" if first == last else f"layers {first} to {last}"
+        hint = "; TORCH_LOGS=graph_breaks says where it breaks" if self.graphs > 1 else ""
+        return f"{which} in {self.graphs} graph{'s' * (self.graphs != 1)}{hint}"
+
+
+class Backend:
+    """A backend of torch's compiler that counts the graphs it is given.
+
+    Backends of one name are equal, so that workers that are threads use each other's graphs of a layer.
+
+    Args:
+        name: of the backend, as ``torch.compile`` takes it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name  # torch's messages have it
+        self._compile = backend_of(name)
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        """Compile a graph."""
+        graphs: _Graphs | None = getattr(_running, "graphs", None)
+        if graphs is not None:
+            graphs.all += 1
+        return self._compile(graph, inputs, **options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Backend) and self._compile == other._compile
+
+    def __hash__(self) -> int:
+        return hash(self._compile)
+
+
+_running = threading.local()
+"""``graphs``: where those are counted that this thread compiles."""
+
+
+class Compiled:
+    """The compiled functions of one stage.
+
+    Args:
+        stage: its number.
+        backend: compiles graphs.
+    """
+
+    def __init__(self, stage: int, backend: Backend) -> None:
+        self._stage, self._backend = stage, backend
+        self._runs: dict[tuple[int, ...], Run] = {}
+        self._graphs: dict[tuple[int, ...], _Graphs] = {}
+
+    def __call__(self, layers: Sequence[NamedLayer]) -> Run:
+        """The compiled run of some layers, made once."""
+        numbers = tuple(layer.index for layer in layers)
+        if numbers not in self._runs:
+            modules = [layer.module for layer in layers]
+            name = f"stage_{self._stage}_layers_{numbers[0]}_to_{numbers[-1]}"
+            function = call_of(modules[0]) if len(modules) == 1 else _chained(modules, name)
+            compiled = torch.compile(function, backend=self._backend)
+            self._graphs[numbers] = graphs = _Graphs()
+            self._runs[numbers] = partial(graphs.counting, partial(called, compiled))
+        return self._runs[numbers]
+
+    def told(self, found: Sequence[Block]) -> tuple[CompiledLayers, ...]:
+        """What is known of some blocks."""
+        told = []
+        for block in found:
+            numbers = tuple(layer.index for layer in block.layers)
+            graphs = self._graphs.get(numbers, _Graphs())
+            told.append(CompiledLayers(numbers, graphs.most, graphs.all, block.alone))
+        return tuple(told)
+
+
+class _Graphs:
+    """Counts the graphs of some layers."""
+
+    def __init__(self) -> None:
+        self.most = self.all = 0
+        """In one run, and in all."""
+
+    def counting(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """Run them."""
+        before, _running.graphs = self.all, self
+        try:
+            return run(value, step, rows)
+        finally:
+            _running.graphs = None
+            self.most = max(self.most, self.all - before)
+
+
+def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
+    """A function that runs modules one after the other.
+
+    Its code and its name are its own: torch counts how often it compiles a code, and remembers by its name
+    which sizes vary.
+    """
+    first, *others = modules
+
+    def block(*given: Any, **named: Any) -> Value:
+        value = first(*given, **named)
+        for module in others:
+            value = module(value)
+        return value
+
+    block.__code__ = block.__code__.replace(co_name=name, co_qualname=name)
+    return block
+
+
+class Drawing(Feature):
+    """The random streams around a compiled stage's layers, and which of these draw nothing.
+
+    Args:
+        streams: the run's.
+        changed: called when it is found that layers draw.
+    """
+
+    def __init__(self, streams: RandomStreams, changed: Callable[[], None]) -> None:
+        self._streams, self._changed = streams, changed
+        self._draws: dict[int, bool] = {}
+        """By the layer's number, once it is known."""
+
+    def separates(self, layer: NamedLayer) -> str | None:
+        """See ``Feature``."""
+        return "it draws random numbers" if self._draws.get(layer.index) else None
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        return self._streams.around_layer(layer, run, value, step, rows)
+
+    def around_block(
+        self, layers: Sequence[NamedLayer], runs: Runs, value: Value, step: int, rows: SampleRows
+    ) -> Value:
+        """See ``Feature``: layers that draw nothing need no stream.
+
+        Raises:
+            ConfigError: layers draw that did not before, and cannot run again.
+        """
+        if not all(layer.index in self._draws for layer in layers):
+            self._learn(layers, value, step, rows)
+        if not any(self._draws[layer.index] for layer in layers):
+            before, forget = (_state(layers), versions(value)), forgets_added()
+            found = self._streams.unless_drawn(lambda: (runs.whole(value, step, rows),))
+            if found is not None:
+                return found[0]
+            if (_state(layers), versions(value)) != before:
+                raise ConfigError(
+                    f"{place_of(layers[0])} to {place_of(layers[-1])} are compiled as one function, as they "
+                    "drew no random numbers when they first ran; now they draw some, and have changed their "
+                    "input or buffers. Let them draw from the first step on, or leave compile away"
+                )
+            forget()
+            self._draws |= dict.fromkeys((layer.index for layer in layers), True)
+        self._changed()
+        return runs.anew(value, step, rows)
+
+    def _learn(self, layers: Sequence[NamedLayer], value: Value, step: int, rows: SampleRows) -> None:
+        """Find which layers draw, by a run of each that leaves buffers and random state as they were.
+
+        One with a dropout that is not 0 counts as one that draws, as it will in training mode.
+
+        Raises:
+            ConfigError: a layer changes its weights as it runs.
+        """
+        weights = [parameter for layer in layers for parameter in layer.module.parameters()]
+        buffers = Buffers(layer.module for layer in layers)
+        then, before = buffers.now(), versions(weights)
+        value = mapped(copied, value)
+        with added_losses(), self._streams.kept(), buffers.as_then(then):
+            for layer in layers:
+                with self._streams.layer(layer.index, step, rows):
+                    states = self._streams.states()
+                    value = mapped(_cut, called(layer.module, value, step, rows))
+                    drew = not self._streams.drew_nothing(states)
+                self._draws[layer.index] = drew or _drops(layer.module)
+        buffers.restore(then)
+        if versions(weights) != before:
+            raise ConfigError(
+                f"{place_of(layers[0])}, or one of those to {place_of(layers[-1])}, changes its weights as "
+                "it runs, so that no further run can find whether it draws random numbers; leave compile away"
+            )
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _drops(module: nn.Module) -> bool:
+    return any(isinstance(child, _DROPOUTS) and child.p > 0 for child in module.modules())
+
+
+def _state(layers: Sequence[NamedLayer]) -> list[tuple[int, int]]:
+    """Identifies what some layers' buffers hold."""
+    tables = (buffers_of(child) for layer in layers for child in layer.module.modules())
+    return [
+        (id(buffer), buffer._version)  # noqa: SLF001 - documented as it
+        for table in tables
+        for buffer in table.values()
+        if buffer is not None and not buffer.is_inference()
+    ]
