@@ -132,6 +132,12 @@ def collect(*, graph: bool) -> tuple[Token[Collected | None], dict[str, Tensor]]
     return _COLLECTED.set(found), found.terms
 
 
+def was_added() -> bool:
+    """Whether anything was added since ``collect``."""
+    found = _COLLECTED.get()
+    return found is not None and bool(found.terms)
+
+
 def end(token: Token[Collected | None]) -> None:
     """Collect no more."""
     _COLLECTED.reset(token)

@@ -337,7 +337,7 @@ def check_refusals() -> None:
     refused(dapple, tensor_parallel, "has foreach=True, and its parameters are plain", optimizer=foreach)
     refused(dapple, replaced, "gave other modules for stage")
     refused(hanayo, sharded, "0.up.weight is a weight of stages 0 and 3", dims={"shard": 2}, layers=tied)
-    refused(dapple, layers_sharded, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)
+    refused(dapple, summing, "comes by a Skip is none", dims={"shard": 2}, layers=skipping)
     refused(cf.schemes.zb_h1(2, 3), summing, "makes gradients of weights after it", dims={"shard": 2})
     refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import runpy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ Block, adamw, mean_loss, samples = (CASES[name] for name in ("Block", "adamw", "
 CLIP = 0.5
 STEPS = 2
 
+Layers = Callable[[], list[nn.Module]]
+
 
 class Derived(nn.Module):
     """The gradient of its weight goes through what is computed of the whole weight."""
@@ -33,9 +37,60 @@ class Derived(nn.Module):
         return torch.matmul(x, self.weight * self.weight.norm())
 
 
+class Adding(nn.Module):
+    """What it adds to the loss is made of its weight, before its output is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Derived()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cf.add_loss(0.3 * torch.tanh(x @ self.inner.weight).square().mean(), "added")
+        made: Tensor = self.inner(x)
+        return made
+
+
+class Saving(nn.Module):
+    """What it saves for a skip connection is made aside, after its output."""
+
+    def __init__(self, skip: cf.Skip) -> None:
+        super().__init__()
+        self.inner, self.aside = Derived(), nn.Sequential(Derived(), skip.saver())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        self.aside(x)
+        return made
+
+
+class Loading(nn.Module):
+    """Its weight multiplies what comes by a skip connection, too."""
+
+    def __init__(self, skip: cf.Skip) -> None:
+        super().__init__()
+        self.load, self.inner = skip.loader(), Derived()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x) + self.inner(torch.as_tensor(self.load()).tanh())
+        return made
+
+
 def layers() -> list[nn.Module]:
     torch.manual_seed(3)
     return [Derived() if number in (1, 6) else Block() for number in range(8)]
+
+
+def adding() -> list[nn.Module]:
+    torch.manual_seed(4)
+    return [Adding() if number in (1, 6) else Block() for number in range(8)]
+
+
+def skipping() -> list[nn.Module]:
+    torch.manual_seed(5)
+    skips = [cf.Skip("across"), cf.Skip("within")]
+    saving = [Saving(skip) for skip in skips]
+    loading = [Loading(skip) for skip in skips]
+    return [saving[0], Block(), Block(), Block(), saving[1], loading[0], Block(), loading[1]]
 
 
 def sharded(stage: StageModule, mesh: DeviceMesh, *, each: bool = False, **policy: Any) -> None:
@@ -84,23 +139,23 @@ def count_sums(pipeline: cf.Pipeline) -> int:
     return len(groups)
 
 
-def one_process() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+@cache
+def one_process(made: Layers) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, norm) of each step, and the weights after them."""
-    model = nn.Sequential(*layers())
+    model = nn.Sequential(*made())
     optimizer = adamw(model.parameters())
     found = []
     inputs, targets = samples(16)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = mean_loss(model(inputs), targets)
+        with cf.added_losses() as added:
+            loss = mean_loss(model(inputs), targets)
+        loss = sum(added.values(), loss)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         found.append((loss.item(), norm.item()))
     return found, model.state_dict()
-
-
-EXPECTED = one_process()
 
 
 def piped(
@@ -111,12 +166,18 @@ def piped(
 
 
 def check(
-    schedule: Schedule, parallelize: Any, *, sums: int = 1, accumulated: int = 1, **options: Any
+    schedule: Schedule,
+    parallelize: Any,
+    *,
+    sums: int = 1,
+    accumulated: int = 1,
+    made: Layers = layers,
+    **options: Any,
 ) -> None:
     """Losses, norms and weights are those of one process, and each group is summed ``sums`` times a step."""
-    steps, weights = EXPECTED
+    steps, weights = one_process(made)
     options |= {"optimizer": adamw, "clip_norm": CLIP}
-    with piped(schedule, parallelize, layers(), mean_loss, **options) as pipeline:
+    with piped(schedule, parallelize, made(), mean_loss, **options) as pipeline:
         groups = count_sums(pipeline)
         mine = [tensor.chunk(2)[pipeline.replica] for tensor in samples(16)]
         for expected in steps:
@@ -174,5 +235,11 @@ def four() -> None:
     check(schemes.zb_h1(2, 4), sharded, accumulated=2)
     check(schemes.zb_v(2, 4), layers_sharded, recompute="stage")
     check(schemes.dualpipe(2, 4), sharded, recompute="layer")
+    check(schemes.dapple(2, 4), layers_sharded, made=adding)
+    check(schemes.zb_h1(2, 4), sharded, made=adding)
+    check(schemes.dapple(2, 4), sharded, made=skipping)
+    check(schemes.zb_v(2, 4), layers_sharded, made=skipping)
     check_policy(schemes.zb_h1(2, 8), param_dtype=low, reduce_dtype=torch.float32)
     check_policy(schemes.dapple(2, 8), reduce_dtype=low)
+    with pytest.raises(cf.CounterflowError, match="adds to the loss, and fully_shard"):
+        check(schemes.dapple(2, 4), partial(sharded, each=True), made=adding)

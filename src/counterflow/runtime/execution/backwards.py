@@ -45,9 +45,12 @@ class Differentiates(RunOp):
         """What autograd runs in."""
         copy, saved = self.copy, self._in_flight.saved
         replays = copy.replays if saved.counting else None
-        if copy.precision.plain and replays is None:
+        gathered = copy.gathered()
+        if copy.precision.plain and replays is None and gathered is None:
             return copy.streams.backward()
         context = ExitStack()
+        if gathered is not None:
+            context.enter_context(gathered)
         if replays is not None:
             _recount(context, replays, saved)
         context.enter_context(copy.streams.backward())

@@ -223,12 +223,15 @@ def _sharded(
         )
     modules = [StageModule(stage, copy.layers) for stage, copy in stages.items()]
     found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)
-    if found.layout.split and any(skips is not None for skips in model.skips):
-        raise ConfigError(
-            "fully_shard ends a module's backward when the gradients of its inputs are there, and what "
-            "comes by a Skip is none; pass it on through the layers between, or shard by tensors"
-        )
     for module in modules:
+        skips = model.skips[module.number] is not None
+        if module.sums_each_backward and skips and fsdp_modules(module):
+            raise ConfigError(
+                "fully_shard sums a module's gradients when those of its inputs are there, and what comes "
+                "by a Skip is none; leave sums_each_backward away, or pass it on through the layers between"
+            )
+        if module.one_sum is not None:
+            module.one_sum.gathers = skips
         if module.sums_each_backward and module.number in split and fsdp_modules(module):
             raise ConfigError(
                 f"stage {module.number} sums in each backward (sums_each_backward), and {schedule.scheme} "

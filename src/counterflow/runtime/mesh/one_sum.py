@@ -24,6 +24,9 @@ class OneSum:
         modules: those of the stage that FSDP shards.
     """
 
+    gathers = False
+    """Whether backwards have the stage gathered: layers have gradients of more than inputs and outputs."""
+
     def __init__(self, modules: Sequence[Any]) -> None:
         self._sharded = modules
         every = {id(group): group for module in modules for group in fsdp_groups(module)}
@@ -43,7 +46,7 @@ class OneSum:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within this context weights are whole: the half of a backward in it passes no hook of FSDP's."""
+        """Within this context weights are whole: what runs in it may pass no hook of FSDP's before."""
         mine = [group for group in self._used() if not group.is_unsharded]
         given = [(group, group.reshard_after_backward) for group in self._groups]
         for group in mine:

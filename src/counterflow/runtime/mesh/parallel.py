@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.added_loss import was_added
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
@@ -71,6 +73,13 @@ class StageModule(nn.Module, Feature):
         output = self(lambda given: run(given, step, rows), value)
         if self.one_sum is not None:
             self.one_sum.prepare()
+            self.one_sum.gathers |= was_added()
+        elif self.sums_each_backward and torch.is_grad_enabled() and was_added() and fsdp_modules(self):
+            raise ConfigError(
+                f"a layer of stage {self.number} adds to the loss, and fully_shard gathers weights when "
+                "gradients of outputs are there; leave sums_each_backward away, so that a backward has the "
+                "whole stage gathered"
+            )
         return mapped(self._plain, output)
 
     def separates(self, layer: NamedLayer) -> str:

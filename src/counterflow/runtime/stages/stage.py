@@ -232,6 +232,11 @@ class StageCopy:
             self.splitting.run_whole(module.one_sum.gathered)
         self._compose()
 
+    def gathered(self) -> AbstractContextManager[None] | None:
+        """Around a backward whose gradients come by other ways than outputs; None: it needs nothing."""
+        one_sum = None if self.module is None else self.module.one_sum
+        return one_sum.gathered() if one_sum is not None and one_sum.gathers else None
+
     def sum_gradients(self) -> None:
         """After a step's last op that makes gradients of weights: sum those that FSDP left whole."""
         if self.module is not None and self.module.one_sum is not None:
