@@ -1,8 +1,8 @@
 """Real models whose layers cf.layers finds by itself, without a line of glue: those of other packages.
 
 Each model is built as its package documents it, captured with one mini-batch, and compared with the list of
-its layers by cf.same_model, in training and in evaluation mode and with another number of samples: outputs,
-loss and all gradients, in float64. Some sizes are smaller than usual, no structure is changed.
+its layers by cf.same_model, in training mode and, with another number of samples, in evaluation mode:
+outputs, loss and all gradients, in float64. Some sizes are smaller than usual, no structure is changed.
 
 Packages: pip install timm torchvision diffusers segmentation-models-pytorch monai transformers x-transformers
 vit-pytorch efficientnet_pytorch torchaudio; models of missing ones are left out, and counted as such.
@@ -308,17 +308,18 @@ def tried(make: Callable[[], Made]) -> tuple[str, str, str]:
     worst = 0.0
     for training in (True, False):
         model.train(training)
-        for samples in (2, 3):
-            given = batch(samples)
-            found = (
-                cf.same_model(model, layers, kwargs=given, check=False)
-                if isinstance(given, dict)
-                else cf.same_model(model, layers, given, check=False)
-            )
-            if not found.ok:
-                mode = "training" if training else "evaluation"
-                return str(len(layers)), seconds, f"DIFFERS ({mode}, {samples} samples): {found}"[:200]
-            worst = max(worst, found.output_error, found.gradient_error)
+        samples = 2 if training else 3
+        given = batch(samples)
+        found = (
+            cf.same_model(model, layers, kwargs=given, check=False)
+            if isinstance(given, dict)
+            else cf.same_model(model, layers, given, check=False)
+        )
+        if not found.ok:
+            mode = "training" if training else "evaluation"
+            text = " ".join(str(found).split())[:200]
+            return str(len(layers)), seconds, f"DIFFERS ({mode}, {samples} samples): {text}"
+        worst = max(worst, found.output_error, found.gradient_error)
     return str(len(layers)), seconds, f"the same ({worst:.0e})"
 
 

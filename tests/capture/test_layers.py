@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import counterflow as cf
 from counterflow.capture.layer import CapturedLayer
@@ -132,6 +133,39 @@ def test_a_module_that_decides_by_numbers_is_refused_with_its_line() -> None:
     # What such a module gives is not known without its numbers.
     with pytest.raises(cf.ConfigError, match=r"forward of 'decides' decides by a tensor's values .*kit\.py"):
         cf.layers(Within(), sample(0, 4, 4))
+
+
+class Functional(nn.Module):
+    """Computes with its parts' weights and calls none of them, as torchvision's attention in windows does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = functional.linear(x, self.one.weight, self.one.bias).relu()
+        return functional.linear(value, self.other.weight, self.other.bias)
+
+
+def test_a_module_whose_weights_layers_use_is_not_missing() -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(16), Functional()) for _ in range(3)), nn.Linear(16, 2)
+    )
+    wrapped = Wrapped(model)
+    layers = cf.layers(wrapped, sample(0, 4, 16))
+    assert not any(isinstance(module, Functional) for layer in layers for module in layer.modules())
+    assert cf.same_model(wrapped, layers, sample(0, 4, 16)).ok
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.inner:  # type: ignore[attr-defined]
+            x = part(x)
+        return x
 
 
 class Doubled(torch.autograd.Function):

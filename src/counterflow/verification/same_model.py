@@ -278,8 +278,10 @@ def _noise(run: Run, dtype: torch.dtype) -> float:
 
 def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
     """Modules that the model calls and no layer does, the outermost ones, except those that return their
-    input.
+    input. Layers that were found by ``cf.layers`` may compute with a module's weights and not call it.
     """
+    captured = [layer for layer in given.layers if isinstance(layer, CapturedLayer)]
+    used = {id(weight) for layer in captured for weight in layer.parameters()}
     called, expected = ({call.name for call in run.calls} for run in (theirs, ours))
     names = {id(module): name for name, module in given.model.named_modules()}
     missing: list[str] = []
@@ -287,6 +289,8 @@ def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
         if name == "" or name in called or name not in expected or isinstance(module, nn.Identity):
             continue
         if any(names[id(part)] in called for part in module.modules()):
+            continue
+        if any(id(weight) in used for weight in module.parameters()):
             continue
         if not any(name.startswith(f"{outer}.") for outer in missing):
             missing.append(name)
