@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow import Pipeline, launch, schemes
-from counterflow.runtime.mini_batch import batches, loss_check
+from counterflow.runtime.mini_batch import known_shapes, loss_check
 from counterflow.runtime.stages import split_backward
 from counterflow.schedule.ir import Schedule
 
@@ -119,7 +119,8 @@ def _grown(schedule: Schedule, options: dict[str, Any]) -> dict[str, tuple[int, 
 def test_nothing_grows_with_the_steps(
     schedule: Schedule, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_KINDS", KINDS)
+    for most in ("_KINDS", "_MICRO_BATCHES"):
+        monkeypatch.setattr(known_shapes, most, KINDS)
     monkeypatch.setattr(loss_check, "_KINDS", KINDS)
     monkeypatch.setattr(split_backward, "_MOST_SHAPES", KINDS)
     for grown in launch(_grown, schedule, options, workers=schedule.workers, transport="local"):
