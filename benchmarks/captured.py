@@ -57,7 +57,7 @@ def torchvision() -> Iterator[tuple[str, Callable[[], Made]]]:
         "resnet18": 64, "resnext50_32x4d": 64, "wide_resnet50_2": 64, "mobilenet_v2": 64,
         "mobilenet_v3_small": 64, "efficientnet_b0": 64, "efficientnet_v2_s": 64, "convnext_tiny": 64,
         "densenet121": 64, "regnet_y_400mf": 64, "shufflenet_v2_x1_0": 64, "squeezenet1_1": 64,
-        "mnasnet1_0": 64, "vgg11_bn": 64, "alexnet": 96, "googlenet": 96, "inception_v3": 128,
+        "mnasnet1_0": 64, "vgg11_bn": 64, "alexnet": 96, "googlenet": 96, "inception_v3": 299,
         "vit_b_32": 224,
         "swin_t": 64, "swin_v2_t": 64, "maxvit_t": 224,
     }.items():  # fmt: skip
@@ -326,6 +326,7 @@ def tried(make: Callable[[], Made]) -> tuple[str, str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help="models whose name has one of these words")
+    parser.add_argument("--packages", nargs="+", default=[each.__name__ for each in PACKAGES])
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/captured.txt")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -335,6 +336,8 @@ def main() -> None:
     counts: Counter[str] = Counter()
     for package in PACKAGES:
         name = package.__name__
+        if name not in args.packages:
+            continue
         try:
             importlib.import_module(name)
         except ImportError as error:
