@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import time
 import warnings
 from collections import Counter
@@ -188,10 +189,11 @@ def transformers() -> Iterator[tuple[str, Callable[[], Made]]]:
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     }  # fmt: skip
+    grouped: dict[str, Any] = {"num_key_value_heads": 2}
     both = named(input_ids=ids(), decoder_input_ids=ids(9))
     for name, options in {
-        "Llama": {}, "Mistral": {}, "Qwen3": {"head_dim": 8}, "Gemma": {"head_dim": 8}, "Phi": {},
-        "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4}, "GPTNeoX": {},
+        "Llama": {}, "Phi": {}, "GPTNeoX": {}, "Mistral": grouped, "Qwen3": grouped | {"head_dim": 8},
+        "Gemma": grouped | {"head_dim": 8}, "Mixtral": grouped | {"num_local_experts": 4},
     }.items():  # fmt: skip
         yield (
             f"{name}ForCausalLM",
@@ -303,7 +305,8 @@ def tried(make: Callable[[], Made]) -> tuple[str, str, str]:
     try:
         layers = cf.layers(model, batch(2))
     except cf.ConfigError as error:
-        return "", "", f"refused: {' '.join(str(error).split())[:160]}"
+        text = re.sub(r"/\S*site-packages/", "", " ".join(str(error).split()))
+        return "", "", f"refused: {text[:200]}"
     seconds = f"{time.perf_counter() - began:.1f}"
     worst = 0.0
     for training in (True, False):
