@@ -27,7 +27,7 @@ from counterflow.planning.inputs import files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.runtime.parameters.optimizers import Parameters
-from counterflow.runtime.stages.skips import links_of, stage_skips
+from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import Schedule

@@ -23,7 +23,7 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.stages.layers import layers_of
-from counterflow.runtime.stages.skips import stage_skips
+from counterflow.runtime.stages.skip_links import stage_skips
 
 from .calls import Run, first_parting, place_of
 from .copies import Given, run_layers, run_model

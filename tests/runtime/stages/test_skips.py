@@ -17,7 +17,7 @@ import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Send
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.skips import links_of, stage_skips
+from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink

@@ -19,7 +19,8 @@ from counterflow.schedule.ir import Op, SkipLink
 from ..messages.message_queue import MessageQueue
 from ..messages.values import Structure, Unit, ValueLayout, put_together, take_apart
 from ..mini_batch.batch import Batch
-from ..stages.skips import Carried, StageSkips
+from ..stages.skip_links import StageSkips
+from ..stages.skips import Carried
 from .routes import Gradients, Piece, SkipRoute
 
 _NO_SAMPLES = (

@@ -22,6 +22,7 @@ from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
 from ..parameters.alike import start_alike
 from ..parameters.names import shared_names
+from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
 from ..stages.deferred import defer
 from ..stages.embeddings import Setting
@@ -30,7 +31,6 @@ from ..stages.ownership import Owned
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
-from ..stages.skips import carries_in
 from ..stages.stage import StageCopy
 from ..torch_private import keeps_buffers
 from ..transport.base import Transport

@@ -20,7 +20,7 @@ from ..parameters.unlisted import Unlisted
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
 from ..stages.named_layer import NamedLayer, have_statistics, loss_layer
-from ..stages.skips import StageSkips, links_of, stage_skips
+from ..stages.skip_links import StageSkips, links_of, stage_skips
 
 Model = nn.Module | Sequence[nn.Module]
 

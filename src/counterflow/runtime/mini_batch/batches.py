@@ -152,7 +152,7 @@ class Batches:
         if sizes and not given.ready:
             sizes = even(samples, self._schedule.micro_batches)
         inputs, targets = (None if found is None else sum(found) for found in counts)
-        kind = given.kind(samples, call.trains, *(sizes if given.ready else ()))
+        kind, kinds = given.kinds(call.trains, sizes)
         told = Told(call, step, outputs, run.in_flight, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
         if run.in_flight:
@@ -162,7 +162,6 @@ class Batches:
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
             known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready
-            kinds = given.kinds(call.trains, sizes)
             await_total = self._agreement.begin(told, given, sizes, kinds, known=known)
             told = Told(call, step, outputs, follows=True)
         agreed = self._agreement.last

@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..messages.mappings import flat_with_paths, know
-from ..messages.values import Keyworded, content_digest, not_dense, signature
+from ..messages.values import Keyworded, content_digest, not_dense, number_of, signature
 from .entries import Settled
 from .samples import Dims, cut, samples_in, split_points
 from .told import Form
@@ -111,28 +111,21 @@ class Given:
             "they are, and give what has them to every worker; or give micro_batches that are ready"
         )
 
-    def kind(self, *more: object) -> int:
-        """The signature of the inputs; 0 if there are none."""
-        if self.inputs is None:
-            return 0
-        first = self.inputs[0]
-        names = sorted(first.kwargs) if isinstance(first, Keyworded) else ()
-        return signature(self.inputs, *names, *more)
-
-    def kinds(self, trains: bool, sizes: Sequence[int]) -> list[int]:
-        """The signature of each micro-batch's inputs, if they are ready; empty if there are none.
+    def kinds(self, trains: bool, sizes: Sequence[int]) -> tuple[int, list[int]]:
+        """The kind of the mini-batch, 0 if this worker has no inputs, and those of ready micro-batches.
 
         Args:
             trains: whether gradients are computed.
             sizes: samples by micro-batch.
         """
-        if self.inputs is None or not self.ready:
-            return []
-        parts = zip(self.inputs, sizes, strict=True)
-        return [
-            signature(each, *(sorted(each.kwargs) if isinstance(each, Keyworded) else ()), trains, size)
-            for each, size in parts
-        ]
+        if self.inputs is None:
+            return 0, []
+        names = [sorted(each.kwargs) if isinstance(each, Keyworded) else () for each in self.inputs]
+        if self.ready:
+            parts = zip(self.inputs, names, sizes, strict=True)
+            kinds = [signature(each, *its, trains, size) for each, its, size in parts]
+            return 1 + number_of(*kinds), kinds
+        return signature(self.inputs, *names[0], sum(sizes), trains), []
 
     def digests(self) -> tuple[float, float]:
         """Digests of the contents of inputs and targets."""

@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from counterflow.carry import NOTHING, Carry
-from counterflow.errors import ConfigError
 
 from ..messages.values import Value
+from .carrying import carries_in, carrying
 from .features import Feature, Run
-from .named_layer import NamedLayer, place_of
+from .named_layer import NamedLayer
 from .randomness import SampleRows
-from .skips import carries_in
 
 
 class Remembering(Feature):
@@ -60,15 +59,7 @@ class Remembering(Feature):
             return run(value, step, rows)
         place = layer.index, rows.micro_batch
         states = self._states.get(place) or [NOTHING] * len(carries)
-        try:
-            for carry, state in zip(carries, states, strict=True):
-                carry.begin(state, joins=True)
+        with carrying(layer, carries, states, joins=True) as left:
             found = run(value, step, rows)
-            left = [carry.end() for carry in carries]
-        finally:
-            for carry in carries:
-                carry.end()
-        if any(state is NOTHING for state in left):
-            raise ConfigError(f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave()")
         self._states[place] = left
         return found

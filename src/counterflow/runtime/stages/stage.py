@@ -30,7 +30,9 @@ from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
 from .remembering import Remembering
 from .replays import LayerReplays
-from .skips import Carried, PassBy, SkipRunner, StageSkips
+from .skip_links import StageSkips
+from .skip_runs import PassBy, SkipRunner
+from .skips import Carried
 from .slice_check import SliceCheck
 from .split_backward import Joints, Splitting
 from .versions import Versions

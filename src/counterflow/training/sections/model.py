@@ -8,8 +8,8 @@ from pydantic import Strict, model_validator
 
 from counterflow.data.text import BYTE_VALUES
 from counterflow.errors import ConfigError
-from counterflow.execution import option
 from counterflow.models.shapes import EXAMPLE
+from counterflow.options import option
 
 from .. import registry
 from ..source import ModelSource

@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails
 
 from counterflow import toml
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.execution import option
+from counterflow.options import option
 from counterflow.program.check import check
 from counterflow.reading import read_text
 from counterflow.schedule import registry

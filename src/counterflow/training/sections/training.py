@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from counterflow import toml
 from counterflow.errors import ConfigError
-from counterflow.execution import option
+from counterflow.options import option
 
 from .. import registry
 from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, WholeNumbers, as_path, count

@@ -1,0 +1,146 @@
+"""Runs a stage's layers with what they save for later layers and load from earlier ones.
+
+Invariant: what is computed does not depend on the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.carry import NOTHING, Carry
+from counterflow.errors import ConfigError
+
+from ..messages.values import Value
+from .carrying import carries_in, carrying
+from .features import Feature, Run
+from .named_layer import NamedLayer, place_of
+from .randomness import SampleRows, versions
+from .skip_links import LayerSkips, StageSkips, skips_in
+from .skips import Carried, Skip
+
+
+class PassBy(Feature):
+    """Takes past a stage's layers what they neither load nor carry; it is around their recomputation.
+
+    So a layer that is computed again holds no state that an earlier one left to the next slice.
+
+    Args:
+        plan: the stage's skips.
+        layers: its layers as they are on this worker.
+    """
+
+    why_apart = "layers of its stage have skips, or states of slices"
+
+    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
+        self._of_layer: dict[int, tuple[set[int], set[int], set[int]]] = {}
+        needed = plan.handed_on
+        for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
+            self._of_layer[layer.index] = {*its.loads, *its.carries}, needed - {*its.carries}, set(needed)
+            needed |= {*its.loads}
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``: the output has all that later layers and stages, and the next slice need.
+
+        Raises:
+            ConfigError: the layer changes in place what others saved.
+        """
+        takes, passing, needed = self._of_layer[layer.index]
+        value, held = value
+        before = versions(held)
+        output, made = run(Carried(value, {n: v for n, v in held.items() if n in takes}), step, rows)
+        if versions(held) != before:
+            raise ConfigError(
+                f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
+                "left in a cf.Carry; save a copy, or let the layer make a new tensor"
+            )
+        past = {n: v for n, v in held.items() if n in passing}
+        return Carried(output, past | {n: v for n, v in made.items() if n in needed})
+
+
+class SkipRunner(Feature):
+    """Runs a stage's layers with what they save and load.
+
+    Args:
+        plan: the stage's skips.
+        layers: its layers as they are on this worker.
+        by_layer: whether the layers are computed again one by one, so that graphs save nothing.
+    """
+
+    why_apart = "layers of its stage have skips, or states of slices"
+
+    def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
+        self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
+        self._by_layer = by_layer
+        self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip]]] = {}
+        self._carries: dict[int, list[tuple[int, Carry]]] = {}
+        for layer, its in zip(layers, plan.layers, strict=True):
+            skips = skips_in(layer.module)
+            numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
+            self._of_layer[layer.index] = its, numbered, skips
+            its_carries = carries_in(layer.module) if its.carries else ()
+            self._carries[layer.index] = list(zip(its.carries, its_carries, strict=True))
+
+    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
+        return found if self._gives or (self._leaves and rows.slices > 1) else found.value
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``: the layer is given what it loads, and its output has what it makes for others.
+
+        Raises:
+            ConfigError: it does not save what it has to.
+        """
+        its, numbered, skips = self._of_layer[layer.index]
+        carries = self._carries[layer.index] if rows.slices > 1 else []
+        value, held = value
+        states = [held.get(number, NOTHING) for number, _ in carries]
+        for skip in skips:
+            skip._empty()  # noqa: SLF001 - what a plain run left
+            skip._runs = True  # noqa: SLF001
+        try:
+            for number in its.loads:
+                numbered[number]._put(held[number])  # noqa: SLF001
+            with carrying(layer, [carry for _, carry in carries], states) as ends:
+                output = run(value, step, rows)
+            made = {number: self._made(layer.index, numbered[number]) for number in its.saves}
+        finally:
+            for skip in skips:
+                skip._empty()  # noqa: SLF001
+                skip._runs = False  # noqa: SLF001
+        left = {number: state for (number, _), state in zip(carries, ends, strict=True)}
+        if rows.slice == rows.slices - 1:
+            left = {}  # nobody takes it
+        if left and (self._by_layer or not torch.is_grad_enabled()):
+            left = _compact(left)
+        return Carried(output, made | left)
+
+    def _made(self, index: int, skip: Skip) -> Any:
+        if skip._value is NOTHING:  # noqa: SLF001
+            raise ConfigError(f"layer {index} did not save the skip {skip.name!r} in its forward")
+        skip._check()  # noqa: SLF001
+        return skip._value  # noqa: SLF001
+
+
+def _compact(left: dict[int, Any]) -> dict[int, Any]:
+    """States that hold no other memory: keys and values may be views of one tensor with the queries.
+
+    Where a graph saves that tensor, nothing is gained, and states stay as they are.
+    """
+    sizes: dict[int, int] = {}
+    views = {id(leaf): leaf for leaf in pytree.tree_leaves(left) if type(leaf) is Tensor}
+    for view in views.values():
+        pointer = view.untyped_storage().data_ptr()
+        sizes[pointer] = sizes.get(pointer, 0) + view.nbytes
+    copies = {
+        key: view.clone(memory_format=torch.contiguous_format)
+        for key, view in views.items()
+        if sizes[view.untyped_storage().data_ptr()] < view.untyped_storage().nbytes()
+    }
+    found: dict[int, Any] = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), left)
+    return found
