@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .execution import Batching, Execution
     from .loss_sum import LossSum, next_target, whole_target
     from .planning.comparison import Comparison, compare
+    from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
@@ -52,6 +53,7 @@ __all__ = [
     "LossSum",
     "Op",
     "OpKind",
+    "PendingEvaluation",
     "Pipeline",
     "SameModel",
     "Schedule",
@@ -97,6 +99,7 @@ _LATE = {
     "Evaluation": "runtime.execution.step",
     "Execution": "execution",
     "LossSum": "loss_sum",
+    "PendingEvaluation": "runtime.execution.evaluation",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",

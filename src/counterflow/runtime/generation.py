@@ -22,7 +22,7 @@ from .messages.values import Unit
 from .mini_batch.batch import Batch
 
 if TYPE_CHECKING:
-    from .pipeline import Pipeline
+    from .forwards import Forwards
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Logits that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
@@ -72,7 +72,7 @@ class Sampling:
 
 
 def generated(
-    pipeline: Pipeline,
+    pipeline: Forwards,
     prompt: Tensor | None,
     sampling: Sampling,
     run: Callable[[Tensor], Batch],
@@ -115,7 +115,7 @@ def generated(
     return torch.cat([found, found[:, -1:].expand(-1, length - found.shape[1])], 1)
 
 
-def _everywhere(pipeline: Pipeline, prompt: Tensor | None) -> Tensor:
+def _everywhere(pipeline: Forwards, prompt: Tensor | None) -> Tensor:
     """The replica's prompt, on every worker."""
     mine = prompt.cpu() if isinstance(prompt, Tensor) and 0 in pipeline.stages else None
     rows = cast("Sequence[Tensor | None]", pipeline.transport.gather_objects(mine))
@@ -127,7 +127,7 @@ def _everywhere(pipeline: Pipeline, prompt: Tensor | None) -> Tensor:
     return found
 
 
-def _logits(pipeline: Pipeline, batch: Batch) -> Tensor:
+def _logits(pipeline: Forwards, batch: Batch) -> Tensor:
     """Logits at the last position, [samples, vocabulary], in the samples' order, on every worker's CPU."""
     outputs = cast("dict[Unit, Any]", batch.outputs)
     mine = {unit: _last_of(output).cpu() for unit, output in outputs.items()}

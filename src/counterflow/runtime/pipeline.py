@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never, Self, Unpack, cast
+from typing import Any, Never, Self, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
@@ -24,8 +24,8 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
 from .calls import Calls
-from .execution.step import Evaluation, Step, Workers, place
-from .generation import Sampling, generated
+from .execution.step import Step, Workers, place
+from .forwards import Forwards
 from .making.given import found_layers, transport_of
 from .making.held import held_stages, refuse_embeddings
 from .making.model import staged
@@ -33,25 +33,20 @@ from .making.runner import batches_of, runners_of
 from .mesh.layout import WORKER, Mesh, layout_of
 from .mesh.parallel import Parallelize, further_mesh
 from .messages.compression import Compression
-from .messages.values import Unit
-from .mini_batch.batch import Batch
-from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
-from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call, Told
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
-from .states import States
 from .transport.base import Transport
 from .transport.watch import tells_who
 from .workers import lease
 from .workers.arguments import refuse_others
 
 
-class Pipeline(States):
+class Pipeline(Forwards):
     """Trains a model in pipeline stages, as a schedule says.
 
     Made on every worker with the same arguments: under torchrun or Slurm, or in a function that
@@ -287,110 +282,6 @@ class Pipeline(States):
             self.weights.check_copies(f"after step {step.number}")
         return step
 
-    def evaluate(
-        self,
-        inputs: Any = None,
-        targets: Any = None,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        micro_batches: Iterable[Sequence[Any]] | None = None,
-        samples: Sequence[int] | None = None,
-        outputs: bool = False,
-    ) -> Evaluation:
-        """Compute a mini-batch's loss, metrics and, if asked for, outputs; no gradients, evaluation mode.
-
-        The pipeline is flushed first. Arguments and errors are those of ``step``.
-        """
-        self._untold = self.flush()
-        with self._reported(), self._held.owned.used():
-            given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
-            batch = self._batch(given, Call.EVALUATE, outputs=outputs)
-            self._evaluation.run(batch)
-            self._batches.remember(batch)
-            loss, metrics = self._run.workers.evaluated(batch.losses, self.steps)
-            of_last = self._outputs(batch) if outputs else None
-        return Evaluation(loss, metrics, of_last)
-
-    def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """What the last layer gives for the replica's samples, in their order, on every worker.
-
-        No gradients, evaluation mode. Tensors and numbers are put together as ``output_dims`` says. Flushes
-        first what is in flight.
-
-        Args:
-            inputs: as in ``step``.
-            kwargs: as in ``step``.
-
-        Raises:
-            ConfigError: the inputs are missing or cannot be cut, or the outputs cannot be put together.
-            WorkerError: a worker failed.
-        """
-        self._untold = self.flush()
-        with self._reported(), self._held.owned.used(), torch.no_grad():
-            return self._outputs(self._predicted(inputs, kwargs), everywhere=True)
-
-    def _predicted(self, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> Batch:
-        batch = self._batch(self._batches.given(inputs, None, kwargs), Call.PREDICT, outputs=True)
-        batch.has_loss = False
-        self._evaluation.run(batch)
-        self._batches.remember(batch)
-        return batch
-
-    def generate(
-        self,
-        prompt: Tensor | None = None,
-        *,
-        tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        seed: int = 0,
-        end: int | None = None,
-    ) -> Tensor:
-        """Add tokens to prompts, each chosen of the logits after all before it; for a look at samples.
-
-        The prompt runs once, and then each token alone: layers that look at earlier positions hold a
-        ``cf.Carry``, as the built-in GPT's and those of ``hf.layers`` do, and keep their keys and values. No
-        gradients, evaluation mode. Flushes first what is in flight; all workers call it.
-
-        Args:
-            prompt: [samples, positions], int64, as the model's input; read on workers with the first stage.
-            tokens: how many are added.
-            temperature: divisor of the logits; 0 chooses the most likely token, the default.
-            top_k: how many of the most likely tokens are drawn from; None: all.
-            seed: of the draws, which do not depend on the schedule.
-            end: token after which a sample has ended, and is filled with it; None: there is none.
-
-        Returns:
-            The prompt and what was added, [samples, positions + tokens], on the CPU of every worker.
-
-        Raises:
-            ConfigError: a number is out of range; the output has no logits; or a layer looks at earlier
-                positions without a ``cf.Carry``, which is seen in the first call.
-            WorkerError: a worker failed.
-        """
-        self._untold = self.flush()
-        with self._reported(), self._held.owned.used(), torch.no_grad():
-            sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
-            found = generated(self, prompt, sampling, self._predicted, compare=not self._generates)
-        self._generates = True
-        return found
-
-    def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
-        """The replica's outputs in the samples' order, on workers with the last stage or on all."""
-        last = self.schedule.stages - 1
-        by_unit = cast("dict[Unit, Any]", batch.outputs)
-        if everywhere or len(self._model.holders[last]) > 1:
-            mine = moved(by_unit, torch.device("cpu"))
-            rows = cast("list[dict[Unit, Any]]", self.transport.gather_objects(mine))
-            ours = [rows[rank] for rank in self.ranks[self.replica]]
-            by_unit = {unit: output for outputs in ours for unit, output in outputs.items()}
-        if not everywhere and last not in self.stages:
-            return None
-        units, sizes = sorted(by_unit), batch.samples
-        counts = [rows.stop - rows.start for rows in (unit.rows(sizes[unit.micro_batch]) for unit in units)]
-        found = joined([by_unit[unit] for unit in units], self.batching.output_dims, "outputs", counts)
-        return moved(found, self.device)
-
     def flush(self) -> list[Step]:
         """End what is in flight, so all weights are those after the last step; all workers call it.
 
@@ -405,6 +296,9 @@ class Pipeline(States):
         """
         self._calls.only_taken()
         untold, self._untold = self._untold, []
+        if self._evaluation.in_flight:
+            with self._reported():
+                self._evaluation.drain()
         if not self._run.in_flight:
             return untold
         began = time.perf_counter()
@@ -416,12 +310,6 @@ class Pipeline(States):
         if self.execution.digest_every:
             self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
-
-    def _batch(self, given: Given, call: Call, *, outputs: bool = False) -> Batch:
-        self._calls.only_alone()
-        if call.trains:
-            self._calls.only_own("step")
-        return self._batches.made(given, call, self.steps, self._run, outputs=outputs)
 
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)

@@ -19,6 +19,7 @@ from counterflow.execution import Execution
 from counterflow.schedule.ir import Op
 
 from .calls import Calls
+from .execution.evaluation import EvaluationRunner
 from .execution.interpreter import timelines
 from .execution.runner import Runner
 from .execution.step import Step
@@ -53,6 +54,7 @@ class States(ABC):
     _perhaps_compiled: set[int]
     """Compiled stages that have not run yet."""
     _run: Runner
+    _evaluation: EvaluationRunner
     _batches: Batches
     _calls: Calls
     _untold: list[Step]
@@ -64,7 +66,7 @@ class States(ABC):
     @property
     def in_flight(self) -> bool:
         """Whether a ``flush`` would have something to do."""
-        return self._run.in_flight
+        return self._run.in_flight or self._evaluation.in_flight
 
     # -- looking at it
 

@@ -90,6 +90,11 @@ class Gathered(NamedTuple):
     metrics: list[Sequence[float]]
     names: tuple[str, ...]
 
+    @property
+    def has_new_metrics(self) -> bool:
+        """Whether there are metrics whose names not everybody knows."""
+        return any(columns[0] for columns in self.metrics)
+
 
 class _Row(NamedTuple):
     """A gather that was begun: what it asks for, and what each row starts with."""
@@ -186,7 +191,7 @@ class StepGathers:
         self, gathered: Gathered, weighed: Sequence[Weighed], losses: Losses, scale: float
     ) -> dict[str, float]:
         """The metrics of a mini-batch; ``losses`` are this worker's, the rest as for ``Workers.metrics``."""
-        if any(columns[0] for columns in gathered.metrics):  # names that not everybody knows
+        if gathered.has_new_metrics:
             found = self._workers.metrics(weighed, losses, scale)
             self._names += tuple(name for name in found if name not in self._names)
             return found

@@ -180,6 +180,12 @@ class Interpreter:
         self.in_flight.batches.clear()
         self._forget_casts()
 
+    def leave(self, batch: Batch) -> None:
+        """Forget the mini-batches that are over, of which not all may be sent; ``batch`` may change then."""
+        self.in_flight.release(batch)
+        self.in_flight.batches.clear()
+        self._forget_casts()
+
     def _forget_casts(self) -> None:
         for precision in self._precisions:
             precision.forget()

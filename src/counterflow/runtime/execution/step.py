@@ -160,19 +160,6 @@ class Workers:
             raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {found:g}")
         return found, counted
 
-    def evaluated(self, losses: Losses, step: int) -> tuple[float, dict[str, float]]:
-        """The mean loss and the metrics of a mini-batch that was not trained on; errors as of ``weight``.
-
-        Args:
-            losses: this worker's.
-            step: steps that were made before.
-        """
-        parts = list(map(Part.unpack, self.transport.gather(losses.part().pack())))
-        weighed = [part.weighed for part in parts]
-        scale = 1 / self.weight(weighed, step)[0]
-        metrics = self.metrics(weighed, losses, scale)
-        return scale * math.fsum(part.loss for part in parts), metrics
-
     def metrics(self, parts: Sequence[Weighed], losses: Losses, scale: float) -> dict[str, float]:
         """The metrics of a mini-batch; ``parts`` as for ``weight``, ``scale`` what sums are multiplied by."""
         if not any(part.has_metrics for part in parts):  # all have the same, so all ask or nobody does

@@ -63,7 +63,7 @@ def runners_of(
     )
     runner = Runner(_segments(model, execution, workers, weights), make, workers, weights, execution)
     forwards = lower_evaluation(model.schedule, matching=transport.matching)
-    return runner, EvaluationRunner(forwards, make, held.stages)
+    return runner, EvaluationRunner(forwards, make, held.stages, workers)
 
 
 def _segments(model: StagedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:

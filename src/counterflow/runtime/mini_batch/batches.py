@@ -88,7 +88,11 @@ class Batches:
         self._digest_every = execution.digest_every
         self._peers, self._copies = peers, copies
         self._parts = schedule.workload.sample_parts
-        self._agreement = Agreement(peers, schedule.micro_batches, execution.digest_every)
+        self._agreements = {
+            trains: Agreement(peers, schedule.micro_batches, execution.digest_every)
+            for trains in (True, False)
+        }
+        """On mini-batches that are trained on, which may follow each other, and on all others."""
         self._checks = (
             None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
         )
@@ -153,18 +157,19 @@ class Batches:
             sizes = even(samples, self._schedule.micro_batches)
         inputs, targets = (None if found is None else sum(found) for found in counts)
         kind, kinds = given.kinds(call.trains, sizes)
-        told = Told(call, step, outputs, run.in_flight, inputs, targets, kind, given.form)
+        follows, agreement = run.in_flight and call.trains, self._agreements[call.trains]
+        told = Told(call, step, outputs, follows, inputs, targets, kind, given.form)
         await_total: Callable[[], int] | None
-        if run.in_flight:
+        if follows:
             # In asynchronous schemes workers report a loss much later.
             later = self._schedule.synchronous
-            told, await_total = self._agreement.follow(told, given, sizes, tells_later=later)
+            told, await_total = agreement.follow(told, given, sizes, tells_later=later)
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
             known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready
-            await_total = self._agreement.begin(told, given, sizes, kinds, known=known)
+            await_total = agreement.begin(told, given, sizes, kinds, known=known)
             told = Told(call, step, outputs, follows=True)
-        agreed = self._agreement.last
+        agreed = agreement.last
         self._refuse_few(agreed, step)
         lengths = self._lengths if call.trains else (1,)
         sequence, positions = None, tuple[int, ...]()
@@ -195,7 +200,7 @@ class Batches:
             known=self._shapes.of(agreed.kind, agreed.kinds),
             kept=bool(agreed.kind) and not self._batching.dynamic_shapes,
             told=told,
-            compare=partial(self._agreement.compare, told),
+            compare=partial(agreement.compare, told),
             await_total=await_total,
             losses=Losses(told=self._role.tells_loss),
             outputs={} if outputs else None,
@@ -210,12 +215,12 @@ class Batches:
         Raises:
             ConfigError: the calls differ.
         """
-        self._agreement.compare(mine, rows)
+        self._agreements[mine.call.trains].compare(mine, rows)
 
     def remember(self, batch: Batch) -> None:
         """Know what a batch has shown of its kind."""
         if batch.known is None and batch.kept:
-            agreed = self._agreement.last
+            agreed = self._agreements[batch.training].last
             self._shapes.learn(agreed.kind, agreed.kinds, batch.learnt)
 
     def forget(self) -> None:

@@ -80,8 +80,8 @@ class Told(NamedTuple):
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Told:
-        """What ``pack`` packed."""
-        call, step, outputs, follows, inputs, targets, kind, form, first, second = row
+        """What ``pack`` packed; a worker whose call is another one may tell more after it."""
+        call, step, outputs, follows, inputs, targets, kind, form, first, second = row[:TOLD_WIDTH]
         return cls(
             _CALLS[int(call)],
             int(step),
