@@ -70,7 +70,7 @@ def test_ten_minutes(
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, program, _, _, samples, average, skips, named, _, meta, options = blocks(
+    same, program, _, _, between, samples, average, skips, named, _, meta, options = blocks(
         "train-your-own-model.md", "python"
     )
     script = tmp_path / "train.py"
@@ -90,7 +90,9 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert compared[1].endswith("before it calls 'head' (what 'second' of layer 2 returns is the same)")
     (text,) = launch(_generated, samples, workers=1, transport="local", timeout_seconds=60)
     assert text.shape == (2, 3 + 100)
-    averaged = launch(_averaged, average, workers=2, transport="local", timeout_seconds=60)
+    (first, other) = launch(_trains, between, workers=2, transport="local", timeout_seconds=60)
+    assert 0 < first["loss"] == other["loss"]
+    averaged = launch(_trains, average, workers=2, transport="local", timeout_seconds=60)
     assert averaged[0]["loss"] == averaged[1]["loss"]
     assert len(averaged[0]["state"]) == 4
     (made,) = launch(_with_options, options, workers=1, transport="local", timeout_seconds=60)
@@ -130,7 +132,7 @@ def _generated(block: str) -> torch.Tensor:
     return found
 
 
-def _averaged(program: str) -> dict[str, Any]:
+def _trains(program: str) -> dict[str, Any]:
     """What is left of a page's program for a pipeline."""
     batches = [(torch.ones(4, 2) * number, torch.ones(4, 2)) for number in range(3)]
     with cf.Pipeline(
@@ -139,7 +141,8 @@ def _averaged(program: str) -> dict[str, Any]:
         cf.schemes.dapple(2, 2),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     ) as pipeline:
-        scope: dict[str, Any] = {"pipeline": pipeline, "batches": batches}
+        names = ("batches", "validation", "the_next_hundred")
+        scope: dict[str, Any] = {"pipeline": pipeline, **dict.fromkeys(names, batches)}
         exec(program, scope)
     return scope
 

@@ -64,19 +64,19 @@ class Forwards(States):
         micro_batches: Iterable[Sequence[Any]] | None = None,
         samples: Sequence[int] | None = None,
     ) -> PendingEvaluation:
-        """``evaluate``, of which the result is asked for later: without a barrier the next steps follow.
+        """``evaluate``, of which the result is asked for later: further evaluations and steps follow.
 
-        Nothing is flushed then: a worker runs its forwards after its last step, with the weights after that,
-        and may go on with the next step before the others have. With a barrier, in asynchronous schemes, and
-        in the first evaluation (in which workers learn the names of metrics), it is as ``evaluate``. All
-        workers call it; arguments and errors are those of ``step``.
+        A worker runs its forwards after its last step, with the weights after that, and may go on before the
+        others have. Only asynchronous schemes are flushed first. The first evaluation waits for its result,
+        as workers learn the names of its metrics. All workers call it; arguments and errors are those of
+        ``step``.
         """
-        overlaps = self.schedule.synchronous and not self.execution.barrier and self._evaluation.named
-        if not overlaps:
+        learns = not self._evaluation.named
+        if learns or not self.schedule.synchronous:
             self._untold = self.flush()
         given = partial(self._batches.given, inputs, targets, kwargs, micro_batches, samples)
         pending, _ = self._start_evaluation(given)
-        if not overlaps:
+        if learns:
             with self._reported():
                 self._evaluation.drain()
         return pending

@@ -338,8 +338,9 @@ class Trainer:
         )
 
         def loss() -> float:
-            every = (slice(piece * samples, (piece + 1) * samples) for piece in range(pieces))
-            losses = [self.pipeline.evaluate(cut(inputs, rows), targets[rows]).loss for rows in every]
+            every = [slice(piece * samples, (piece + 1) * samples) for piece in range(pieces)]
+            begun = [self.pipeline.start_evaluation(cut(inputs, rows), targets[rows]) for rows in every]
+            losses = [each.result().loss for each in begun]
             return self.recorder.finite("validation loss", statistics.fmean(losses))
 
         self.validation = self.pipeline.steps, loss()

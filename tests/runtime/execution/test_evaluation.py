@@ -1,4 +1,4 @@
-"""Evaluations that begin between steps: numbers as with a barrier; who may be ahead; who may ask."""
+"""Evaluations behind steps: the numbers of those that wait; who may be ahead; who may ask."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
+from counterflow.runtime.execution.evaluation import PendingEvaluation
+from counterflow.runtime.execution.step import Evaluation, Step
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -31,8 +33,8 @@ SCHEDULES = [
     schemes.zb_v(2, 4),
     schemes.dualpipe(2, 4),
     schemes.dapple(stages=2, micro_batches=2, slices=2),
+    schemes.pipedream_2bw(2, 2, periods=3),
 ]
-ASYNCHRONOUS = schemes.pipedream_2bw(2, 2, periods=3)
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -61,45 +63,54 @@ def run(work: Any, *args: Any, workers: int, transport: str = "strict-local") ->
     return found
 
 
-def _train(schedule: Schedule, model: Sequence[nn.Module], barrier: bool, options: dict[str, Any]) -> Any:
+def _train(
+    schedule: Schedule, model: Sequence[nn.Module], waits: bool, barrier: bool, options: dict[str, Any]
+) -> Any:
     replicas = options.pop("replicas", 1)
     pipeline = Pipeline(
         deepcopy(model), loss, schedule, optimizer=momentum, barrier=barrier, seed=3, **options
     )
     mine = pipeline.replica * 100 * (replicas > 1)
-    steps, found = [], []
+    steps: list[Step] = []
+    begun: list[PendingEvaluation] = []
+    found: list[Evaluation] = []
     for k in range(5):
         inputs, targets = numbers(8, k + mine)
         steps.append(pipeline.step(inputs, targets))
-        inputs, targets = numbers(5 + k % 2, 50 + k + mine)
-        found.append(pipeline.start_evaluation(inputs, targets))
-        inputs.zero_()
-        targets.zero_()
+        for samples in (5, 6):
+            inputs, targets = numbers(samples, 50 + k + mine)
+            if waits:
+                found.append(pipeline.evaluate(inputs, targets))
+            else:
+                begun.append(pipeline.start_evaluation(inputs, targets))
+            inputs.zero_()
+            targets.zero_()
     steps += pipeline.flush()
     assert not pipeline.in_flight
     state = pipeline.state_dict()["model"]
-    told = {s.reports_step: (s.loss, s.metrics) for s in steps if s.reports_step is not None}
-    return told, [each.result() for each in found], state
+    told = {step.reports_step: (step.loss, step.metrics) for step in steps if step.reports_step is not None}
+    return told, found + [each.result() for each in begun], state
 
 
 def agrees(schedule: Schedule, model: Sequence[nn.Module] | None = None, **options: Any) -> None:
-    """Evaluate after each step, with a barrier and without: the same results, steps and weights, to a bit."""
+    """Evaluate twice after each step, waiting and not: the same results, steps and weights, to a bit."""
     transport = options.pop("transport", "strict-local")
     model = layers(schedule.stages) if model is None else model
     workers = schedule.workers * options.get("replicas", 1)
-    one, other = (
-        run(_train, schedule, model, barrier, dict(options), workers=workers, transport=transport)
-        for barrier in (True, False)
+    waiting, *others = (
+        run(_train, schedule, model, waits, barrier, dict(options), workers=workers, transport=transport)
+        for waits, barrier in ((True, True), (False, True), (False, False))
     )
-    for before, now in zip(one, other, strict=True):
-        assert now[:2] == before[:2]
-        assert all(torch.equal(now[2][name], tensor) for name, tensor in before[2].items())
-    assert len({result.loss for result in one[0][1]}) == 5
-    assert list(one[0][1][0].metrics) == ["error"]
+    for before, *now in zip(waiting, *others, strict=True):
+        for its in now:
+            assert its[:2] == before[:2]
+            assert all(torch.equal(its[2][name], tensor) for name, tensor in before[2].items())
+    assert len({result.loss for result in waiting[0][1]}) == 10
+    assert list(waiting[0][1][0].metrics) == ["error"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_every_scheme_evaluates_between_steps_as_with_a_barrier(schedule: Schedule) -> None:
+def test_every_scheme_evaluates_between_steps(schedule: Schedule) -> None:
     agrees(schedule)
 
 
@@ -125,7 +136,7 @@ def test_a_worker_goes_on_while_another_evaluates(barrier: bool) -> None:
     class Late(nn.Linear):
         def forward(self, value: Tensor) -> Tensor:
             if not self.training and len(waited) < 2:  # first all agree on the metrics
-                waited.append(len(waited) > 0 and went_on.wait(0.2 if barrier else 20))
+                waited.append(len(waited) > 0 and went_on.wait(20))
             return super().forward(value)
 
     model = [nn.Linear(3, 3), Late(3, 3)]
@@ -140,7 +151,7 @@ def test_a_worker_goes_on_while_another_evaluates(barrier: bool) -> None:
         pipeline.flush()
 
     run(work, workers=2, transport="local")
-    assert waited == [False, not barrier]
+    assert waited == [False, True]
 
 
 def test_each_worker_asks_when_it_likes() -> None:
@@ -163,24 +174,6 @@ def test_each_worker_asks_when_it_likes() -> None:
     one, other = run(work, workers=2)
     assert one == other
     assert len(set(one)) == 4
-
-
-def test_asynchronous_schemes_are_flushed_first() -> None:
-    model = layers(2)
-
-    def work(later: bool) -> list[float]:
-        pipeline = Pipeline(deepcopy(model), loss, ASYNCHRONOUS, optimizer=momentum)
-        found = []
-        for k in range(3):
-            pipeline.step(*numbers(4, k))
-            if later:
-                found.append(pipeline.start_evaluation(*numbers(6, k)).result())
-            else:
-                found.append(pipeline.evaluate(*numbers(6, k)))
-            assert not pipeline.in_flight
-        return [each.loss for each in found]
-
-    assert run(work, True, workers=2) == run(work, False, workers=2)
 
 
 def test_what_differs_between_workers_is_found() -> None:

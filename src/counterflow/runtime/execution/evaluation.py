@@ -1,7 +1,7 @@
 """Runs the forwards of mini-batches on which nothing is trained, and gathers what came of them.
 
-Without a barrier a worker goes on with the next step as soon as its own forwards have run: the gather of the
-losses is begun there and read later.
+A worker goes on with the next step as soon as its own forwards have run: the gather of the losses is begun
+there and read later.
 
 Invariant: all workers begin the same evaluations in the same order. A result that was begun is read without
 the other workers, so that each may ask for it whenever it likes.
