@@ -1,4 +1,4 @@
-"""Models of transformers, whose layers are found by itself: in both modes, for other sizes."""
+"""Models of transformers, whose layers are found automatically: in both modes, for other sizes."""
 
 from __future__ import annotations
 

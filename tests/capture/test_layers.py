@@ -1,4 +1,4 @@
-"""Layers that are found by itself are the model: in both modes, for other sizes, in stages."""
+"""Layers that are found automatically are the model: in both modes, for other sizes, in stages."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def found_layers(
     costs: Sequence[float] | None,
     batching: Batching,
 ) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
-    """What lists the layers that are found by itself, and their costs.
+    """What lists the layers that are found automatically, and their costs.
 
     Raises:
         ConfigError: they cannot be found, or somebody lists them.
