@@ -125,8 +125,9 @@ def test_options() -> None:
     agrees(schemes.dapple(2, 2), statistics, cuts=(2,), replicas=2)
 
 
-def test_between_processes() -> None:
+def test_between_processes_and_by_the_rules_of_nccl() -> None:
     agrees(schemes.dapple(2, 2), transport="gloo")
+    agrees(schemes.chimera(2, 4), transport="strict-nccl")
 
 
 @pytest.mark.parametrize("barrier", [True, False])
