@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+import threading
+from functools import lru_cache, partial
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, unskippable
+from counterflow.program.actions import Matching, Program
 from counterflow.program.check import checked_program
-from counterflow.program.lowering import Ends, Shared, lower_evaluation
+from counterflow.program.lowering import Ends, OpTimes, Shared, lower_evaluation
 from counterflow.program.segments import Segments, segments, steps
+from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
 from ..execution.evaluation import EvaluationRunner
@@ -25,6 +28,9 @@ from ..parameters.weights import Weights
 from ..transport.base import Transport
 from .held import Held
 from .model import StagedModel
+
+_ONE = threading.Lock()
+"""Workers that are threads wait for the first of them to make and prove the lists of all."""
 
 
 def runners_of(
@@ -62,7 +68,8 @@ def runners_of(
         saved=SavedBytes(tensor for stage in held.stages.values() for tensor in stage.constant()),
     )
     runner = Runner(_segments(model, execution, workers, weights), make, workers, weights, execution)
-    forwards = lower_evaluation(model.schedule, matching=transport.matching)
+    with _ONE:
+        forwards = _forwards(model.schedule, transport.matching)
     return runner, EvaluationRunner(forwards, make, held.stages, workers)
 
 
@@ -72,25 +79,61 @@ def _segments(model: StagedModel, execution: Execution, workers: Workers, weight
     shared = Shared(weights.ties, model.statistics)
     if schedule.synchronous:
         ends = Ends(execution.barrier, execution.waits_for_norm, weights.hooked)
-        program = checked_program(
-            schedule,
-            replicas=workers.replicas,
-            sync=when_summed(execution.sync, transport),
-            times=execution.op_times,
-            matching=transport.matching,
-            shared=shared,
-            ends=ends,
-        )
-        return steps(program, ends)
+        times = execution.op_times and tuple(map(tuple, execution.op_times))
+        sync = when_summed(execution.sync, transport)
+        with _ONE:
+            return _steps(
+                schedule,
+                replicas=workers.replicas,
+                sync=sync,
+                times=times,
+                matching=transport.matching,
+                shared=shared,
+                ends=ends,
+            )
     if execution.skips_updates:
         raise ConfigError(f"{schedule.scheme} {unskippable(execution)}")
-    found = segments(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
+    with _ONE:
+        found = _cut(schedule, workers.replicas, transport.matching, shared)
     if weights.shared:
         raise ConfigError(
             f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
             "of several stages; do not tie them, or take a synchronous scheme"
         )
     return found
+
+
+@lru_cache(maxsize=8)
+def _steps(
+    schedule: Schedule,
+    *,
+    replicas: int,
+    sync: Sync,
+    times: OpTimes | None,
+    matching: Matching,
+    shared: Shared,
+    ends: Ends,
+) -> Segments:
+    program = checked_program(
+        schedule,
+        replicas=replicas,
+        sync=sync,
+        times=times,
+        matching=matching,
+        shared=shared,
+        ends=ends,
+    )
+    return steps(program, ends)
+
+
+@lru_cache(maxsize=8)
+def _cut(schedule: Schedule, replicas: int, matching: Matching, shared: Shared) -> Segments:
+    return segments(schedule, replicas=replicas, matching=matching, shared=shared)
+
+
+@lru_cache(maxsize=8)
+def _forwards(schedule: Schedule, matching: Matching) -> Program:
+    return lower_evaluation(schedule, matching=matching)
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:
