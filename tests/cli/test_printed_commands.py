@@ -9,12 +9,10 @@ torchrun by fewer processes (``FEWER``); ``profile`` starts threads here, and on
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from counterflow.papers.figures import FIGURES, reproduction
 from counterflow.runtime.workers.launch import launch
 from counterflow.training.folder import PICTURE
 
-from .conftest import ENVIRONMENT, Run
+from ..forked import torchrun
+from .conftest import Run
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -168,16 +167,7 @@ def run_all(run: Run, lines: Sequence[str], folder: Path) -> None:
             assert answer.code == 0, f"{line}\n{answer.err}"
             continue
         assert program == "torchrun", f"{line}: nothing runs it here; run it, or excuse it with a reason"
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *arguments],
-            cwd=folder,
-            env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        torchrun(Path(tempfile.mkdtemp(dir=folder)), *arguments)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

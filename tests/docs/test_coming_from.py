@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from counterflow.runtime.workers.launch import launch
 
+from ..forked import python, torchrun
+
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-
-
-def printed(folder: Path, *arguments: str) -> list[str]:
-    """The losses that a script of another system prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("loss ")]
 
 
 def test_scripts_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,12 +23,12 @@ def test_scripts_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert names == ["theirs.py", "ours.py", "accelerated.py", "piped.py", "deep.py"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     pairs = {
-        "ours": printed(tmp_path, *torchrun, "theirs.py"),
-        "piped": printed(tmp_path, "accelerated.py"),
+        "ours": torchrun(tmp_path / "theirs", "--standalone", "--nproc-per-node", "2", "theirs.py"),
+        "piped": python(tmp_path / "accelerated", "accelerated.py"),
     }
-    for name, expected in pairs.items():
+    for name, printed in pairs.items():
+        expected = [line for line in printed.splitlines() if line.startswith("loss ")]
         work = importlib.import_module(name).work
         losses = launch(work, workers=2, transport="local", timeout_seconds=60)
         assert [f"loss {loss:.6f}" for loss in losses[0]] == expected

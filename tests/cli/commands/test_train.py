@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from counterflow.training import RunConfig
 from counterflow.training.folder import read_metrics
 from counterflow.training.report import About
 
+from ...forked import torchrun
 from ..conftest import ENVIRONMENT, Run
 
 SMALL = (
@@ -349,20 +349,10 @@ def test_a_signal_before_it_begins_asks_to_be_resubmitted(tmp_path: Path) -> Non
 
 
 def test_as_the_only_worker_of_torchrun(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     line = SMALL.replace("--workers 2", "--workers 1 --scheme gpipe --set schedule.micro_batches=2")
-    done = subprocess.run(
-        [sys.executable, "-m", "counterflow", *line.split(), "--steps", "2", "--out", str(tmp_path / "run")],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | ENVIRONMENT | place,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Trained 2 steps" in done.stdout
+    words = *line.split(), "--steps", "2", "--out", str(tmp_path / "run")
+    printed = torchrun(tmp_path / "logs", "--standalone", "-m", "counterflow", *words)
+    assert "Trained 2 steps" in printed
     assert len(read_metrics(tmp_path / "run")) == 3
 
 

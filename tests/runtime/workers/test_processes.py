@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import runpy
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
+
+from ...forked import torchrun
 
 JOBS = Path(__file__).with_name("jobs.py")
 
@@ -104,10 +104,7 @@ def test_replicas_placed_by_a_device_mesh(tmp_path: Path) -> None:
 
 
 def test_torchrun_and_a_device_mesh(tmp_path: Path) -> None:
-    """One replica whose workers the mesh turns round: four processes take long to start."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(JOBS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the mesh trains as one process does" in done.stdout
+    """One replica whose workers the mesh turns round."""
+    words = "--standalone", "--nproc-per-node", "2", str(JOBS), str(tmp_path)
+    assert "the mesh trains as one process does" in torchrun(tmp_path / "logs", *words)
     all_gone(tmp_path, 2)
