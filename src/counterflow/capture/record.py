@@ -14,7 +14,7 @@ import copy
 import enum
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
         self._leave(self._model)
         args, kwargs = pytree.tree_unflatten(leaves, example.spec)
         try:
-            with self._fake, _Costs(self), self, torch.enable_grad(), added_losses():
+            with self._fake, self._counting(), self, torch.enable_grad(), added_losses():
                 result = self._through(self._model, self._class, args, kwargs)
             record.output = self._template(result)
         except Unfollowed:
@@ -464,6 +464,10 @@ class Recorder(TorchFunctionMode):
         finally:
             self._costs.pop()
 
+    def _counting(self) -> AbstractContextManager[object]:
+        """Costs are those of the example's sizes: runs in others need none, and take less time without."""
+        return nullcontext() if self._sizes else _Costs(self)
+
     def note_cost(self, cost: float) -> None:
         """Add a cost to the current computation."""
         costs = self._record.costs
@@ -546,10 +550,32 @@ def _is_constant(leaf: Any) -> bool:
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [(tensor, version_of(tensor)) for tensor in _tensors(tree)]
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors in it, in pytree's order; it takes most of a capture's time for what most calls have."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        yield tree
+    elif kind is tuple or kind is list:
+        for part in tree:
+            yield from _tensors(part)
+    elif kind is dict:
+        for part in tree.values():
+            yield from _tensors(part)
+    elif not isinstance(tree, _PLAIN):
+        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _sizes_as_tuples(tree: Any) -> Any:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind(map(_sizes_as_tuples, tree))
+    if kind is dict:
+        return {name: _sizes_as_tuples(part) for name, part in tree.items()}
+    if isinstance(tree, (Tensor, *_PLAIN)):
+        return tree
     return pytree.tree_map_only(torch.Size, tuple, tree, is_leaf=lambda x: isinstance(x, torch.Size))
 
 
