@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import counterflow as cf
 from counterflow.runtime.mesh.parallel import StageModule
@@ -161,7 +161,7 @@ def one_process(made: Layers) -> tuple[list[tuple[float, float]], dict[str, Tens
 def piped(
     schedule: Schedule, parallelize: Any, made: list[nn.Module], loss: Any, **options: Any
 ) -> cf.Pipeline:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "worker", "shard"))
+    mesh = CASES["mesh_of"]((1, 2, 2), ("replica", "worker", "shard"))
     return cf.Pipeline(made, loss, schedule, mesh=mesh, parallelize=parallelize, **options)
 
 
