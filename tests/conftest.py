@@ -6,11 +6,12 @@ that are the same in every run, however long one takes.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if compiling is not None:
         compiling.kill()
         compiling.wait()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what tests import out of all searches for garbage, which would go through it again and again."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 @pytest.fixture(autouse=True, scope="session")

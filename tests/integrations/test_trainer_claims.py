@@ -33,7 +33,6 @@ def claims() -> Iterator[Any]:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
     gc.freeze()  # the trainers collect garbage, also among all that is imported
     yield importlib.import_module("trainer_claims")
-    gc.unfreeze()
     patch.undo()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,9 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dic
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _little_to_collect() -> Iterator[None]:
+def _little_to_collect() -> None:
     """The trainer collects garbage, also among all that is imported."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_one_worker_trains_as_the_trainer_and_goes_on_from_a_checkpoint(
