@@ -19,7 +19,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
-EXAMPLE = GPTConfig(layers=8, hidden=32, heads=4, vocabulary=64, positions=16, dropout=0.0)
+EXAMPLE = GPTConfig(layers=6, hidden=32, heads=4, vocabulary=64, positions=16, dropout=0.0)
 SAMPLES = 2
 
 SCHEDULES = [
