@@ -12,7 +12,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
@@ -144,6 +144,28 @@ def allocations() -> Iterator[int]:
             if event.kind() == "memory_alloc" and (size := event.cpu_memory_usage()):
                 yield size
 
+
+def profiling() -> bool:
+    """Whether a profiler of torch notes what this thread does. Without: each action always has its range."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def unnoted() -> AbstractContextManager[None]:
+    """Around beginning what ends later, on another thread: a profiler that has ended by then is not there to
+    note it, and torch's breaks the process. Without: nothing may be in flight when a profiler ends.
+    """
+    return _Unnoted() if profiling() else _NOTED
+
+
+class _Unnoted:
+    def __enter__(self) -> None:
+        torch._C._autograd._enable_record_function(False)  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._autograd._enable_record_function(True)  # noqa: SLF001
+
+
+_NOTED = nullcontext()
 
 _ERRORS = 2
 _quiet = threading.Lock()

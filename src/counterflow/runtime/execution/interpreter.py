@@ -24,6 +24,7 @@ from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction
 from ..stages.stage import StageCopy
+from ..torch_private import profiling
 from ..transport.base import Transport
 from ..transport.watch import worker_error
 from .addresses import Addresses
@@ -152,7 +153,7 @@ class Interpreter:
         if batch is not None:
             self.in_flight.take_in(batch)
         status, now = self.transport.status, time.monotonic
-        run = _run_named if torch.autograd._profiler_enabled() else _RUN  # type: ignore[attr-defined]  # noqa: SLF001
+        run = _run_named if profiling() else _RUN
         task: Task | None = None
         try:
             around = self._precisions[0].step() if self._precisions else NOTHING

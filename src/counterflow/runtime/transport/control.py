@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from counterflow.errors import CounterflowError
 
-from ..torch_private import default_store, gloo_lane
+from ..torch_private import default_store, gloo_lane, unnoted
 from .base import Control, Lost, Status, TimedOut
 from .gathers import Gathers
 from .headers import HEADER_WORDS, announced, as_bytes, describe
@@ -165,9 +165,10 @@ class ProcessControl(Control):
         """What a lane's ``send`` or ``recv`` begins."""
         works = []
         try:
-            for tensor in tensors:
-                if tensor.numel():
-                    works.append(call([as_bytes(tensor)], peer, tag))  # noqa: PERF401 - a call less
+            with unnoted():
+                for tensor in tensors:
+                    if tensor.numel():
+                        works.append(call([as_bytes(tensor)], peer, tag))  # noqa: PERF401 - a call less
         except RuntimeError as error:
             raise self.trouble(error, peer, 0.0) from error
         return works
@@ -195,7 +196,8 @@ class ProcessControl(Control):
         return Transfer(lambda: self.wait(works, peer), all_over(works))
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = self._send([as_bytes(tensor)], peer, tag)
+        with unnoted():
+            work: Work = self._send([as_bytes(tensor)], peer, tag)
         return work
 
     # Collectives
@@ -223,7 +225,8 @@ class ProcessControl(Control):
         began = time.monotonic()
         self.status.waiting_for = -1
         try:
-            result = call()
+            with unnoted():
+                result = call()
         except RuntimeError as error:
             raise self.trouble(error, -1, time.monotonic() - began) from error
         self.status.waiting_for = None
