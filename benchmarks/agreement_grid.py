@@ -47,7 +47,8 @@ def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
     for n in (depth, depth + 1, 2 * depth):
         yield "pipedream-2bw", schemes.pipedream_2bw(depth, n)
         yield "wpipe", schemes.wpipe(depth, n)
-    for n in sorted({max(1, depth - 1), depth, depth + 1, 2 * depth, 2 * depth + 3}):
+    counts = sorted({max(1, depth - 1), depth, depth + 1, 2 * depth, 2 * depth + 3})
+    for n in counts:
         yield "gpipe", schemes.gpipe(depth, n)
         yield "gpipe groups=2", schemes.gpipe(depth, n, groups=2)
         yield "dapple", schemes.dapple(depth, n)
@@ -63,6 +64,27 @@ def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
             yield "mixpipe K=max", schemes.mixpipe(depth, n, injected="max")
         for waves in (1, 2, 4):
             yield f"hanayo waves={waves}", schemes.hanayo(depth, n, waves=waves)
+    for n in counts:
+        yield from split(depth, n)
+
+
+def split(depth: int, n: int) -> Iterator[tuple[str, Schedule]]:
+    """Every scheme whose backwards are split."""
+    yield "zb-h1", schemes.zb_h1(depth, n)
+    yield "zb-h2", schemes.zb_h2(depth, n)
+    yield "zb-v", schemes.zb_v(depth, n)
+    yield "v-half", schemes.v_half(depth, n)
+    yield "v-min", schemes.v_min(depth, n)
+    yield "interleaved-zb chunks=2", schemes.interleaved_zb(depth, n, chunks=2)
+    yield "dapple split", schemes.dapple(depth, n, split=True)
+    yield "interleaved chunks=2 split", schemes.interleaved(depth, n, chunks=2, split=True)
+    yield "gems split", schemes.gems(depth, n, split=True)
+    yield "chimera direct split", schemes.chimera(depth, n, split=True)
+    yield "mixpipe K=2 split", schemes.mixpipe(depth, n, injected=2, split=True)
+    yield "hanayo waves=2 split", schemes.hanayo(depth, n, waves=2, split=True)
+    if n >= 2 * depth:
+        yield "dualpipe", schemes.dualpipe(depth, n + n % 2)
+        yield "dualpipe-v", schemes.dualpipe_v(depth, n)
 
 
 def cases(depth: int) -> Iterator[tuple[str, Schedule, dict[str, Any]]]:

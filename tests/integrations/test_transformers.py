@@ -280,6 +280,31 @@ def test_float16_is_the_trainers_and_its_scale_is_in_checkpoints(tmp_path: Path)
         assert scales[0] == scales[1]
 
 
+def adapters(folder: str, resume: str | None = None) -> list[dict[str, float]]:
+    """Train adapters in stages, whose frozen weights have no state of the optimizer."""
+    arguments = PipelineArguments(pp=1, schedule="1f1b", **OPTIONS | {"output_dir": folder})
+    trainer = PipelineTrainer(
+        model=adapted(made()),
+        args=arguments,
+        train_dataset=data(12),
+        eval_dataset=data(3),
+        data_collator=collate,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/final")
+    return [{n: v for n, v in row.items() if n in TOLD} for row in trainer.state.log_history]
+
+
+def test_adapters_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, on = str(tmp_path / "whole"), str(tmp_path / "on")
+    (wanted,) = cf.launch(adapters, whole, workers=1, transport="local", threads=1)
+    first = min(Path(whole).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    (told,) = cf.launch(adapters, on, str(first), workers=1, transport="local", threads=1)
+    assert told == wanted
+    for name, tensor in weights(Path(whole)).items():
+        torch.testing.assert_close(weights(Path(on))[name], tensor, rtol=0.0, atol=0.0, msg=name)
+
+
 def halves(folder: Path, other: Path, told: Any, expected: Any) -> None:
     torch.testing.assert_close(told, expected, rtol=5e-3, atol=0.0, equal_nan=True)
     for name, tensor in weights(other).items():

@@ -171,6 +171,8 @@ class SavedState:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     kept = first_of(state["optimizer"], self._names_of(name))
+                    if kept is None and not parameter.requires_grad:
+                        continue  # other trainers keep nothing of what is not trained
                     if kept is None:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
                     if options:
