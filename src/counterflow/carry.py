@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from .errors import ConfigError
 from .torch_private import in_backward
+from .trees import tensors_in
 
 NOTHING = object()
 """In place of a state that there is none of."""
@@ -161,7 +161,7 @@ class Carry(nn.Module):
 
 def _versions(tree: object) -> list[int]:
     """How often each tensor was changed in place."""
-    return [leaf._version for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]  # noqa: SLF001
+    return [tensor._version for tensor in tensors_in(tree)]  # noqa: SLF001
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from counterflow.added_loss import added_losses
+from counterflow.trees import tensors_in
 
 from .asked import Example
 from .torch_private import (
@@ -550,22 +551,7 @@ def _is_constant(leaf: Any) -> bool:
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(tensor, version_of(tensor)) for tensor in _tensors(tree)]
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """All tensors in it, in pytree's order; it takes most of a capture's time for what most calls have."""
-    kind = type(tree)
-    if isinstance(tree, Tensor):
-        yield tree
-    elif kind is tuple or kind is list:
-        for part in tree:
-            yield from _tensors(part)
-    elif kind is dict:
-        for part in tree.values():
-            yield from _tensors(part)
-    elif not isinstance(tree, _PLAIN):
-        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [(tensor, version_of(tensor)) for tensor in tensors_in(tree)]
 
 
 def _sizes_as_tuples(tree: Any) -> Any:

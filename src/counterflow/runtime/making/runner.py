@@ -7,11 +7,9 @@ from functools import lru_cache, partial
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, unskippable
-from counterflow.program.actions import Matching, Program
 from counterflow.program.check import checked_program
-from counterflow.program.lowering import Ends, OpTimes, Shared, lower_evaluation
+from counterflow.program.lowering import Ends, Shared, lower_evaluation
 from counterflow.program.segments import Segments, segments, steps
-from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 
 from ..execution.evaluation import EvaluationRunner
@@ -31,6 +29,9 @@ from .model import StagedModel
 
 _ONE = threading.Lock()
 """Workers that are threads wait for the first of them to make and prove the lists of all."""
+_proved = lru_cache(maxsize=8)(checked_program)
+_cut = lru_cache(maxsize=8)(segments)
+_forwards = lru_cache(maxsize=8)(lower_evaluation)
 
 
 def runners_of(
@@ -69,7 +70,7 @@ def runners_of(
     )
     runner = Runner(_segments(model, execution, workers, weights), make, workers, weights, execution)
     with _ONE:
-        forwards = _forwards(model.schedule, transport.matching)
+        forwards = _forwards(model.schedule, matching=transport.matching)
     return runner, EvaluationRunner(forwards, make, held.stages, workers)
 
 
@@ -82,7 +83,7 @@ def _segments(model: StagedModel, execution: Execution, workers: Workers, weight
         times = execution.op_times and tuple(map(tuple, execution.op_times))
         sync = when_summed(execution.sync, transport)
         with _ONE:
-            return _steps(
+            program = _proved(
                 schedule,
                 replicas=workers.replicas,
                 sync=sync,
@@ -91,49 +92,17 @@ def _segments(model: StagedModel, execution: Execution, workers: Workers, weight
                 shared=shared,
                 ends=ends,
             )
+        return steps(program, ends)
     if execution.skips_updates:
         raise ConfigError(f"{schedule.scheme} {unskippable(execution)}")
     with _ONE:
-        found = _cut(schedule, workers.replicas, transport.matching, shared)
+        found = _cut(schedule, replicas=workers.replicas, matching=transport.matching, shared=shared)
     if weights.shared:
         raise ConfigError(
             f"{schedule.scheme} updates each stage at its own time, and {weights.shared[0]} is a weight "
             "of several stages; do not tie them, or take a synchronous scheme"
         )
     return found
-
-
-@lru_cache(maxsize=8)
-def _steps(
-    schedule: Schedule,
-    *,
-    replicas: int,
-    sync: Sync,
-    times: OpTimes | None,
-    matching: Matching,
-    shared: Shared,
-    ends: Ends,
-) -> Segments:
-    program = checked_program(
-        schedule,
-        replicas=replicas,
-        sync=sync,
-        times=times,
-        matching=matching,
-        shared=shared,
-        ends=ends,
-    )
-    return steps(program, ends)
-
-
-@lru_cache(maxsize=8)
-def _cut(schedule: Schedule, replicas: int, matching: Matching, shared: Shared) -> Segments:
-    return segments(schedule, replicas=replicas, matching=matching, shared=shared)
-
-
-@lru_cache(maxsize=8)
-def _forwards(schedule: Schedule, matching: Matching) -> Program:
-    return lower_evaluation(schedule, matching=matching)
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:

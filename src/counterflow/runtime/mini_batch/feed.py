@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.schedule.ir import Schedule
+from counterflow.trees import tensors_in
 
 from ..devices import module_of, used_on
 from ..later import holds_host
@@ -85,7 +86,7 @@ class Feed:
         if event is not None:
             stream = self._module.current_stream(self._device)
             stream.wait_event(event)
-            for tensor in _tensors(tree):
+            for tensor in tensors_in(tree):
                 used_on(tensor, stream)
             self._copies[number] = tree, None
         return tree
@@ -103,7 +104,7 @@ class Feed:
             self._last.record()
         self._copies[number] = tree, self._last
         if self.made is not None:
-            self.made(_tensors(tree))
+            self.made(tensors_in(tree))
 
     def used(self, number: int) -> None:
         """Free a micro-batch's copy: nobody asks for it any more."""
@@ -117,9 +118,9 @@ class Feed:
 
     def tensors(self) -> Iterator[Tensor]:
         """Tensors of the mini-batch, and their copies."""
-        yield from _tensors(self._pieces)
+        yield from tensors_in(self._pieces)
         for tree, _ in self._copies.values():
-            yield from _tensors(tree)
+            yield from tensors_in(tree)
 
 
 def _opaque(tree: Any) -> bool:
@@ -127,10 +128,6 @@ def _opaque(tree: Any) -> bool:
     return any(
         not isinstance(leaf, (Tensor, *PLAIN)) and hasattr(leaf, "to") for leaf in pytree.tree_leaves(tree)
     )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def order_of_use(schedule: Schedule, worker: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.torch_private import never_compiled
+from counterflow.trees import tensors_in
 
 from ..dtensors import is_dtensor
 from ..messages.values import Value
@@ -102,7 +103,7 @@ def _no_leaf(tensor: Tensor) -> Tensor:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a value."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return list(tensors_in(value))
 
 
 class First:

@@ -1,0 +1,27 @@
+"""Trees of values, as layers take and give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """All tensors in a tree, in pytree's order, which takes ten times as long for what most layers give."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        yield tree
+    elif kind is tuple or kind is list:
+        for part in tree:
+            yield from tensors_in(part)
+    elif kind is dict:
+        for part in tree.values():
+            yield from tensors_in(part)
+    elif not isinstance(tree, _PLAIN):
+        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
