@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from counterflow.planning import LayerProfile, Model, Profile
@@ -13,11 +14,13 @@ from counterflow.planning.cost.sharded_state import ShardedState
 from counterflow.planning.cost.stage_memory import StageMemory
 from counterflow.planning.cost.stages import StageCosts, StageTie
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
-from counterflow.planning.search.bounds import Common, _Path, _ready, _State, _summed, _Worker, common
-from counterflow.planning.search.least_times import Times, least_times, least_work
+from counterflow.planning.search.bounds import Common, _Stashes, _State, common
+from counterflow.planning.search.least_times import PipeTimes, Times, least_times, least_work
+from counterflow.planning.search.paths import Hops, Paths
 from counterflow.planning.search.shape import Shape
+from counterflow.planning.search.ways import Workers, _ready, _summed
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import bidirectional, linear, looped, wave
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 
 CLUSTER = Cluster("c", nodes=1, devices=2, memory_bytes=1000.0, inside=Link(0.0, 0.0), between=Link(0.0, 0.0))
 
@@ -85,6 +88,17 @@ def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
     return Shape(**found | others)
 
 
+def ready(shape: Shape, each: list[Times], *ways: tuple[list[float], list[float]]) -> list[float]:
+    """When gradients are ready, by the times of each pipe, and its ways before and after each stage."""
+    times = PipeTimes(*(np.array(rows) for rows in zip(*map(columns, each), strict=True)))
+    before, after = (np.array(rows) for rows in zip(*ways, strict=True))
+    return _ready(shape, times, Paths(before, after, np.zeros_like(before)), range(len(ways)))
+
+
+def columns(times: Times) -> tuple[list[float], ...]:
+    return times.forward, times.both, times.through, times.backward_op
+
+
 def bounded(shape: Shape, stages: StageCosts, network: Network, **others: Any) -> Common:
     return common(shape, stages, network, CLUSTER, Recompute.NONE, **others)
 
@@ -125,16 +139,22 @@ def test_a_pipe_s_ways_up_down_and_around() -> None:
     network = links(2, latency_seconds=latency, seconds_per_byte=per_byte)
     stages = costs((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), output_bytes=(10.0, 20.0, 0.0))
     times = Times([1.0, 2.0, 4.0], [9.0, 18.0, 36.0], [9.0, 18.0, 36.0], [8.0, 16.0, 32.0])
-    path = _Path.of((0, 1, 0), times, stages, network, (1.0, 2))
+
+    def path(*holders: int) -> list[list[float]]:
+        placement = Placement(2, (holders,))
+        on = times.on(placement.pipes_stages, ())
+        found = Paths.of(Hops.of(placement, network), on, stages.message_bytes, (1.0, 2))
+        return [rows[0].tolist() for rows in (found.before, found.after, found.stay)]
+
     up, down = (100 + 5, 1000 + 5), (1000 + 2.5 / 2, 100 + 10 / 2)
-    assert path.before == [0, 1 + up[0], 1 + up[0] + 2 + up[1]]
-    assert path.after == [0, 8 + down[0], 8 + down[0] + 16 + down[1]]
+    before, after, stay = path(0, 1, 0)
+    assert before == [0, 1 + up[0], 1 + up[0] + 2 + up[1]]
+    assert after == [0, 8 + down[0], 8 + down[0] + 16 + down[1]]
     last = 4 + 32
     middle = last + up[1] + down[1] + 2 + 16
-    assert path.stay == [middle + up[0] + down[0] + 1 + 8, middle, last]
+    assert stay == [middle + up[0] + down[0] + 1 + 8, middle, last]
     # Stages side by side on one worker send nothing.
-    beside = _Path.of((0, 0, 0), times, stages, network, (1.0, 2))
-    assert (beside.before, beside.after, beside.stay) == ([0, 1, 3], [0, 8, 24], [63, 54, 36])
+    assert path(0, 0, 0) == [[0, 1, 3], [0, 8, 24], [63, 54, 36]]
 
 
 def test_sums_of_a_worker_follow_each_other() -> None:
@@ -151,51 +171,58 @@ def test_when_gradients_are_ready_at_the_earliest() -> None:
     shape = straight(2, 2, placement=wave(2, 1))
     forward, backward = [1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]
     both = [f + b for f, b in zip(forward, backward, strict=True)]
-    path = _Path([0.0, 1.0, 3.0, 6.0], [0.0, 10.0, 30.0, 60.0], [0.0] * 4)
+    path = ([0.0, 1.0, 3.0, 6.0], [0.0, 10.0, 30.0, 60.0])
     times = Times(forward, both, both, backward)
     # Stage 3: twice its own 44 and stage 0's forward. Then one backward after the other.
-    assert _ready(shape, [times], [path]) == [150, 140, 120, 90]
+    assert ready(shape, [times], path) == [150, 140, 120, 90]
     # Stage 1 waits for its worker, which has stages 1 and 2 to do twice from 1 on, if stage 3 takes nothing.
     slow = Times([1.0, 2.0, 3.0, 0.0], [11.0, 22.0, 33.0, 0.0], [11.0, 22.0, 33.0, 0.0], backward)
-    quick = _Path([0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 3.0], [0.0] * 4)
-    assert _ready(shape, [slow], [quick]) == [112, 1 + 2 * (22 + 33), 1 + 2 * (2 + 33), 2 * (0 + 1)]
+    quick = ([0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 3.0])
+    assert ready(shape, [slow], quick) == [112, 1 + 2 * (22 + 33), 1 + 2 * (2 + 33), 2 * (0 + 1)]
 
 
 def test_weight_gradients_of_their_own_are_ready_when_a_stage_has_all_its_ops() -> None:
     shape = straight(2, 3)
     times = Times([10.0, 1.0], [32.0, 4.0], [22.0, 3.0], [12.0, 2.0])
-    path = _Path([0.0, 10.0], [0.0, 12.0], [0.0] * 2)
-    assert _ready(shape, [times], [path]) == [3 * 32, 10 + 3 * 4]
+    path = ([0.0, 10.0], [0.0, 12.0])
+    assert ready(shape, [times], path) == [3 * 32, 10 + 3 * 4]
 
 
 def test_pipes_without_micro_batches_have_no_gradients() -> None:
     shape = straight(2, 2, placement=bidirectional(2), passes=(2, 0), together=(1, 1))
-    times, path = Times([1.0] * 2, [3.0] * 2, [3.0] * 2, [2.0] * 2), _Path([0.0, 1.0], [0.0, 2.0], [0.0] * 2)
+    times, path = Times([1.0] * 2, [3.0] * 2, [3.0] * 2, [2.0] * 2), ([0.0, 1.0], [0.0, 2.0])
     dear = Times([100.0] * 2, [300.0] * 2, [300.0] * 2, [200.0] * 2)
-    assert _ready(shape, [times, dear], [path, path]) == [1 + 6 + 2, 1 + 6]
-    assert _ready(replace(shape, passes=(0, 2)), [dear, times], [path, path]) == [9, 7]
+    assert ready(shape, [times, dear], path, path) == [1 + 6 + 2, 1 + 6]
+    assert ready(replace(shape, passes=(0, 2)), [dear, times], path, path) == [9, 7]
     # Both: the later one of each stage.
-    assert _ready(replace(shape, passes=(1, 1)), [dear, times], [path, path]) == [303, 301]
+    assert ready(replace(shape, passes=(1, 1)), [dear, times], path, path) == [303, 301]
+
+
+def state(update: float, fixed: list[float], stash: list[float], usable: list[float], *others: Any) -> _State:
+    which, around, occupied = zip(*others, strict=True) if others else ((), (), ())
+    stashes = _Stashes(np.array(which, dtype=np.int64), np.array(around), np.array(occupied))
+    return _State.of(update, np.array(fixed), np.array(stash), np.array(usable), stashes)
 
 
 def test_the_fullest_worker_and_what_its_stashes_need() -> None:
-    state = _State.of(9.0, (10.0, 20.0), (5.0, 7.0), (100.0, 30.0), [(0, 4.0, 900.0), (1, 6.0, 50.0)])
-    assert state == _State(9.0, 4 + 900 / 90, 27.0, 1, -3.0)
+    found = state(9.0, [10.0, 20.0], [5.0, 7.0], [100.0, 30.0], (0, 4.0, 900.0), (1, 6.0, 50.0))
+    assert found == _State(9.0, 4 + 900 / 90, 27.0, 1, -3.0)
     # Worker 0 has more to hold; worker 1 has less room than it needs.
-    state = _State.of(0.0, (50.0, 20.0), (5.0, 7.0), (100.0, 20.0), [(0, 4.0, 100.0), (1, 6.0, 50.0)])
-    assert state == _State(0.0, 4 + 100 / 50, 27.0, 1, 7.0)
-    assert _State.of(0.0, (1.0,), (0.0,), (1.0,), []) == _State(0.0, 0.0, 1.0, 0, 0.0)
+    found = state(0.0, [50.0, 20.0], [5.0, 7.0], [100.0, 20.0], (0, 4.0, 100.0), (1, 6.0, 50.0))
+    assert found == _State(0.0, 4 + 100 / 50, 27.0, 1, 7.0)
+    assert state(0.0, [1.0], [0.0], [1.0]) == _State(0.0, 0.0, 1.0, 0, 0.0)
     # Half a byte is room as well.
-    assert _State.of(0.0, (1.0,), (0.0,), (1.5,), [(0, 4.0, 3.0)]).stored == 4 + 6
+    assert state(0.0, [1.0], [0.0], [1.5], (0, 4.0, 3.0)).stored == 4 + 6
 
 
 def test_what_follows_from_a_promised_peak() -> None:
-    worker = _Worker(around=3.0, through=20.0, count=4, stay=60.0, apart=1.5, slope=5.0)
+    rows = {"around": 3.0, "through": 20.0, "count": 4.0, "stay": 60.0, "apart": 1.5, "slope": 5.0}
+    worker = Workers(np.array([0]), **{name: np.array([value]) for name, value in rows.items()})
     assert worker.promised(2, 1) == 3 + 60 / 2 + 5 / 2
     assert worker.promised(3, 1) == 3 + 60 / 3 + 5
     assert worker.promised(4, 1) == worker.promised(9, 1) == 3 + 60 / 4 + 3 * 5 / 2
     # Where stashes stay for a short time its work decides, with all but k weight gradients.
-    quick = replace(worker, stay=6.0)
+    quick = replace(worker, stay=np.array([6.0]))
     assert quick.promised(1, 1) == 3 + 20 + 3 * 1.5
     assert quick.promised(3, 1) == 3 + 20 + 1.5
     assert quick.promised(9, 1) == 3 + 20
@@ -258,10 +285,10 @@ def test_weight_gradients_may_come_last() -> None:
     assert bounded(shape, stages, links(2)).bounds(None).seconds == 31
     assert bounded(shape, stages, SUMMED).bounds(None).seconds == 31 + 70
     # With one stash all but one have had their weight gradients (2 s at least) at the last forward.
-    (first, last) = bounded(shape, stages, links(2)).workers
-    assert (first.around, first.through, first.apart, first.slope) == (0, 9, 2, 3)
-    assert (last.around, last.through, last.apart, last.slope) == (3, 15, 5, 5)
-    assert (first.stay, last.stay, first.count) == (3 * 8, 3 * 5, 3)
+    workers = bounded(shape, stages, links(2)).ways.workers
+    rows = np.array((workers.around, workers.through, workers.apart, workers.slope)).T.tolist()
+    assert rows == [[0, 9, 2, 3], [3, 15, 5, 5]]
+    assert (workers.stay.tolist(), workers.count.tolist()) == ([3 * 8, 3 * 5], [3, 3])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +301,8 @@ def test_weight_gradients_may_come_last() -> None:
 )
 def test_where_steps_overlap_a_worker_still_runs_all_its_ops(shape: Shape, barrier: bool) -> None:
     found = bounded(shape, STAGES, SUMMED, barrier=barrier)
-    assert (found.least, found.after, found.workers, found.together) == (30, 0, (), 1)
+    ways = found.ways
+    assert (ways.least, ways.after, ways.workers.which.tolist(), ways.together) == (30, 0, [], 1)
     assert found.bounds(1).seconds == 30
 
 
@@ -311,7 +339,7 @@ def test_pipes_that_nothing_passes_need_no_place() -> None:
     found = bounded(shape, stages, links(2))
     assert found.bounds(None).seconds == LAST + 30
     assert (found.bounds(None).fullest, found.bounds(None).least_bytes) == (1, 20)
-    assert [worker.count for worker in found.workers] == [3, 3]
+    assert found.ways.workers.count.tolist() == [3, 3]
 
 
 def test_sharded_state_is_less_on_each_worker_and_is_sent() -> None:
@@ -374,8 +402,9 @@ def test_a_whole_backward_may_be_the_quicker_one() -> None:
 
 def test_slower_workers_take_longer() -> None:
     times = Times([1.0, 2.0], [3.0, 6.0], [5.0, 7.0], [2.0, 4.0])
-    assert times.on((1, 0), (10.0, 100.0)) == Times([100, 20], [300, 60], [500, 70], [200, 40])
-    assert times.on((1, 0), ()) is times
+    slowed = times.on(((1, 0),), (10.0, 100.0))
+    assert [rows.tolist() for rows in slowed] == [[[100, 20]], [[300, 60]], [[500, 70]], [[200, 40]]]
+    assert [rows.tolist() for rows in times.on(((1, 0),), ())] == [[list(rows)] for rows in columns(times)]
 
 
 def test_the_work_of_all_layers_is_without_the_overhead_of_ops() -> None:
@@ -407,12 +436,12 @@ def test_stages_that_take_next_to_nothing() -> None:
     quick = costs((1e-3, 2e-3), (3e-3, 4e-3), summed=(1.0, 1.0))
     found = bounded(straight(2, 1), quick, links(2))
     assert found.bounds(None).seconds == pytest.approx(10e-3)
-    assert [worker.apart for worker in found.workers] == [0, 0]
+    assert found.ways.workers.apart.tolist() == [0, 0]
     summed = links(2, allreduce=(Collective(1e-3), Collective(2e-3)), copies=2)
     assert bounded(straight(2, 1), quick, summed).bounds(None).seconds == pytest.approx(11e-3)
-    path = _Path([0.0, 1e-3], [0.0, 3e-3], [0.0, 0.0])
+    path = ([0.0, 1e-3], [0.0, 3e-3])
     times = Times([1e-3, 2e-3], [4e-3, 6e-3], [4e-3, 6e-3], [3e-3, 4e-3])
-    assert _ready(straight(2, 1), [times], [path]) == pytest.approx([10e-3, 7e-3])
+    assert ready(straight(2, 1), [times], path) == pytest.approx([10e-3, 7e-3])
 
 
 def test_the_weight_gradients_of_several_stages_come_before_a_sum() -> None:
@@ -434,9 +463,9 @@ def test_a_worker_of_two_pipes_has_the_ops_of_both_before_the_last_sum() -> None
 
 def test_all_later_stages_of_a_worker_come_before_the_first() -> None:
     times = Times([1.0] * 3, [3.0] * 3, [3.0] * 3, [2.0] * 3)
-    path = _Path([0.0, 1.0, 2.0], [0.0, 2.0, 4.0], [0.0] * 3)
+    path = ([0.0, 1.0, 2.0], [0.0, 2.0, 4.0])
     shape = straight(1, 2, placement=looped(1, 3))
-    assert _ready(shape, [times], [path]) == [2 * 9, 2 * 7, 2 * 5]
+    assert ready(shape, [times], path) == [2 * 9, 2 * 7, 2 * 5]
 
 
 def test_a_pipe_that_nothing_passes_stashes_nothing() -> None:

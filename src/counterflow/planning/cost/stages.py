@@ -305,10 +305,13 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     stages = [layers[run.start : run.stop] for run in runs]
     entering = [inputs[run.start : run.stop] for run in runs]
     kinds = [model.layers[run.start : run.stop] for run in runs]
+    distinct = [*dict.fromkeys(kinds)]
+    which = [*map(distinct.index, kinds)]
 
     def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         each = {kind: of(layer) for kind, layer in of_kind.items()}
-        return tuple(sum(map(each.__getitem__, stage)) for stage in kinds)
+        sums = [sum(map(each.__getitem__, stage)) for stage in distinct]
+        return tuple([sums[number] for number in which])
 
     def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
         return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))
@@ -327,7 +330,9 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     gradients = _less(total(lambda layer: layer.gradient_bytes), [row[2] for row in within])
     measured = any(layer.forward_peak_bytes for layer in of_kind.values())
     of_stage = stage_memory if measured else without_peaks
-    memory = [of_stage(stage, into, samples) for stage, into in zip(stages, entering, strict=True)]
+    made = {(kind, *into): (its, into) for kind, its, into in zip(kinds, stages, entering, strict=True)}
+    known = {key: of_stage(*both, samples) for key, both in made.items()}
+    memory = [known[kind, *into] for kind, into in zip(kinds, entering, strict=True)]
     if links or any(came):
         memory = [
             replace(one, inputs=one.inputs + more, layer_inputs=one.layer_inputs + more)

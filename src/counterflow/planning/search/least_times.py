@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
@@ -16,6 +20,8 @@ from ..cost.stages import StageCosts, doubled_forward, halved_forward, stage_cos
 from ..inputs.model import Model
 from ..inputs.profile import Profile
 from .shape import Shape
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +38,33 @@ class Times:
     through: list[float]
     backward_op: list[float]
 
-    def on(self, holders: Sequence[int], slowness: Sequence[float]) -> Times:
-        """The times on the workers that hold the stages of a pipe, multiplied by their slowness; empty: all
-        are alike.
+    def on(self, pipes: Sequence[Sequence[int]], slowness: Sequence[float]) -> PipeTimes:
+        """The times on the workers that hold the stages of each pipe, multiplied by their slowness; empty:
+        all are alike.
         """
-        if not slowness:
-            return self
-        by = [slowness[worker] for worker in holders]
-        return Times(
-            *(
-                [seconds * slow for seconds, slow in zip(each, by, strict=True)]
-                for each in (self.forward, self.both, self.through, self.backward_op)
-            )
-        )
+        rows = np.array((self.forward, self.both, self.through, self.backward_op))[:, np.newaxis]
+        slow = np.array(slowness)[np.array(pipes)] if slowness else np.ones((len(pipes), 1))
+        return PipeTimes(*(rows * slow))
+
+
+class PipeTimes(NamedTuple):
+    """``Times`` of each pipe, ``[pipe][stage]``."""
+
+    forward: Floats
+    both: Floats
+    through: Floats
+    backward_op: Floats
+
+
+def of_times(shape: Shape, recompute: Recompute) -> Recompute:
+    """The first way to recompute that has the same minimum times as this one.
+
+    What is computed again in a backward is all layers in any case. How several micro-batches, or halves of
+    one, run together depends on what is saved.
+    """
+    if recompute is Recompute.NONE or shape.parts > 1 or max(shape.together) > 1:
+        return recompute
+    return Recompute.STAGE
 
 
 def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times:

@@ -29,12 +29,13 @@ from ..inputs.profile import Profile
 from ..play import Play
 from ..predict import Predictor
 from ..prediction import Configuration
-from .bounds import Bounds, Common, common
+from .bounds import Bounds
 from .constraints import Constraints
 from .found import Found, Plan, Rejections, TooLarge, nothing_fits
 from .least_times import least_work
 from .node_orders import Runs, node_orders
 from .shape import Shape
+from .shared_bounds import SharedBounds
 from .sketch import least_seconds
 from .slicings import slicings_of
 from .space import Group, Omission, space
@@ -213,7 +214,7 @@ class _Search:
         self.decided = self.total = place
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Runs, Network]]] = {}
         self.orders = node_orders(predictor.cluster)
-        self.known: dict[tuple[object, ...], Common] = {}
+        self.bounds = SharedBounds(predictor, constraints.cuts)
         self.works: dict[tuple[object, ...], float] = {}
 
     def run(self, groups: list[Group]) -> None:
@@ -231,7 +232,8 @@ class _Search:
                 self.tallies[scheme].slower += len(members) - len(left)
                 self.decided += len(members) - len(left)
                 for one in left:
-                    one.bound = self._bounds(one)
+                    where = one.arrangement, one.nodes
+                    one.bound = self.bounds.of(one.group, one.recompute, where, one.links, one.zero_stage)
                 if left:
                     left.sort(key=attrgetter("seconds", "place"))
                     heappush(waiting, (left[0].seconds, left[0].place, True, left))
@@ -276,36 +278,6 @@ class _Search:
             predictor = self.predictor
             self.works[key] = least_work(shape, predictor.model, predictor.profile, group.samples, recompute)
         return self.works[key]
-
-    def _bounds(self, candidate: _Candidate) -> Bounds:
-        """The bounds of a candidate; most depends on the shape, not on all options: groups share it."""
-        group, recompute = candidate.group, candidate.recompute
-        shape = group.shape
-        where = candidate.arrangement, candidate.nodes
-        key = (*shape.without_promise, group.replicas, group.samples, *where, recompute)
-        if key not in self.known:
-            stages = self.predictor.stages(
-                self.constraints.cuts,
-                shape.placement,
-                group.samples,
-                recompute,
-                passes=-(-sum(shape.passes) // len(shape.passes)),
-                on=candidate.links,
-            )
-            place = stages.cuts, group.samples, (shape.placement, group.replicas, *where)
-            sharded = self.predictor.sharded_state(*place) if 1 in group.zero_stages else None
-            self.known[key] = common(
-                shape,
-                stages,
-                candidate.links,
-                self.predictor.cluster,
-                recompute,
-                update_seconds_per_byte=self.predictor.profile.update_seconds_per_byte,
-                step_overhead_seconds=self.predictor.profile.step_overhead_seconds,
-                barrier=self.predictor.model.barrier,
-                sharded=sharded,
-            )
-        return self.known[key].bounds(shape.most_stashed, candidate.zero_stage, shape.most_in_flight)
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
         """The arrangements and orders of nodes that differ in the costs of workers, messages and sums."""

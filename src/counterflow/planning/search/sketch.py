@@ -17,7 +17,7 @@ from counterflow.schedule.ir import Product
 from counterflow.simulation import simulate_within
 
 from ..play import Play, sync_seconds
-from .bounds import all_summed, owned_stages
+from .ways import all_summed
 
 
 def least_seconds(play: Play, limit: float = math.inf) -> float:
@@ -36,7 +36,7 @@ def least_seconds(play: Play, limit: float = math.inf) -> float:
         return math.inf
     seconds, made = alone.makespan, alone.gradients_made
     if copies:
-        seconds = max(seconds, all_summed(owned_stages(schedule.placement), play.stages, play.network, made))
+        seconds = max(seconds, all_summed(schedule.placement, play.stages, play.network, made))
     return play.step_seconds(seconds)
 
 

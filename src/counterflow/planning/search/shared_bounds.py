@@ -1,0 +1,106 @@
+"""Bounds of the candidates of a search; what several candidates have in common is computed once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from counterflow.schedule.modes import Recompute
+
+from ..cost.device_placement import Arrangement, Network
+from ..cost.stages import Cuts, StageCosts
+from .bounds import Bounds, Common, common
+from .least_times import of_times
+from .node_orders import Runs
+from .paths import Hops
+from .space import Group
+from .ways import Ways, least_ways
+
+if TYPE_CHECKING:
+    from ..predict import Predictor
+
+_Key = tuple[object, ...]
+
+
+class SharedBounds:
+    """Bounds of candidates that differ in options of which few parts of a bound depend on each.
+
+    Args:
+        predictor: predictor of the model on the cluster.
+        cuts: how layers are cut.
+    """
+
+    def __init__(self, predictor: Predictor, cuts: Cuts) -> None:
+        self._predictor, self._cuts = predictor, cuts
+        self._common: dict[_Key, Common] = {}
+        self._ways: dict[_Key, Ways] = {}
+        self._hops: dict[_Key, Hops] = {}
+
+    def of(
+        self,
+        group: Group,
+        recompute: Recompute,
+        where: tuple[Arrangement, Runs],
+        links: Network,
+        zero_stage: int,
+    ) -> Bounds:
+        """The bounds of a candidate.
+
+        Args:
+            group: its schedule's shape, replicas and samples.
+            recompute: what a backward computes again.
+            where: its devices.
+            links: costs of its messages and all-reduces there.
+            zero_stage: 1: optimiser state is sharded.
+        """
+        shape = group.shape
+        key = shape.without_promise, group.replicas, group.samples, where, recompute
+        if key not in self._common:
+            self._common[key] = self._in_common(group, recompute, where, links)
+        return self._common[key].bounds(shape.most_stashed, zero_stage, shape.most_in_flight)
+
+    def _in_common(
+        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+    ) -> Common:
+        shape, predictor = group.shape, self._predictor
+        stages = predictor.stages(
+            self._cuts,
+            shape.placement,
+            group.samples,
+            recompute,
+            passes=-(-sum(shape.passes) // len(shape.passes)),
+            on=links,
+        )
+        place = shape.placement, group.replicas, *where
+        sharded = None
+        if 1 in group.zero_stages:
+            sharded = predictor.sharded_state(stages.cuts, group.samples, place)
+        return common(
+            shape,
+            stages,
+            links,
+            predictor.cluster,
+            recompute,
+            update_seconds_per_byte=predictor.profile.update_seconds_per_byte,
+            step_overhead_seconds=predictor.profile.step_overhead_seconds,
+            sharded=sharded,
+            ways=self._ways_of(group, stages, recompute, place, links),
+        )
+
+    def _ways_of(
+        self, group: Group, stages: StageCosts, recompute: Recompute, place: _Key, links: Network
+    ) -> Ways:
+        """Its bounds in any memory, which do not depend on what is saved for a backward."""
+        shape = group.shape
+        if place not in self._hops:
+            self._hops[place] = Hops.of(shape.placement, links)
+        key = place, shape.without_promise, stages.samples, stages.cuts, of_times(shape, recompute)
+        if key not in self._ways:
+            self._ways[key] = least_ways(
+                shape,
+                stages,
+                links,
+                recompute,
+                barrier=self._predictor.model.barrier,
+                hops=self._hops[place],
+            )
+        return self._ways[key]
