@@ -29,7 +29,7 @@ def image(size: int) -> Callable[[int, int], Tensor]:
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 TEXT: dict[str, Any] = SMALL | {"vocab_size": 64, "num_hidden_layers": 2}
 PAIR: dict[str, Any] = {
-    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
@@ -67,7 +67,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     ),
     "mamba": lambda: (
         T.MambaForCausalLM(T.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3)),
-        lambda samples, length: {"input_ids": ids(samples, length)},
+        lambda samples, length: {"input_ids": ids(samples, length - 4)},  # it loops over positions
     ),
     "t5": lambda: (
         T.T5ForConditionalGeneration(
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "swin": lambda: (
         T.SwinForImageClassification(
             T.SwinConfig(
-                image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+                image_size=32, patch_size=2, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4
             )
         ),
         image(32),

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import counterflow as cf
 from counterflow.capture.layer import CapturedLayer
+from counterflow.capture.record import Record, Recorder
 
 from .kit import Decides, Net, Residuals, Tied
 
@@ -243,6 +244,39 @@ def test_a_module_that_is_switched_for_a_call_is_refused(name: str, value: Any) 
         cf.ConfigError, match=rf"changes the attribute '{name}' of 'part.one', which it calls .*test_layers"
     ):
         cf.layers(Switches(name, value), sample(0, 4, 6))
+
+
+class Walks(nn.Module):
+    """Loops over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.state = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for position in range(x.shape[1]):
+            state = torch.tanh(self.own(x[:, position]) + self.state(state))
+        return x + state[:, None]
+
+
+def test_modules_that_loop_over_positions_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one by one: the model runs as often for six of them as for two."""
+    runs: list[int] = []
+    run = Recorder.run
+
+    def counted(self: Recorder) -> Record:
+        runs[-1] += 1
+        return run(self)
+
+    monkeypatch.setattr(Recorder, "run", counted)
+    for walks in 2, 6:
+        runs.append(0)
+        model = nn.Sequential(nn.Embedding(11, 4), *(Walks() for _ in range(walks)))
+        layers = cf.layers(model, ids(0, 3, 5))
+        assert len(layers) >= walks
+        same(model, layers, ids(0, 3, 5), ids(1, 2, 4))
+    assert runs[0] == runs[1]
 
 
 def test_hooks_of_modules_run() -> None:

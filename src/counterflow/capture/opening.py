@@ -89,6 +89,7 @@ class _Opening:
         self._by_path = dict(model.named_modules())
         self._opened = {""}
         self._closed: set[str] = set()
+        self._costs: Mapping[str, float] | None = None
 
     def records(self) -> Records:
         """Both records, with all modules opened that are to be.
@@ -114,9 +115,10 @@ class _Opening:
                     self._example,
                 )
             except Varies as error:
-                if not error.path:
+                if not error.paths:
                     raise
-                self._close(error.path)
+                for path in error.paths:
+                    self._close(path)
 
     @property
     def _in_training(self) -> bool | None:
@@ -138,9 +140,17 @@ class _Opening:
         self._closed |= inside
 
     def _run(self, sizes: Mapping[int, int], *, training: bool | None) -> Record:
-        return Recorder(
-            self._model, self._example, self._opened, sizes, training=training, mark=self._mark
+        found = Recorder(
+            self._model,
+            self._example,
+            self._opened,
+            sizes,
+            training=training,
+            mark=self._mark,
+            costs=self._costs,
         ).run()
+        self._costs = found.costs
+        return found
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
         """A record in which numbers that depend on free sizes are marked as such.

@@ -138,6 +138,7 @@ class Recorder(TorchFunctionMode):
         training: whether all modules are in training mode; None: each in its own mode.
         mark: one of ``MARKS``, which distinguishes the weights' dtype from a float32 that the user's code
             asks for.
+        costs: costs that a run has counted, which takes time; None: this run counts them.
     """
 
     def __init__(
@@ -149,11 +150,13 @@ class Recorder(TorchFunctionMode):
         *,
         training: bool | None,
         mark: torch.dtype | None,
+        costs: Mapping[str, float] | None,
     ) -> None:
         super().__init__()
         self._opened, self._example, self._sizes, self._mark = opened, example, sizes, mark
         self._mode = "evaluation" if training is False else "training"
-        self._record = Record(mark=mark)
+        self._record = Record(mark=mark, costs=dict(costs or {}))
+        self._counts = costs is None
         self._of_mark: dict[Any, OfDtype] = {}
         if mark is not None:
             told = {getattr(torch.finfo(mark), name): OfDtype(name) for name in _LIMITS}
@@ -466,8 +469,7 @@ class Recorder(TorchFunctionMode):
             self._costs.pop()
 
     def _counting(self) -> AbstractContextManager[object]:
-        """Costs are those of the example's sizes: runs in others need none, and take less time without."""
-        return nullcontext() if self._sizes else _Costs(self)
+        return _Costs(self) if self._counts else nullcontext()
 
     def note_cost(self, cost: float) -> None:
         """Add a cost to the current computation."""

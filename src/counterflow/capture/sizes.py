@@ -27,12 +27,12 @@ class Varies(Exception):  # noqa: N818 - nothing is wrong with the model
 
     Args:
         why: what it does.
-        path: path of the opened module; empty: the model itself.
+        paths: paths of the opened modules that do it; empty: the model itself.
     """
 
-    def __init__(self, why: str, path: str = "") -> None:
+    def __init__(self, why: str, *paths: str) -> None:
         super().__init__(why)
-        self.path = path
+        self.paths = frozenset(paths) if all(paths) else frozenset()
 
 
 def sizes_of(example: Example) -> dict[int, int]:
@@ -75,6 +75,8 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
         Varies: a number changes that depends on no size.
     """
     first = records[0]
+    if varying := _varying(records):
+        raise Varies("it takes other steps", *varying)
     for record in records[1:]:
         for step, other in zip(first.steps, record.steps, strict=False):
             if (step.module, step.function, step.inside) != (other.module, other.function, other.inside):
@@ -85,12 +87,24 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
     if any(record.inputs != first.inputs for record in records):
         raise Varies("it takes other inputs")
     fit = _Fit(sizes)
-    steps = [fit.step(steps) for steps in zip(*(record.steps for record in records), strict=True)]
+    steps = fit.steps([record.steps for record in records])
     output = fit.template([record.output for record in records])
     shapes = {
         ref: (fit.shape([r.shapes[ref][0] for r in records]), first.shapes[ref][1]) for ref in first.shapes
     }
     return replace(first, steps=steps, output=output, shapes=shapes)
+
+
+def _varying(records: Sequence[Record]) -> set[str]:
+    """Paths of all opened modules whose own steps differ between records."""
+    own = []
+    for record in records:
+        calls: dict[str, list[object]] = {}
+        for step in record.steps:
+            calls.setdefault(step.inside, []).append((step.module, step.function))
+        own.append(calls)
+    paths = set().union(*own)
+    return {path for path in paths if any(calls.get(path) != own[0].get(path) for calls in own)}
 
 
 class _Fit:
@@ -99,15 +113,24 @@ class _Fit:
         groups = sorted(sizes[0])
         self._products = [part for n in range(1, len(groups) + 1) for part in combinations(groups, n)]
 
-    def step(self, steps: Sequence[Step]) -> Step:
+    def steps(self, of_records: Sequence[Sequence[Step]]) -> list[Step]:
+        found: list[Step] = []
+        errors: dict[str, str] = {}
+        for same in zip(*of_records, strict=True):
+            try:
+                found.append(self._step(same))
+            except Varies as error:
+                errors.setdefault(same[0].inside, str(error))
+        if errors:
+            raise Varies(next(iter(errors.values())), *errors)
+        return found
+
+    def _step(self, steps: Sequence[Step]) -> Step:
         first = steps[0]
         kinds = {(s.leaves, s.gives, s.grad) for s in steps}
         if len(kinds) > 1:
-            raise Varies("it takes other steps", first.inside)
-        try:
-            return replace(first, takes=self.template([step.takes for step in steps]))
-        except Varies as error:
-            raise Varies(str(error), first.inside) from None
+            raise Varies("it takes other steps")
+        return replace(first, takes=self.template([step.takes for step in steps]))
 
     def template(self, templates: Sequence[Template]) -> Template:
         first = templates[0]
