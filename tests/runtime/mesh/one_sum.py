@@ -23,7 +23,7 @@ Block, adamw, mean_loss, samples = (CASES[name] for name in ("Block", "adamw", "
 CLIP = 0.5
 STEPS = 2
 
-Layers = Callable[[], list[nn.Module]]
+Layers = Callable[[int], list[nn.Module]]
 
 
 class Derived(nn.Module):
@@ -75,17 +75,20 @@ class Loading(nn.Module):
         return made
 
 
-def layers() -> list[nn.Module]:
+def layers(stages: int) -> list[nn.Module]:
+    """Two a stage."""
     torch.manual_seed(3)
-    return [Derived() if number in (1, 6) else Block() for number in range(8)]
+    count = 2 * stages
+    return [Derived() if number in (1, count - 2) else Block() for number in range(count)]
 
 
-def adding() -> list[nn.Module]:
+def adding(stages: int) -> list[nn.Module]:
     torch.manual_seed(4)
-    return [Adding() if number in (1, 6) else Block() for number in range(8)]
+    count = 2 * stages
+    return [Adding() if number in (1, count - 2) else Block() for number in range(count)]
 
 
-def skipping() -> list[nn.Module]:
+def skipping(_: int) -> list[nn.Module]:
     torch.manual_seed(5)
     skips = [cf.Skip("across"), cf.Skip("within")]
     saving = [Saving(skip) for skip in skips]
@@ -140,9 +143,9 @@ def count_sums(pipeline: cf.Pipeline) -> int:
 
 
 @cache
-def one_process(made: Layers) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def one_process(made: Layers, stages: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, norm) of each step, and the weights after them."""
-    model = nn.Sequential(*made())
+    model = nn.Sequential(*made(stages))
     optimizer = adamw(model.parameters())
     found = []
     inputs, targets = samples(16)
@@ -175,9 +178,9 @@ def check(
     **options: Any,
 ) -> None:
     """Losses, norms and weights are those of one process, and each group is summed ``sums`` times a step."""
-    steps, weights = one_process(made)
+    steps, weights = one_process(made, schedule.stages)
     options |= {"optimizer": adamw, "clip_norm": CLIP}
-    with piped(schedule, parallelize, made(), mean_loss, **options) as pipeline:
+    with piped(schedule, parallelize, made(schedule.stages), mean_loss, **options) as pipeline:
         groups = count_sums(pipeline)
         mine = [tensor.chunk(2)[pipeline.replica] for tensor in samples(16)]
         for expected in steps:
@@ -204,7 +207,7 @@ def check_policy(schedule: Schedule, **policy: Any) -> None:
     inputs, targets = (tensor.float() for tensor in samples(32))
     expected: dict[str, Tensor] = {}
     for rows in (slice(0, 16), slice(16, 32)):
-        model = nn.Sequential(*layers()).float().to(compute)
+        model = nn.Sequential(*layers(schedule.stages)).float().to(compute)
         for its in model.parameters():
             its.grad_dtype = torch.float32  # what is used twice is added up in it, too
         for x, y in zip(inputs[rows].chunk(8), targets[rows].chunk(8), strict=True):
@@ -213,7 +216,7 @@ def check_policy(schedule: Schedule, **policy: Any) -> None:
         for name, gradient in added.items():
             expected[name] = expected.get(name, 0) + gradient.to(wire)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    low = [layer.float() for layer in layers()]
+    low = [layer.float() for layer in layers(schedule.stages)]
     with piped(schedule, partial(sharded, **policy), low, low_loss, optimizer=sgd) as pipeline:
         pipeline.keeps_gradients = True
         pipeline.step(*(tensor.chunk(2)[pipeline.replica] for tensor in (inputs, targets)))
