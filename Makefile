@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train explore browser test test-fast lint docs house sweep benchmarks mutants clean
+.PHONY: train explore browser test test-whole test-fast lint docs house sweep benchmarks mutants clean
 
 # The built-in example: a small GPT on the text that ships with Python, 4 workers, chimera; about two minutes.
 train: .venv/.installed
@@ -18,6 +18,10 @@ browser:
 
 test: .venv/.installed
 	$(BIN)/python -m pytest --doctest-modules -n auto --maxprocesses 4 --dist worksteal
+
+# All combinations of tables of which `make test` takes a part (tests/tables.py).
+test-whole: .venv/.installed
+	WHOLE=1 $(BIN)/python -m pytest --doctest-modules -n auto --maxprocesses 4 --dist worksteal
 
 # All but the slow files (tests/slow.txt): processes, sweeps and real models. Under 90 seconds on 2 cores.
 test-fast: .venv/.installed

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from .tables import left_out
+
 # A worker that is alone has as many threads as cores. Where these are busy, one that spins until another gets
 # a core takes most of a test's time. Torch reads this when it is loaded, in processes of tests too.
 os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -97,8 +99,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("markexpr") == "not slow" and collection_path in LISTED else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow, and take of tables what is taken of them."""
     for item in items:
         if item.path in LISTED:
             item.add_marker("slow")
+    left = left_out(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        without = set(left)
+        items[:] = [item for item in items if item not in without]

@@ -344,6 +344,7 @@ class Plain(Residuals):
         return {"scores": self.head(value + first)[..., None]}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [

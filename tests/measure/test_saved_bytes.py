@@ -178,6 +178,7 @@ def test_skips_are_measured_with_their_stages(recompute: str) -> None:
     _is_predicted(schemes.dapple(4, 4), recompute, found)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None:
@@ -185,6 +186,7 @@ def test_the_count_is_the_prediction(schedule: Schedule, recompute: str) -> None
     _is_predicted(schedule, recompute, found)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SLICED, ids=str)
 def test_of_slices_states_count_where_the_rest_is_computed_again(schedule: Schedule, recompute: str) -> None:

@@ -342,6 +342,7 @@ EVERY = (zb_h1, zb_h2, zb_v, v_half, v_min, interleaved_zb, dualpipe, dualpipe_v
 ON_SCHEDULES = [rule for rule in RULES if not rule.lowered]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("build", EVERY)
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 7, 9, 16, 32])
 def test_the_checker_finds_nothing(build: Build, p: int) -> None:

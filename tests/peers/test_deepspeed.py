@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("workers", SCHEMES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_case_is_as_in_one_process(case: Case, workers: int) -> None:

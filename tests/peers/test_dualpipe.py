@@ -51,6 +51,7 @@ def _with_outputs(schedule: Schedule, mode: str) -> Any:
     return step.outputs
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES[2], ids=str)
 def test_outputs_of_a_step_in_the_samples_order(schedule: Schedule, mode: str) -> None:

@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize(("layer", "modes"), CASES.values(), ids=CASES)
 def test_leaves_made_in_a_forward_are_as_in_one_process(

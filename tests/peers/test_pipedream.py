@@ -39,12 +39,14 @@ CASES = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("workers", SCHEMES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_case_is_as_in_one_process(case: Case, workers: int) -> None:
     agrees(case, workers, turn=list(CASES.values()).index(case))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "schedule",

@@ -58,6 +58,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("workers", SCHEMES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_case_is_as_in_one_process(case: Any, workers: int) -> None:

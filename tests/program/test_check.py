@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,8 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.placement import looped
 from counterflow.schedule.schemes.chimera import Concat
+
+from ..tables import examples, table
 
 
 def broken(schedule: Schedule, program: Program | None = None, limit: float | None = None) -> list[str]:
@@ -392,7 +395,7 @@ def every_scheme(depth: int, n: int, extra: int) -> Iterator[Schedule]:
         yield schemes.mixpipe(depth, n, injected="max")
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(st.integers(2, 9), st.data())
 def test_everything_the_schemes_make_passes(depth: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 4 * depth if depth < 6 else 2 * depth))
@@ -401,10 +404,10 @@ def test_everything_the_schemes_make_passes(depth: int, data: st.DataObject) -> 
         assert report.ok, (schedule, [r for r in report.results if not r.ok])
 
 
-@pytest.mark.parametrize("sync", list(Sync))
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_lowering_passes_its_own_checks_in_every_mode(sync: Sync, replicas: int) -> None:
-    for depth, n, extra in ((2, 3, 0), (4, 4, 1), (4, 9, 2), (6, 5, 3), (8, 8, 1)):
+def test_lowering_passes_its_own_checks_in_every_mode() -> None:
+    for (depth, n, extra), (sync, replicas) in table(
+        ((2, 3, 0), (4, 4, 1), (4, 9, 2), (6, 5, 3), (8, 8, 1), (3, 7, 4)), list(product(Sync, (1, 2)))
+    ):
         for schedule in every_scheme(depth, n, extra):
             program = lower(schedule, sync=sync, replicas=replicas)
             check(schedule, program=program)

@@ -54,6 +54,7 @@ def repeated(program: Program, ends: Ends, count: int) -> Program:
     return steps(replace(program, schedule=once), ends).program(count)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("matching", Matching)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

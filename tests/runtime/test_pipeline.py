@@ -77,6 +77,7 @@ def _one_step(schedule: Schedule, layers: list[nn.Module], loss: Any, batch: Any
     return step, pipeline.gradients, pipeline.model_state_dict()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", ALL, ids=str)
 def test_the_tied_gradient_is_the_true_one(schedule: Schedule, replicas: int) -> None:

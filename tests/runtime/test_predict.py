@@ -59,6 +59,7 @@ def _predicted(layers: list[nn.Module], schedule: Schedule, mode: str, dims: Any
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_outputs_come_in_the_samples_order(schedule: Schedule, mode: str) -> None:

@@ -21,7 +21,9 @@ from counterflow.schedule.schemes.chimera import Concat
 from counterflow.schedule.workload import passes_of
 from counterflow.simulation import simulate
 
-moderate = settings(max_examples=20, deadline=None, derandomize=bool(os.environ.get("CI")))
+from ..tables import examples
+
+moderate = settings(max_examples=examples(20), deadline=None, derandomize=bool(os.environ.get("CI")))
 
 # --- Every scheme with every option ---------------------------------------------------------------------
 

@@ -74,21 +74,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
 ) -> None:
     """The whole curve, bit for bit, with each step once; also the figures at the end."""
     same = {
-        "train__steps": 11,
-        "train__evaluate_every": 3,
-        "train__checkpoint_every": 3,
+        "train__steps": 7,
+        "train__evaluate_every": 2,
+        "train__checkpoint_every": 2,
         "model__dropout": 0.1,
         **changes,
     }
     whole = train("whole", **same)
-    die(8)
+    die(5)
     with pytest.raises(
         WorkerError, match=r"killed; the metrics of \d steps are in .*, from which train\.resume can"
     ):
         train("killed", **same)
     die(None)
     resumed = train("killed", train__resume="auto", **same)
-    assert (resumed.about.first_step, resumed.steps) == (6, 11)
+    assert (resumed.about.first_step, resumed.steps) == (4, 7)
     lines = read_metrics(tmp_path / "killed")
     assert list(map(_timeless, lines)) == list(map(_timeless, read_metrics(tmp_path / "whole")))
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)

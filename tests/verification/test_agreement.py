@@ -66,7 +66,7 @@ SPLIT: list[Schedule] = [
 def trial(text: str, replicas: int, dtype: torch.dtype) -> tuple[Trial, Trained]:
     """A schedule's trial and what one process makes of it."""
     schedule = loads(text, "trial")
-    made = small_trial(schedule, replicas=replicas, dtype=dtype)
+    made = small_trial(schedule, replicas=replicas, dtype=dtype, steps=2)
     return made, made.one_process()
 
 
@@ -94,6 +94,7 @@ def test_split_backwards_agree(schedule: Schedule) -> None:
     assert found.ok, found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize(
     "schedule",
@@ -117,6 +118,7 @@ def test_two_replicas_agree_with_split_backwards(sync: str) -> None:
     assert found.ok, found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("sync", ["end", "eager", "eager-opt"])
 @pytest.mark.parametrize(
     "schedule",
@@ -128,6 +130,7 @@ def test_two_replicas_agree(schedule: Schedule, sync: str) -> None:
     assert found.ok, found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize(
     "schedule",
@@ -147,6 +150,7 @@ def test_recomputation_agrees(schedule: Schedule, recompute: str) -> None:
     assert found.ok, found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", [schemes.dapple(2, 3), schemes.chimera(4, 4)], ids=str)
 def test_single_precision_agrees(schedule: Schedule, recompute: str) -> None:

@@ -105,6 +105,7 @@ def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any)
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_every_scheme_trains_as_one_process(name: str, schedule: Schedule) -> None:
@@ -112,6 +113,7 @@ def test_every_scheme_trains_as_one_process(name: str, schedule: Schedule) -> No
     agrees(tiny.made(name), schedule, batches)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "gemma2", "bert"])
 def test_every_recomputation_trains_as_one_process(name: str, recompute: str) -> None:

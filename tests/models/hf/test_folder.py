@@ -144,6 +144,7 @@ def checkpointed(name: str, when: str, *, reentrant: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a forward that runs again later
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])

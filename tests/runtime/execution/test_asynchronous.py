@@ -62,6 +62,7 @@ def test_every_scheme_agrees_with_its_table(schedule: Schedule) -> None:
     "schedule", [schemes.pipedream(3), schemes.pipedream_2bw(2, 3), schemes.wpipe(2, 3)], ids=str
 )
 class TestOptions:
+    @pytest.mark.table
     @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
     def test_two_replicas_and_recomputation_agree(self, schedule: Schedule, recompute: str) -> None:
         found = agreement(schedule, replicas=2, recompute=recompute)
@@ -140,6 +141,7 @@ def test_versions_held_are_those_of_the_table(schedule: Schedule, expected: dict
     assert all(held == () for _, _, _, held in found)  # after a flush only the optimiser's own are left
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", [schemes.pipedream(2), schemes.pipedream_2bw(2, 2)], ids=str)
 def test_what_several_gathers_tell_is_of_the_right_steps(schedule: Schedule, replicas: int) -> None:

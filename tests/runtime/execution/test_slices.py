@@ -20,6 +20,8 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 from counterflow.verification.agreement import Agreement, verify
 
+from ...tables import table
+
 VOCABULARY, WIDTH, POSITIONS = 17, 8, 22
 Make = Callable[[], list[nn.Module]]
 
@@ -206,27 +208,27 @@ GRID = (
 
 
 def test_sliced_schemes_train_as_one_process() -> None:
-    for text in GRID:
-        schedule = schedule_of(text, {})
-        for make, loss in ((gpt, next_token_loss), (own, token_loss)):
-            found = agreement(schedule, make, loss, steps=1)
-            assert found.ok, (text, loss, found)
+    for text, (make, loss) in table(GRID, ((gpt, next_token_loss), (own, token_loss))):
+        found = agreement(schedule_of(text, {}), make, loss, steps=1)
+        assert found.ok, (text, loss, found)
 
 
-@pytest.mark.parametrize("scheme", ["1f1b", "zb-h1", "chimera"])
-def test_options_with_slices(scheme: str) -> None:
-    schedule = schedule_of(f"{scheme}(stages=2, micro_batches=4, slices=3)", {})
-    for make, loss, options in (
-        (own, loss_sum, {}),
-        (own, error, {"replicas": 2}),
-        (partial(gpt, tied=True), next_token_loss, {"clip_norm": 0.1, "barrier": False}),
-        (gpt, next_token_loss, {"recompute": "stage", "zero_stage": 1}),
-        (own, token_loss, {"recompute": "stage"}),
-        (gpt, next_token_loss, {"recompute": "layer"}),
-        (own, token_loss, {"recompute": "layer", "skip_non_finite": True}),
-    ):
+OPTIONS: tuple[tuple[Make, Any, dict[str, Any]], ...] = (
+    (own, loss_sum, {}),
+    (own, error, {"replicas": 2}),
+    (partial(gpt, tied=True), next_token_loss, {"clip_norm": 0.1, "barrier": False}),
+    (gpt, next_token_loss, {"recompute": "stage", "zero_stage": 1}),
+    (own, token_loss, {"recompute": "stage"}),
+    (gpt, next_token_loss, {"recompute": "layer"}),
+    (own, token_loss, {"recompute": "layer", "skip_non_finite": True}),
+)
+
+
+def test_options_with_slices() -> None:
+    for (make, loss, options), scheme in table(OPTIONS, ("1f1b", "zb-h1", "chimera")):
+        schedule = schedule_of(f"{scheme}(stages=2, micro_batches=4, slices=3)", {})
         found = agreement(schedule, make, loss, **options)
-        assert found.ok, (options, found)
+        assert found.ok, (scheme, options, found)
 
 
 def attending() -> list[nn.Module]:
@@ -260,11 +262,10 @@ def test_further_options_with_slices() -> None:
 
 
 def test_attention_of_groups_and_windows() -> None:
-    for heads, window in ((4, None), (2, None), (1, 3), (2, 9)):
+    for (heads, window), scheme in table(((4, None), (2, None), (1, 3), (2, 9)), ("1f1b", "zb-h1")):
         layers = partial(between, *[partial(Attending, heads, window)] * 3)
-        for scheme in ("1f1b", "zb-h1"):
-            schedule = schedule_of(f"{scheme}(stages=3, micro_batches=3, slices=4)", {})
-            assert agreement(schedule, layers, steps=1).ok, (heads, window, scheme)
+        schedule = schedule_of(f"{scheme}(stages=3, micro_batches=3, slices=4)", {})
+        assert agreement(schedule, layers, steps=1).ok, (heads, window, scheme)
 
 
 class Begins(nn.Module):
@@ -369,14 +370,10 @@ def _skipping() -> list[nn.Module]:
 
 
 def test_frozen_layers_and_skip_connections() -> None:
-    for make in (_frozen, _skipping):
-        for text in (
-            "1f1b(stages=4, micro_batches=2, slices=3)",
-            "zb-h1(stages=3, micro_batches=3, slices=2)",
-        ):
-            for recompute in ("none", "layer"):
-                found = agreement(schedule_of(text, {}), make, steps=1, recompute=recompute)
-                assert found.ok, (make, text, recompute, found)
+    schedules = "1f1b(stages=4, micro_batches=2, slices=3)", "zb-h1(stages=3, micro_batches=3, slices=2)"
+    for make, text, recompute in table((_frozen, _skipping), schedules, ("none", "layer")):
+        found = agreement(schedule_of(text, {}), make, steps=1, recompute=recompute)
+        assert found.ok, (make, text, recompute, found)
 
 
 def test_lower_precisions() -> None:

@@ -107,6 +107,7 @@ def reference(name: str) -> tuple[list[nn.Module], Trained]:
     return layers, one_process(layers, loss, (1,) * MICRO_BATCHES, batches(), optimizer=sgd)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("scheme", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)

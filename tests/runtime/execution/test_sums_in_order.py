@@ -59,6 +59,7 @@ def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[in
     return found, [action.stage for action in actions if isinstance(action, StartSync)], early
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("transport", ["local", "strict-nccl"])
 @pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize(

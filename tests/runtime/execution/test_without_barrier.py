@@ -135,6 +135,7 @@ def test_every_scheme_gives_the_same_numbers(schedule: Schedule) -> None:
     assert agrees(schedule) == [1, 1, 1]  # each but the first step tells of the one before
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", [schemes.dapple(2, 2), schemes.chimera(2, 4)], ids=str)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("recompute", ["stage", "layer"])
@@ -142,6 +143,7 @@ def test_options(schedule: Schedule, replicas: int, recompute: str) -> None:
     agrees(schedule, replicas=replicas, recompute=recompute, scheduler=halving, optimizer=momentum)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", [schemes.dapple(2, 2), schemes.gems(2, 4)], ids=str)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_clipping_is_exact(schedule: Schedule, replicas: int) -> None:
@@ -433,6 +435,7 @@ def test_other_mini_batches_are_found() -> None:
 # How a run ends
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
 @pytest.mark.parametrize(
     "schedule", [schemes.dapple(4, 4), schemes.gems(4, 2), schemes.hanayo(2, 2, waves=1)], ids=str

@@ -176,6 +176,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_buffers_are_used_again(schedule: Schedule, mode: str) -> None:

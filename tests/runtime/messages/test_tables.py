@@ -195,6 +195,7 @@ def test_one_process_finds_the_same() -> None:
         assert each.losses == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "does", ["by chance", "writes", "writes later", "hands on a buffer", "makes it anew"]
 )

@@ -311,6 +311,7 @@ def agree(schedule: Schedule, found: list[Any], layers: list[nn.Module], batches
 BATCHES = [mini_batch(samples) for samples in (8, 8, 9, 8)]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_any_pytree_flows(schedule: Schedule, mode: str) -> None:

@@ -138,6 +138,7 @@ LOSSES = [plain, by_classes, Smoothed(), weighted, weighted_absolute, fused, las
 MODES = ["none", "stage", "layer"]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -224,6 +225,7 @@ def sums(found: Any, output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return found * counted, counted
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", [SCHEMES[0], SCHEMES[2], schemes.gems(2, 4)], ids=str)
 @pytest.mark.parametrize(
     ("loss", "replicas", "barrier"),

@@ -349,6 +349,7 @@ def named(kind: Any, x: Tensor) -> Any:
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("kind", MAPPINGS, ids=lambda kind: kind.__name__)
 def test_mappings_are_taken_handed_on_and_given(kind: Any, recompute: str) -> None:

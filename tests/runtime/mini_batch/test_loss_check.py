@@ -179,6 +179,7 @@ def summed(output: Tensor, target: Tensor) -> LossSum:
     return LossSum(total(output, target), len(output))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("samples", [16, 13, 4, 3])
 @pytest.mark.parametrize(
     "loss",

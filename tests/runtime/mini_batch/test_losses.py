@@ -94,6 +94,7 @@ def _train(  # noqa: PLR0917
     return told, pipeline.model_state_dict(), found.loss, found.metrics["first"]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
@@ -174,6 +175,7 @@ def _own(layers: list[nn.Module], schedule: Schedule, mode: str) -> list[float]:
     return [*(pipeline.step(x).loss for x, _ in BATCHES), pipeline.evaluate(BATCHES[0][0]).loss]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize("kind", ["tensor", "dict", "metrics"])
 def test_a_model_computes_its_own_loss(kind: str, mode: str) -> None:

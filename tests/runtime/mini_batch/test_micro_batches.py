@@ -93,6 +93,7 @@ def same(found: Any, true: Any) -> None:
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_fewer_samples_than_micro_batches(schedule: Schedule, mode: str) -> None:
@@ -141,6 +142,7 @@ def _ready(layers: list[nn.Module], schedule: Schedule, mode: str, batches: Any,
 READY = [[3, 1, 2, 5], [2, 2, 2, 2], [1, 4, 4, 1], [3, 1, 2, 5]]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", [*SCHEMES, schemes.dapple(4, 4)], ids=str)
 def test_micro_batches_that_are_ready(schedule: Schedule, mode: str) -> None:
@@ -249,6 +251,7 @@ def keywords(seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
     )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("mode", "only", "split"), [("none", False, True), ("stage", True, False), ("layer", False, False)]
 )
@@ -289,6 +292,7 @@ def _changing(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.mul_(2), target)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 def test_outputs_of_a_step(schedule: Schedule, mode: str) -> None:

@@ -200,6 +200,7 @@ def _refilled(layers: list[nn.Module], schedule: Schedule, refills: bool, **opti
     return pipeline.model_state_dict()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", ["none", "stage", "layer"])
 @pytest.mark.parametrize(
     "schedule", [schemes.pipedream(4), schemes.pipedream_2bw(4, 4), schemes.dapple(4, 4)], ids=str

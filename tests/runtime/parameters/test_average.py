@@ -132,6 +132,7 @@ def test_it_is_torchs(case: str, transport: Literal["local", "strict-nccl"]) -> 
         assert streamed.keys() == (expected.keys() if rank == 1 else set())
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("schedule", [schemes.gpipe(2, 4), schemes.chimera(2, 4)], ids=str)
 def test_replicas_and_tied_weights(schedule: Schedule, zero_stage: int) -> None:
@@ -227,6 +228,7 @@ def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], d
     return pipeline.model_state_dict(ema=True), other.model_state_dict(ema=True)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("way", ["state", "checkpoint", "memory"])
 def test_it_goes_on(way: str, zero_stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -125,6 +125,7 @@ def piped(schedule: Schedule, tied: bool, loss: Any, options: dict[str, Any]) ->
     return [step.grad_norm for step in told if step.reports_step is not None], pipeline.model_state_dict()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", FLUSHING, ids=str)
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ def test_hooks_see_the_whole_gradient(  # noqa: PLR0917
             torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
 def test_without_a_flush_too(schedule: Schedule, replicas: int) -> None:

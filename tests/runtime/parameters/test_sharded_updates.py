@@ -146,6 +146,7 @@ def compare(
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adamw, adafactor])
 @pytest.mark.parametrize(("schedule", "replicas"), SHARED, ids=NAMES)
 def test_numbers_are_those_of_unsharded_state_bit_for_bit(

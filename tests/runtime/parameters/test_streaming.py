@@ -73,6 +73,7 @@ def _states(schedule: Schedule) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("transport", ["local", "strict-nccl", "gloo"])
 @pytest.mark.parametrize("schedule", [schemes.dapple(2, 4), schemes.chimera(2, 4)], ids=str)
 def test_a_state_goes_to_all_or_to_one(

@@ -166,6 +166,7 @@ def test_a_layer_frozen_between_steps_stays(schedule: Schedule) -> None:
         assert all(torch.equal(before[name], after[name]) == name.startswith("0.") for name in before)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_changes_nothing(schedule: Schedule, to_none: bool) -> None:
@@ -232,6 +233,7 @@ class Loss(nn.Module):
         return found if self.shared is None else found + (self.shared**2).mean()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 def test_a_loss_function_with_weights_is_trained(schedule: Schedule, recompute: str) -> None:
@@ -395,6 +397,7 @@ def made(kind: str) -> nn.Module:
     return Recurrent() if kind == "recurrent" else Adapted()
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 @pytest.mark.parametrize(
@@ -433,6 +436,7 @@ def test_every_module_stays_in_its_own_mode(alone: bool, evaluates: bool) -> Non
     assert_equal(state, dict(zip(state, in_one_process(layers, 2).values(), strict=True)))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 def test_complex_weights(schedule: Schedule, clip_norm: float | None) -> None:
@@ -480,6 +484,7 @@ class Fused(nn.Linear):
         return AddsItself.apply(x, self.weight) + self.bias  # type: ignore[no-untyped-call, no-any-return]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 def test_functions_that_add_to_gradients_themselves(schedule: Schedule, recompute: str) -> None:
@@ -663,6 +668,7 @@ def test_copies_of_other_shapes_are_refused() -> None:
         run(work)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", EVERY, ids=str)
 def test_layers_are_unfrozen_between_steps(schedule: Schedule, recompute: str) -> None:
@@ -748,6 +754,7 @@ def test_an_optimizer_may_take_names(schedule: Schedule) -> None:
     assert_equal(found[0][0], run(without, workers=schedule.workers)[0])
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("sync", ["end", "eager-opt"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", [*FLUSHING, schemes.gpipe(1, 2)], ids=str)

@@ -76,6 +76,7 @@ def counted(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
     }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def trained(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
     return statistics(pipeline.model_state_dict())
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(
     ("schedule", "replicas", "options"),

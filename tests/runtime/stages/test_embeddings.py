@@ -58,6 +58,7 @@ class Tied(nn.Module):
         return found
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("schedule", [*FLUSHING, *CONTINUOUS], ids=str)
 def test_sparse_gradients_are_right(schedule: Schedule, recompute: str) -> None:

@@ -105,6 +105,7 @@ def alone(hook: Any, first: int) -> tuple[dict[str, Tensor], dict[int, list[floa
     return model.state_dict(), {n: layer.seen for n, layer in enumerate(made) if isinstance(layer, Hooked)}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"barrier": False}], ids=str)
 @pytest.mark.parametrize("schedule", SPLIT, ids=str)
 @pytest.mark.parametrize("hook", [balanced, in_place, looks])

@@ -100,6 +100,7 @@ def _trained(model: nn.Module, schedule: Schedule, replicas: int) -> dict[str, T
     return pipeline.model_state_dict()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)

@@ -112,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("schedule", "options"), CASES, ids=str)
 @pytest.mark.parametrize("how", ["autocast", "compute_dtype"])
 def test_it_is_exact_against_one_process(schedule: Schedule, options: dict[str, Any], how: str) -> None:
@@ -187,6 +188,7 @@ def _versions(schedule: Schedule, how: str, options: dict[str, Any], *, own: boo
         return [step.loss for step in steps if not math.isnan(step.loss)] + [w.sum().item() for w in weights]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
 @pytest.mark.parametrize("how", ["autocast", "compute_dtype"])
 def test_each_version_is_cast(how: str, recompute: str) -> None:

@@ -21,6 +21,8 @@ from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import one_process, verify
 from counterflow.verification.reference import parts_of
 
+from ...tables import table
+
 RECOMPUTE = ("none", "stage", "layer")
 DOUBLING = schemes.chimera(2, 8, concat="forward-doubling")
 HALVING = schemes.chimera(2, 8, concat="backward-halving")
@@ -181,25 +183,23 @@ def agree(
     layers: list[nn.Module],
     schedules: tuple[Schedule, ...],
     batches: list[list[tuple[Tensor, Tensor]]] | None = None,
+    of: str = "",
     **options: Any,
 ) -> None:
     """Train in every scheme and recomputation as one process does."""
     batches = batches or numbers()
-    for schedule in schedules:
-        expected = one_process(layers, mean_square, parts_of(schedule), batches, optimizer=sgd)
-        for recompute in RECOMPUTE:
-            found = verify(
-                schedule,
-                layers,
-                mean_square,
-                batches,
-                optimizer=sgd,
-                recompute=recompute,
-                reference=expected,
-                timeout_seconds=30,
-                **options,
-            )
-            assert found.ok, (schedule, recompute, found)
+    for schedule, recompute in table(schedules, RECOMPUTE, of=of):
+        found = verify(
+            schedule,
+            layers,
+            mean_square,
+            batches,
+            optimizer=sgd,
+            recompute=recompute,
+            timeout_seconds=30,
+            **options,
+        )
+        assert found.ok, (schedule, recompute, found)
 
 
 @pytest.mark.filterwarnings(
@@ -208,13 +208,13 @@ def agree(
 @pytest.mark.parametrize("kind", ONE_BY_ONE)
 def test_layers_that_draw_are_exact(kind: str) -> None:
     make = ONE_BY_ONE[kind]
-    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), ALL)
+    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), ALL, of=kind)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_layers_that_draw_otherwise_are_exact_for_whole_micro_batches(kind: str) -> None:
     make = OTHERS[kind]
-    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), WHOLE)
+    agree(seeded(lambda: [nn.Linear(8, 8), make(), make(), make()]), WHOLE, of=kind)
 
 
 def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> tuple[float, float]:
@@ -252,6 +252,7 @@ def _derivative(schedule: Schedule, layers: list[nn.Module], recompute: str) -> 
     return sum(float((gradients[name] * direction[name]).sum()) for name in gradients), slope
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", [DOUBLING, HALVING], ids=["doubling", "halving"])
 @pytest.mark.parametrize("kind", [*OTHERS, "batch norm"])
 def test_the_gradient_is_that_of_the_loss_told(kind: str, schedule: Schedule) -> None:
@@ -286,8 +287,10 @@ def test_complex_activations_have_gradients() -> None:
     ],
     ids=["relu", "two shifts", "shift"],
 )
-def test_a_stage_may_change_its_input_in_place(make: Callable[[], list[nn.Module]]) -> None:
-    agree(seeded(make), ALL, cuts=[2])
+def test_a_stage_may_change_its_input_in_place(
+    make: Callable[[], list[nn.Module]], request: pytest.FixtureRequest
+) -> None:
+    agree(seeded(make), ALL, cuts=[2], of=request.node.name)
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=str)
@@ -332,8 +335,10 @@ def test_the_first_stage_may_change_the_mini_batch(schedule: Schedule) -> None:
     ],
     ids=["first layer", "first stage", "middle", "ends", "last stage"],
 )
-def test_layers_without_anything_to_train(make: Callable[[], list[nn.Module]]) -> None:
-    agree(seeded(make), ALL, cuts=[2])
+def test_layers_without_anything_to_train(
+    make: Callable[[], list[nn.Module]], request: pytest.FixtureRequest
+) -> None:
+    agree(seeded(make), ALL, cuts=[2], of=request.node.name)
 
 
 def test_a_first_layer_without_weights() -> None:

@@ -184,6 +184,7 @@ def agree(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("schedule", SCHEMES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_skips_are_as_in_one_process(name: str, schedule: Schedule) -> None:
@@ -193,6 +194,7 @@ def test_skips_are_as_in_one_process(name: str, schedule: Schedule) -> None:
             agree(found, expected)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "schedule", [schemes.pipedream(4), schemes.pipedream_2bw(4, 4), schemes.wpipe(4, 4)], ids=str
 )

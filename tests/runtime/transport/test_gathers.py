@@ -112,6 +112,7 @@ def gathered(world_size: int, widths: Sequence[int], *, ahead: bool = False) -> 
     return found[::-1]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("world_size", [18, 19, 25, 31, 40])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_two_rounds_give_what_one_gives(

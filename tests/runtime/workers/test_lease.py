@@ -56,6 +56,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_pipelines_step_in_turn(pair: Sequence[Schedule], evaluates: bool) -> None:

@@ -95,6 +95,7 @@ def _published(problem: Problem, rule: Callable[[int, int], Starts]) -> tuple[fl
     return tuple(found)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("build", "rule"), [(schemes.v_half, v_half_starts), (schemes.v_min, v_min_starts)], ids=["half", "min"]
 )
