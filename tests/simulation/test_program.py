@@ -33,6 +33,7 @@ from counterflow.schedule.workload import plain
 from counterflow.simulation import Cause, Costs, Link, Piece, Simulation, lower, simulate
 
 from ..program.test_check import every_scheme
+from ..tables import examples
 
 
 def skip_between(schedule: Schedule, one: Op, other: Op) -> SkipLink | None:
@@ -153,7 +154,7 @@ class Player:
 def cases() -> Iterator[tuple[Schedule, Costs]]:
     """Random schedules and costs, with messages and syncs; the same ones every time."""
     draw = random.Random(5)
-    for _ in range(12):
+    for _ in range(examples(16)):
         depth, n = draw.choice((2, 3, 4, 6)), draw.randint(1, 9)
         for schedule in every_scheme(depth, n, draw.randint(0, 12)):
             costs = Costs(

@@ -47,6 +47,8 @@ from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
 from counterflow.schedule.schemes import dapple, pipedream
 from counterflow.schedule.workload import plain
 
+from ...tables import examples
+
 SIZES = (1.0, 2.0, 4.0)
 
 
@@ -282,7 +284,7 @@ def candidates(draw: st.DrawFn, *, sliced: bool = False) -> tuple[Cluster, Confi
     )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(
     st.one_of(
         st.tuples(candidates(), st.sampled_from([PROFILE, WITH_SIZES])),
@@ -319,7 +321,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[tuple[Cluster, Configuration]
         assert bound.seconds <= play.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(candidates())
 def test_shapes_are_those_of_the_schedules(drawn: tuple[Cluster, Configuration]) -> None:
     _, configuration = drawn
