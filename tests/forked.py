@@ -2,7 +2,9 @@
 
 Invariant: each is ``__main__`` of a new process, and prints into files. ``torchrun`` is torch's own agent, in
 this process: it reads the command's words, and gives workers its variables. The command itself is started by
-tests/runtime/workers/test_gpu_environment.py and tests/integrations/launchers.
+tests/runtime/workers/test_gpu_environment.py and tests/integrations/launchers. ``launching`` is for programs
+that launch processes themselves, which are forked as those of this one; tests/runtime/workers/test_launch.py
+starts such programs.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from unittest import mock
 
 from torch.distributed import run
@@ -38,6 +42,18 @@ def python(logs: Path, script: str, *words: str) -> str:
     assert done is not None
     assert not done.failures, _printed(logs, "stderr")
     return _printed(logs, "stdout")
+
+
+def launching(script: Path) -> None:
+    """Run what ``python SCRIPT`` runs, in this process; those that it launches find it as a module."""
+    main = script.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')[2]
+    assert main
+    with mock.patch.object(sys, "path", [str(script.parent), *sys.path]):
+        module = import_module(script.stem)
+        try:
+            exec(dedent(main), vars(module))
+        finally:
+            del sys.modules[script.stem]
 
 
 def torchrun(logs: Path, *words: str) -> str:

@@ -8,8 +8,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.simulation.model_share import CostsOf, of_stages
 
 from ..cli.conftest import Run, run
+from ..forked import launching
 
 __all__ = ["run"]
 
@@ -76,12 +75,10 @@ def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     script = tmp_path / "train.py"
     assert "stages=4" in program
     script.write_text(program.replace("stages=4", "stages=2").replace("workers=4", "workers=2"))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
-    assert found, done.stdout
+    launching(script)
+    printed = capsys.readouterr().out
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)\n", printed)
+    assert found, printed
     assert float(found[2]) < 0.9 * float(found[1])
     exec(same, {})
     compared = capsys.readouterr().out.splitlines()
@@ -235,7 +232,9 @@ def test_from_a_profile_to_a_plan_to_a_run(run: Run, tmp_path: Path, monkeypatch
     commands = [re.sub(r"^\$ (torchrun .* -m )?counterflow ", "", command) for command in commands]
     kinds = ["profile", "plan", "plan", "train", "profile", "plan", "train"]
     assert [command.split()[0] for command in commands] == kinds
-    for command in commands:
+    for number, command in enumerate(commands):
+        if number == 4:  # the second profile's workers are threads, the first one's processes
+            monkeypatch.setattr("counterflow.measure.survey.launch", on_threads)
         done = run(command)
         assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
@@ -389,7 +388,9 @@ def test_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     exec(loop, {"__name__": "__main__"})
     assert list(Path("board").iterdir())
     (tmp_path / "profiled.py").write_text(profiled)
-    subprocess.run([sys.executable, "profiled.py"], check=True, timeout=120)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    launching(tmp_path / "profiled.py")
     for worker in (0, 1):
         names = {
             event.get("name")

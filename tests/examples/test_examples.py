@@ -23,6 +23,7 @@ from counterflow.training import load_config
 from counterflow.training.folder import read_metrics
 
 from ..cli.conftest import Run, run
+from ..forked import launching
 from ..models.hf import tiny
 
 __all__ = ["run"]
@@ -58,13 +59,10 @@ def test_irregular_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"boxes:( \d\.\d{4}){3}\ngraphs:( \d\.\d{4}){3}\n", capsys.readouterr().out)
 
 
-def test_a_trace_names_every_action(tmp_path: Path) -> None:
+def test_a_trace_names_every_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes: a profiler sees the threads of its own."""
-    script = str(EXAMPLES / "trace_of_a_step.py")
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    launching(EXAMPLES / "trace_of_a_step.py")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     program = cf.lower(cf.schemes.zb_v(2, 4), matching=Matching.TAG)
     for worker, actions in enumerate(program.actions):

@@ -182,11 +182,10 @@ def adapted(model: Any) -> Any:
 
 FLAT = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 JOBS: dict[str, dict[str, Any]] = {
-    "gpt2, metrics": {"model": "GPT2LMHead", "metrics": True},
+    "gpt2, metrics, auto": {"model": "GPT2LMHead", "metrics": True, "schedule": "auto"},
     "experts": {"model": "Mixtral"},
     "adapters": {"lora": True, "more": {"load_best_model_at_end": True, "metric_for_best_model": "loss"}},
     "packed, checkpointing": {"packed": True, "more": {"gradient_checkpointing": True}},
-    "auto": {"schedule": "auto"},
 }
 
 
