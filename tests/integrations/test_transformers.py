@@ -184,7 +184,10 @@ FLAT = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 JOBS: dict[str, dict[str, Any]] = {
     "gpt2, metrics, auto": {"model": "GPT2LMHead", "metrics": True, "schedule": "auto"},
     "experts": {"model": "Mixtral"},
-    "adapters": {"lora": True, "more": {"load_best_model_at_end": True, "metric_for_best_model": "loss"}},
+    "adapters": {
+        "lora": True,
+        "more": {"load_best_model_at_end": True, "metric_for_best_model": "loss", "num_train_epochs": 2},
+    },
     "packed, checkpointing": {"packed": True, "more": {"gradient_checkpointing": True}},
 }
 
@@ -192,7 +195,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict[str, float]]:
     """Train, evaluate and predict: in one process, if pp is None."""
     asked = JOBS[name]
-    options = OPTIONS | asked.get("more", {}) | {"output_dir": str(folder / name)}
+    options = OPTIONS | {"num_train_epochs": 1, "output_dir": str(folder / name)} | asked.get("more", {})
     options["gradient_accumulation_steps"] *= replicas if pp is None else 1
     if pp is None:
         kind: Any = transformers.Trainer

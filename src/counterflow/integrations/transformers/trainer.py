@@ -102,8 +102,7 @@ class PipelineTrainerMixin(Checkpoints):
         packed = {name: batch[name] for name in PACKED if name in batch}
         try:
             with as_it_was(self):
-                tried = capture.layers(self._objective, inputs | {"packed": packed}) if packed else []
-                if any(layer.uses("packed") for layer in tried):
+                if packed and self._uses_packed(inputs | {"packed": packed}):
                     raise ConfigError(
                         f"the model depends on {', '.join(packed)}, whose sizes differ from batch to batch; "
                         "use attn_implementation='sdpa', which finds packed samples by their positions"
@@ -114,6 +113,10 @@ class PipelineTrainerMixin(Checkpoints):
                 f"{type(self).__name__}.compute_loss cannot run in stages, where it is the forward of an "
                 f"Objective: {error}"
             ) from error
+
+    def _uses_packed(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the model depends on where packed samples begin: one size of each input shows it."""
+        return any(layer.uses("packed") for layer in capture.layers(self._objective, inputs, input_dims=None))
 
     def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
         return Pipeline(
