@@ -2,74 +2,61 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import counterflow as cf
 from counterflow.runtime.transport import gpu_environment
 from counterflow.runtime.transport.gpu_environment import ERRORS, QUEUES, before_nccl
-
-REPORT = """
-import os, pathlib, sys
-import counterflow as cf
 from counterflow.runtime.workers.world import current_transport
-names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_DEVICE_MAX_CONNECTIONS"
 
-def report():
-    found = [os.environ.get(name) for name in names]
-    # All that NCCL's does when it is made; nobody leaves before the others are there.
-    current_transport("nccl-on-gloo").gather([])
-    return " ".join(map(str, [*found, *(os.environ.get(name) for name in names)]))
+from ...forked import torchrun
 
-if __name__ == "__main__":
-    found = pathlib.Path(sys.argv[1])
-    if "RANK" in os.environ:
-        (found / os.environ["RANK"]).write_text(report())
-    else:
-        workers = int(sys.argv[2])
-        for rank, told in enumerate(cf.launch(report, workers=workers, transport="nccl-on-gloo")):
-            (found / str(rank)).write_text(told)
+
+def report() -> str:
+    """What a worker has before and after its transport was made, with all that NCCL's does then."""
+    found = [os.environ.get(name) for name in (ERRORS, QUEUES)]
+    current_transport("nccl-on-gloo").gather([])  # nobody leaves before the others are there
+    return " ".join(map(str, [*found, *(os.environ.get(name) for name in (ERRORS, QUEUES))]))
+
+
+SCRIPT = f"""
+import os, pathlib, sys
+from counterflow.runtime.transport.gpu_environment import ERRORS, QUEUES
+from counterflow.runtime.workers.world import current_transport
+
+{inspect.getsource(report)}
+pathlib.Path(sys.argv[1]).write_text(report())
 """
 
 
-def reported(folder: Path, *launcher: str, workers: int = 2, **chosen: str) -> list[str]:
-    """What workers had before and after their transport was made, each in a file: others print too."""
-    script, found = folder / "report.py", folder / "found"
-    script.write_text(REPORT)
-    found.mkdir()
-    others = {name: value for name, value in os.environ.items() if name not in (ERRORS, QUEUES)}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(found), str(workers)],
-        env={**others, **chosen},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    reports = [path.read_text() for path in sorted(found.iterdir())]
-    shutil.rmtree(found)
-    return reports
+def test_workers_of_a_launch(environment: pytest.MonkeyPatch) -> None:
+    environment.delenv(QUEUES)
+    assert cf.launch(report, workers=2, transport="nccl-on-gloo") == ["2 32 2 32"] * 2
+    environment.setenv(ERRORS, "1")  # a user's choice
+    environment.setenv(QUEUES, "16")
+    assert cf.launch(report, workers=1, transport="nccl-on-gloo") == ["1 16 1 16"]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
-def test_workers_of_a_launch(tmp_path: Path) -> None:
-    assert reported(tmp_path) == ["2 32 2 32"] * 2
-    own = {ERRORS: "1", QUEUES: "16"}  # a user's choice
-    assert reported(tmp_path, workers=1, **own) == ["1 16 1 16"]
-
-
-def test_workers_of_torchrun(tmp_path: Path) -> None:
+def test_workers_of_torchrun(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torch's agent puts 1 there if nobody chose; who wants 0 or 3 has it."""
-    assert reported(tmp_path, *TORCHRUN, "1") == ["1 None 2 32"]
-    assert reported(tmp_path, *TORCHRUN, "1", workers=1, **{ERRORS: "3"}) == ["3 None 3 32"]
+    environment.delenv(QUEUES)
+    script, found = tmp_path / "report.py", tmp_path / "found"
+    script.write_text(SCRIPT)
+    words = "--standalone", "--nproc-per-node", "1", str(script), str(found)
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert found.read_text() == "1 None 2 32"
+    environment.setenv(ERRORS, "3")
+    torchrun(tmp_path / "logs", *words)
+    assert found.read_text() == "3 None 3 32"
 
 
 @pytest.fixture
