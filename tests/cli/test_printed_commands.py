@@ -83,6 +83,7 @@ SMALLER = {
     r"counterflow plan --example \S+ --stale$": "--scheme chimera --scheme dapple --workers 8",
     r"counterflow synthesize .* --moves 20000": "--moves 0",
     r"counterflow doctor": "--no-test",  # which its own tests run
+    r"counterflow compare --workers 8 --micro-batches 32": "--micro-batches 8",
     r"counterflow verify mine.json": "--transport local --steps 1",
     r"counterflow verify": "--transport local",
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from counterflow.cli import application
@@ -40,6 +41,8 @@ INSTEAD = {
 }
 """Replacements by phrase. Code and quoted messages are not searched."""
 
+ANY = re.compile("|".join(INSTEAD), re.IGNORECASE)
+
 SCRAP = re.compile(r"^Of (a|the) \w+\.$")
 """A help text or description of a key without its noun, such as Time or Seed."""
 
@@ -61,6 +64,8 @@ def _outside_of_code(text: str) -> str:
 
 def _old_words(text: str) -> Iterator[tuple[int, str]]:
     """Words that are not to come back, each with its line in the text and what to write instead."""
+    if not ANY.search(text):
+        return
     for phrase, better in INSTEAD.items():
         for match in re.finditer(phrase, text, re.IGNORECASE):
             yield text.count("\n", 0, match.start()), f"{match[0]!r}; write {better!r}"
@@ -76,7 +81,19 @@ def test_pages_use_the_fields_words() -> None:
     assert found == []
 
 
-def _said() -> Iterator[tuple[str, str]]:
+Nodes = dict[Path, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Nodes:
+    """All that each source file is made of."""
+    return {
+        path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in sorted((ROOT / "src").rglob("*.py"))
+    }
+
+
+def _said(nodes: Nodes) -> Iterator[tuple[str, str]]:
     """What people read of the program: help of commands, keys of a config, and texts of errors, by place."""
     runner = CliRunner(env={"COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1", "TERMINAL_WIDTH": "400"})
     for name in COMMANDS:
@@ -84,41 +101,42 @@ def _said() -> Iterator[tuple[str, str]]:
         yield from ((f"counterflow {name} --help", " ".join(line.split())) for line in shown.splitlines())
     for key in known_keys():
         yield key.key, key.about
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, its in nodes.items():
+        for node in its:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 parts = [c.value for c in ast.walk(node.exc) if isinstance(c, ast.Constant)]
                 yield f"{path.name}, line {node.lineno}", "".join(p for p in parts if isinstance(p, str))
 
 
-def test_help_keys_and_errors_use_the_fields_words() -> None:
-    found = [f"{place}: {word}" for place, text in _said() for _, word in _old_words(text)]
-    found += [f"{place}: {text!r}; begin with the noun" for place, text in _said() if re.search(SCRAP, text)]
+def test_help_keys_and_errors_use_the_fields_words(nodes: Nodes) -> None:
+    said = list(_said(nodes))
+    found = [f"{place}: {word}" for place, text in said for _, word in _old_words(text)]
+    found += [f"{place}: {text!r}; begin with the noun" for place, text in said if re.search(SCRAP, text)]
     assert found == []
 
 
-def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+def _docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Docstrings of a module's parts and attributes, each with its line; names of arguments are blank."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 named = re.sub(r"^ *\w+:", "", inspect.cleandoc(text), flags=re.MULTILINE)
                 yield node.lineno, _outside_of_code(named)
 
 
-def _odd_docstrings(source: str) -> list[str]:
+def _odd_docstrings(nodes: Iterable[ast.AST]) -> list[str]:
     found = []
-    for line, text in _docstrings(source):
+    for line, text in _docstrings(nodes):
         found += [f"line {line + below}: {word}" for below, word in _old_words(text)]
         if FRAGMENT.match(text):
             found.append(f"line {line}: {text.splitlines()[0]!r} begins as a fragment; begin with the noun")
     return found
 
 
-def test_docstrings_use_the_fields_words() -> None:
+def test_docstrings_use_the_fields_words(nodes: Nodes) -> None:
     found = {}
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        if odd := _odd_docstrings(path.read_text(encoding="utf-8")):
+    for path, its in nodes.items():
+        if odd := _odd_docstrings(its):
             found[str(path.relative_to(ROOT))] = odd
     assert found == {}
 
@@ -139,7 +157,7 @@ def compare(told: int) -> None:
         mine: likewise.
     """
 '''
-    assert _odd_docstrings(source) == [
+    assert _odd_docstrings(ast.walk(ast.parse(source))) == [
         "line 2: 'told'; write 'reported, received'",
         "line 5: 'Of a request.' begins as a fragment; begin with the noun",
         "line 13: 'likewise'; write 'the noun again'",
