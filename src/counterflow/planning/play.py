@@ -107,17 +107,30 @@ class Play:
     @cached_property
     def costs(self) -> Costs:
         """Costs for the simulator."""
+        sync = tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, self.network))
+        return self._costs(sync, sync_crossings(self.stages, self.network, self.allreduce_scale))
+
+    @property
+    def costs_without_sums(self) -> Costs:
+        """The same if stages' sums take no time."""
+        return self._costs(0.0, None)
+
+    def _costs(
+        self,
+        sync: tuple[float, ...] | float,
+        crossings: tuple[tuple[tuple[int, ...], float], ...] | None,
+    ) -> Costs:
         cluster, network_, scale = self.predictor.cluster, self.network, self.p2p_scale
         return Costs(
             ops=PlannedOps(self.stages, self.configuration.recompute, network_.slowness),
-            p2p=tuple(tuple(scale * x for x in row) for row in network_.latency_seconds),
-            p2p_per_byte=tuple(tuple(scale * x for x in row) for row in network_.seconds_per_byte),
+            p2p=_scaled(network_.latency_seconds, scale),
+            p2p_per_byte=_scaled(network_.seconds_per_byte, scale),
             message_bytes=self.stages.message_bytes,
             skip_bytes=tuple(self.stages.message_share * size for _, size in self.stages.skips) or 0.0,
             overlap=cluster.overlap,
             ways=network_.ways,
-            sync=tuple(self.allreduce_scale * x for x in sync_seconds(self.stages, network_)),
-            sync_crossings=sync_crossings(self.stages, network_, self.allreduce_scale),
+            sync=sync,
+            sync_crossings=crossings,
             sync_mode=self.configuration.sync,
             ties=tuple((stages, self.allreduce_scale * seconds) for stages, seconds in self._ties),
             sync_slowdown=cluster.sync_slowdown,
@@ -387,6 +400,10 @@ class Play:
                 f"{', '.join(beyond)} (at most {largest[beyond[0]]:g}): their times are extrapolated linearly"
             )
         return notes
+
+
+def _scaled(table: tuple[tuple[float, ...], ...], scale: float) -> tuple[tuple[float, ...], ...]:
+    return table if scale == 1 else tuple(tuple(scale * x for x in row) for row in table)
 
 
 def sync_seconds(stages: StageCosts, links: Network) -> tuple[float, ...]:

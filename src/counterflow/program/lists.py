@@ -49,9 +49,9 @@ class Messages:
 def messages_of(graph: OpGraph) -> Messages:
     """The messages between workers."""
     worker = np.array(graph.worker, dtype=np.int64)
-    takes = [node for node, source in enumerate(graph.source) if source is not None]
-    takers = np.array(takes, dtype=np.int64)
-    makers = np.array([source for source in graph.source if source is not None], dtype=np.int64)
+    sources = np.array([-1 if source is None else source for source in graph.source], dtype=np.int64)
+    takers = np.flatnonzero(sources >= 0)
+    makers = sources[takers]
     between = worker[makers] != worker[takers]
     makers, takers = makers[between], takers[between]
     skips = np.full(len(makers), -1, dtype=np.int64)

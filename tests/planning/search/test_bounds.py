@@ -394,6 +394,8 @@ def test_a_whole_backward_may_be_the_quicker_one() -> None:
     assert least_times(straight(1, 4, split=True), dear, Recompute.NONE).both == [30]
     halves = least_times(straight(1, 4, parts=2), dear, Recompute.NONE)
     assert (halves.forward, halves.both, halves.backward_op) == ([10], [30], [20])
+    alone = least_times(straight(1, 4, parts=2), dear, Recompute.NONE, halves_alone=True)
+    assert (alone.forward, alone.both, alone.backward_op) == ([11], [11 + 2 * 30], [30])
     slow = replace(ONE, input_gradient=(25.0,))
     assert least_times(straight(1, 4, split=True), slow, Recompute.NONE).backward_op == [20]
     in_turn = replace(ONE, doubled_in_turn=(22.0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -35,7 +36,8 @@ from counterflow.planning.search.least_times import least_work
 from counterflow.planning.search.node_orders import node_orders
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
-from counterflow.planning.search.sketch import least_seconds
+from counterflow.planning.search.shared_bounds import SharedBounds
+from counterflow.planning.search.sketch import Sketches, least_seconds
 from counterflow.planning.search.slicings import slicings_of
 from counterflow.planning.search.space import space
 from counterflow.planning.why import why
@@ -524,6 +526,43 @@ def test_no_split_candidate_beats_its_bound(
             assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
             assert bound.seconds <= play.seconds * (1 + 1e-9) or not play.fits
             assert bound.least_bytes <= max(worker.total for worker in play.memory)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("concat", ["direct", "forward-doubling", "backward-halving"])
+def test_a_closer_bound_of_halves_is_not_above_a_sketch(concat: str, recompute: Recompute) -> None:
+    """Both are known without building a schedule; only where every backward is halved it says more."""
+    cluster = replace(CLUSTER, nodes=4, between=Link(0.5, 0.3))
+    predictor = Predictor(MODEL, PROFILE, cluster)
+    wanted = Constraints(schemes=("chimera",), depths=(4,), samples=(2,), options=(("concat", (concat,)),))
+    (group, *_), _ = space(MODEL, cluster, 32, wanted)
+    play = predictor.play(Configuration("chimera", group.options, group.replicas, 2, recompute=recompute))
+    place = (Arrangement.PIPELINE_INSIDE, ()), play.network
+    shared = SharedBounds(predictor, Cutting.BALANCED)
+    plain = shared.of(group, recompute, *place, 0).seconds_in_any_memory
+    closer = play.step_seconds(shared.of_halves(group, recompute, *place))
+    assert max(plain, closer) <= least_seconds(play) * (1 + 1e-9)
+    assert (closer >= plain) is (concat == "backward-halving")
+    flowing = Predictor(replace(MODEL, config={"pipeline": {"barrier": False}}), PROFILE, cluster)
+    assert SharedBounds(flowing, Cutting.BALANCED).of_halves(group, recompute, *place) == 0
+
+
+def test_candidates_whose_ops_take_the_same_time_share_a_sketch() -> None:
+    predictor = Predictor(MODEL, PROFILE, CLUSTER)
+    whole = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=1, samples=1)
+    plays = [
+        predictor.play(replace(whole, recompute=recompute))
+        for recompute in (Recompute.NONE, Recompute.STAGE, Recompute.LAYER)
+    ]
+    sketches = Sketches()
+    assert sketches.least_seconds(plays[1], 2.0, "again") == math.inf
+    assert sketches.least_seconds(plays[2], 1.0, "again") == math.inf
+    none, stage, layer = map(least_seconds, plays)
+    assert 2 < none < stage == layer < 1000
+    # Within a later limit it is played, once.
+    assert [sketches.least_seconds(play, 1000.0, "again") for play in (plays[2], plays[1])] == [stage] * 2
+    assert sketches.least_seconds(plays[1], 1.0, "again") == stage
+    assert sketches.least_seconds(plays[0], 1000.0, "none") == none
 
 
 def test_what_a_scheme_refuses_is_no_candidate() -> None:

@@ -129,6 +129,8 @@ class Sharding:
         self.placement, self._nodes = placement, nodes
         self._where = cluster, placement, replicas, arrangement
         self._groups: dict[tuple[int, ...], _Group] = {}
+        """By workers."""
+        self._of_stages: dict[tuple[int, ...], _Group] = {}
 
     @cached_property
     def _ranks(self) -> Ints:
@@ -138,6 +140,12 @@ class Sharding:
 
     def of(self, stages: Sequence[int]) -> _Group:
         """The ranks that hold any of some stages."""
+        key = tuple(stages)
+        if key not in self._of_stages:
+            self._of_stages[key] = self._holding(key)
+        return self._of_stages[key]
+
+    def _holding(self, stages: Sequence[int]) -> _Group:
         workers = tuple(sorted({worker for stage in stages for worker in _holders(self.placement)[stage]}))
         if workers not in self._groups:
             self._groups[workers] = _Group(workers, holding(*self._where, workers, nodes=self._nodes))

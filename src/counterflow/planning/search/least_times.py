@@ -67,16 +67,22 @@ def of_times(shape: Shape, recompute: Recompute) -> Recompute:
     return Recompute.STAGE
 
 
-def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times:
-    """Minimum times of each stage of a placement."""
+def least_times(
+    shape: Shape, stages: StageCosts, recompute: Recompute, *, halves_alone: bool = False
+) -> Times:
+    """Minimum times of each stage of a placement; with ``halves_alone`` no backward is of more than half a
+    micro-batch.
+    """
     again = recompute is not Recompute.NONE
     forward, both, through, backward_op = [], [], [], []
     backwards = stages.backward
     if shape.split:
         halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
         backwards = tuple(min(whole, first + second) for whole, first, second in halves)
+    # If no backward is of more than half a micro-batch, each forward runs in halves.
+    forwards = halved_forward(stages, recompute) if halves_alone else stages.forward
     for f, layers, b, doubled, in_halves, half, first in zip(
-        stages.forward,
+        forwards,
         stages.again,
         backwards,
         doubled_forward(stages, recompute),
@@ -92,6 +98,8 @@ def least_times(shape: Shape, stages: StageCosts, recompute: Recompute) -> Times
         # in halves.
         shared = max(shape.together) > 1
         halved = shape.parts > 1
+        if halves_alone:
+            backward = 2 * half_op
         one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
         forward.append(one)
         both.append(one + (min(backward, 2 * half_op) if halved else backward))

@@ -32,11 +32,11 @@ from ..prediction import Configuration
 from .bounds import Bounds
 from .constraints import Constraints
 from .found import Found, Plan, Rejections, TooLarge, nothing_fits
-from .least_times import least_work
+from .least_times import least_work, of_times
 from .node_orders import Runs, node_orders
 from .shape import Shape
 from .shared_bounds import SharedBounds
-from .sketch import least_seconds
+from .sketch import Sketches, least_seconds
 from .slicings import slicings_of
 from .space import Group, Omission, space
 
@@ -315,6 +315,7 @@ class _Search:
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
         played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
         """Simulations by candidates that differ only in ``zero_stage``, and their fastest sync mode."""
+        sketches = Sketches()
         for candidate in members:
             alike = candidate.recompute, candidate.arrangement, candidate.nodes
             scheme = candidate.group.scheme
@@ -329,7 +330,7 @@ class _Search:
                 )
                 tally.refuse(found)
                 refused.append(candidate)
-            elif not self.best.needs(scheme, candidate.seconds):
+            elif not self.best.needs(scheme, candidate.seconds) or self._halves_take_longer(candidate):
                 tally.slower += 1
             else:
                 known, quickest = played.get(alike, (None, None))
@@ -339,7 +340,10 @@ class _Search:
                     play = self.predictor.play(self._configuration(candidate), self.mini_batch)
                 played[alike] = play, quickest
                 limit = self.best.limit(scheme)
-                if quickest is None and not self.best.needs(scheme, least_seconds(play, limit)):
+                times = of_times(candidate.group.shape, candidate.recompute), *alike[1:]
+                if quickest is None and not self.best.needs(
+                    scheme, sketches.least_seconds(play, limit, times)
+                ):
                     tally.slower += 1
                 elif not play.fits:
                     tally.refuse(_too_large(scheme, play))
@@ -354,6 +358,11 @@ class _Search:
                     played[alike] = play, plan.play
                     self.best.add(scheme, plan)
         return refused
+
+    def _halves_take_longer(self, candidate: _Candidate) -> bool:
+        where = candidate.arrangement, candidate.nodes
+        least = self.bounds.of_halves(candidate.group, candidate.recompute, where, candidate.links)
+        return not self.best.needs(candidate.group.scheme, least * candidate.updates / _ROUNDING)
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
         group = candidate.group

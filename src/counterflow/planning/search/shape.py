@@ -28,6 +28,7 @@ class Shape:
             gradient there; None: unknown.
         synchronous: whether updates flush the pipeline.
         lengths: relative lengths of the slices of a micro-batch; one: it is whole.
+        all_parts: whether the backward of every micro-batch is divided into ``parts``.
     """
 
     placement: Placement
@@ -39,6 +40,7 @@ class Shape:
     most_in_flight: int | None
     synchronous: bool
     lengths: tuple[int, ...] = (1,)
+    all_parts: bool = False
 
     @property
     def without_promise(self) -> tuple[object, ...]:
@@ -91,6 +93,7 @@ def _shape(scheme: Scheme, options: Options) -> Shape:
     workload = scheme.workload_of(dict(options) | single)
     pipes = workload.placement.pipes
     passes, together, parts, split = [0] * pipes, [1] * pipes, 1, False
+    shares = {share.parts for one in workload.passes for share in one.shares}
     for one in workload.passes:
         count = len(one.micro_batches)
         passes[one.pipe] += count
@@ -107,4 +110,5 @@ def _shape(scheme: Scheme, options: Options) -> Shape:
         most_stashed=None,  # see shape_of
         most_in_flight=None,
         synchronous=workload.synchronous,
+        all_parts=len(shares) == 1,
     )

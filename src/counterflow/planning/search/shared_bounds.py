@@ -12,6 +12,7 @@ from .bounds import Bounds, Common, common
 from .least_times import of_times
 from .node_orders import Runs
 from .paths import Hops
+from .shape import Shape
 from .space import Group
 from .ways import Ways, least_ways
 
@@ -58,18 +59,27 @@ class SharedBounds:
             self._common[key] = self._in_common(group, recompute, where, links)
         return self._common[key].bounds(shape.most_stashed, zero_stage, shape.most_in_flight)
 
+    def of_halves(
+        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+    ) -> float:
+        """A bound of an update in any memory that is closer if every backward is halved; otherwise 0.
+
+        Candidates are not ordered by it, but it decides that a schedule need not be built.
+        """
+        shape, barrier = group.shape, self._predictor.model.barrier
+        halved = shape.parts == 2 and shape.all_parts and not shape.split
+        if not (halved and shape.synchronous and barrier):
+            return 0.0
+        stages = self._stages(group, recompute, links)
+        hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
+        ways = least_ways(shape, stages, links, recompute, hops=hops, halves_alone=True)
+        return ways.seconds(shape.most_stashed, shape.most_in_flight)
+
     def _in_common(
         self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
     ) -> Common:
         shape, predictor = group.shape, self._predictor
-        stages = predictor.stages(
-            self._cuts,
-            shape.placement,
-            group.samples,
-            recompute,
-            passes=-(-sum(shape.passes) // len(shape.passes)),
-            on=links,
-        )
+        stages = self._stages(group, recompute, links)
         place = shape.placement, group.replicas, *where
         sharded = None
         if 1 in group.zero_stages:
@@ -91,8 +101,6 @@ class SharedBounds:
     ) -> Ways:
         """Its bounds in any memory, which do not depend on what is saved for a backward."""
         shape = group.shape
-        if place not in self._hops:
-            self._hops[place] = Hops.of(shape.placement, links)
         key = place, shape.without_promise, stages.samples, stages.cuts, of_times(shape, recompute)
         if key not in self._ways:
             self._ways[key] = least_ways(
@@ -101,6 +109,17 @@ class SharedBounds:
                 links,
                 recompute,
                 barrier=self._predictor.model.barrier,
-                hops=self._hops[place],
+                hops=self._hops_of(place, shape, links),
             )
         return self._ways[key]
+
+    def _stages(self, group: Group, recompute: Recompute, links: Network) -> StageCosts:
+        shape = group.shape
+        passes = -(-sum(shape.passes) // len(shape.passes))
+        where = shape.placement, group.samples, recompute
+        return self._predictor.stages(self._cuts, *where, passes=passes, on=links)
+
+    def _hops_of(self, place: _Key, shape: Shape, links: Network) -> Hops:
+        if place not in self._hops:
+            self._hops[place] = Hops.of(shape.placement, links)
+        return self._hops[place]

@@ -11,7 +11,6 @@ copies are computed.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from counterflow.schedule.ir import Product
 from counterflow.simulation import simulate_within
@@ -20,24 +19,47 @@ from ..play import Play, sync_seconds
 from .ways import all_summed
 
 
+class Sketches:
+    """The sketches of one schedule; candidates whose ops and sums take the same time share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[float, float]] = {}
+        """For ops that take the same time, the least seconds of an update, and those to which they were
+        played: the least seconds are infinite if they exceed these.
+        """
+
+    def least_seconds(self, play: Play, limit: float, alike: object) -> float:
+        """``least_seconds`` of a play; those with equal ``alike`` differ only in memory and the update."""
+        if not play.schedule.synchronous or not play.predictor.model.barrier:
+            return 0.0
+        key, most = (alike, play.stages.cuts), play.update_limit(limit)
+        seconds, played_to = self._known.get(key, (math.inf, -math.inf))
+        if math.isinf(seconds) and most > played_to:
+            seconds = _least_update(play, most)
+            self._known[key] = seconds, most
+        return play.step_seconds(seconds) if seconds < math.inf else math.inf
+
+
 def least_seconds(play: Play, limit: float = math.inf) -> float:
     """Minimum seconds of a step in every sync mode; 0 if steps may overlap.
 
     It is infinite if it exceeds the limit, also in seconds of a step; then no worker is played to its end.
     """
+    return Sketches().least_seconds(play, limit, None)
+
+
+def _least_update(play: Play, limit: float) -> float:
+    """Minimum seconds of an update's ops, messages and sums; infinite if a worker exceeds the limit."""
     schedule = play.schedule
-    if not schedule.synchronous or not play.predictor.model.barrier:
-        return 0.0
-    costs = replace(play.costs, sync=0.0, sync_crossings=None)
     copies = play.network.copies > 1
     tail = _last_syncs(play) if copies else ()
-    alone = simulate_within(schedule, costs, play.update_limit(limit), tail)
+    alone = simulate_within(schedule, play.costs_without_sums, limit, tail)
     if alone is None:
         return math.inf
     seconds, made = alone.makespan, alone.gradients_made
     if copies:
         seconds = max(seconds, all_summed(schedule.placement, play.stages, play.network, made))
-    return play.step_seconds(seconds)
+    return seconds
 
 
 def _last_syncs(play: Play) -> list[float]:

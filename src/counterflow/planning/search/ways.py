@@ -135,6 +135,7 @@ def least_ways(
     *,
     barrier: bool = True,
     hops: Hops | None = None,
+    halves_alone: bool = False,
 ) -> Ways:
     """The bounds of a candidate in any memory.
 
@@ -145,10 +146,12 @@ def least_ways(
         recompute: what a backward computes again.
         barrier: whether a step begins when the previous one has ended on all workers.
         hops: costs of its messages along its pipes, if they are known.
+        halves_alone: whether no backward is of more than half a micro-batch.
     """
     placement = shape.placement
     held, passes = held_pairs(placement), np.array(shape.passes)[:, np.newaxis]
-    times = least_times(shape, stages, recompute).on(placement.pipes_stages, network.slowness)
+    each = least_times(shape, stages, recompute, halves_alone=halves_alone)
+    times = each.on(placement.pipes_stages, network.slowness)
     work = held.summed(passes * times.both)
     if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
         # In any order, and in the steady state too, a worker runs every op of an update.
