@@ -21,10 +21,7 @@ LIST = ROOT / "tests" / "slow.txt"
 
 
 def seconds_by_module(report: Path) -> tuple[Counter[str], set[str]]:
-    """What each file of tests took, by its path, and the files of which a part was skipped.
-
-    Files with doctests are left out: they are always fast.
-    """
+    """What each file of tests took, by its path, and the files of which a part was skipped."""
     found: Counter[str] = Counter()
     skipped: set[str] = set()
     for case in ET.parse(report).iter("testcase"):
