@@ -17,15 +17,15 @@ browser:
 	command -v chromium || { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # All combinations of tables of which `make test` takes a part (tests/tables.py).
 test-whole: .venv/.installed
-	WHOLE=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	WHOLE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # All but the slow files (tests/slow.txt): processes, sweeps and real models. Under 90 seconds on 2 cores.
 test-fast: .venv/.installed
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

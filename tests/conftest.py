@@ -64,6 +64,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         compiling.wait()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, but four at most: tests wait for threads, processes and signals."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave what tests import out of all searches for garbage, which would go through it again and again."""
