@@ -13,7 +13,7 @@ from torch import Tensor
 from counterflow.execution import Batching
 from counterflow.schedule.ir import Schedule
 
-from .execution.evaluation import PendingEvaluation
+from .execution.evaluation import Found, PendingEvaluation
 from .execution.step import Evaluation
 from .generation import Sampling, generated
 from .messages.values import Unit
@@ -93,7 +93,7 @@ class Forwards(States):
             self._batches.remember(batch)
         return pending, batch
 
-    def _read_evaluation(self, last: list[Evaluation]) -> None:
+    def _read_evaluation(self, last: Found) -> None:
         with self._reported():
             self._evaluation.read(last)
 

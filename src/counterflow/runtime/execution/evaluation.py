@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Program
 
 from ..mini_batch.batch import Batch
@@ -23,16 +23,19 @@ from .gathers import Asked, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
 from .step import Evaluation, Workers
 
+Found = list[Evaluation | CounterflowError]
+"""What came of an evaluation, as soon as that is known."""
+
 
 class PendingEvaluation:
     """An evaluation whose result may still be on its way; made by ``Pipeline.start_evaluation``.
 
     Args:
-        found: where the result is put when it is known.
+        found: where the result, or the error, is put when it is known.
         read: waits until it is there.
     """
 
-    def __init__(self, found: list[Evaluation], read: Callable[[list[Evaluation]], None]) -> None:
+    def __init__(self, found: Found, read: Callable[[Found], None]) -> None:
         self._found, self._read = found, read
 
     def result(self) -> Evaluation:
@@ -44,7 +47,10 @@ class PendingEvaluation:
         """
         if not self._found:
             self._read(self._found)
-        return self._found[0]
+        (found,) = self._found
+        if isinstance(found, CounterflowError):
+            raise found
+        return found
 
 
 class EvaluationRunner:
@@ -69,7 +75,7 @@ class EvaluationRunner:
         self.peers = self._tasks.peers
         """The ranks to which messages go or from which they come."""
         self._gathers = StepGathers(workers, digests=0, together=1, square=_no_norm, head=_no_report)
-        self._begun: deque[tuple[list[Evaluation], MiniBatch]] = deque()
+        self._begun: deque[tuple[Found, MiniBatch]] = deque()
         self.named = False
         """Whether all workers know the names of the metrics."""
         self.in_flight = False
@@ -84,7 +90,7 @@ class EvaluationRunner:
             self._interpreter.run(self._tasks, batch, drains=False)
         self._interpreter.leave(batch)
 
-    def start(self, batch: Batch, read: Callable[[list[Evaluation]], None]) -> PendingEvaluation:
+    def start(self, batch: Batch, read: Callable[[Found], None]) -> PendingEvaluation:
         """Run the forwards, and begin to gather their losses; all workers have run earlier ones by then.
 
         Args:
@@ -95,11 +101,11 @@ class EvaluationRunner:
         self.read()
         its = MiniBatch(batch.step, batch.losses, compared=False, updates=False)
         self._gathers.start(Asked(its, None, None))
-        found: list[Evaluation] = []
+        found: Found = []
         self._begun.append((found, its))
         return PendingEvaluation(found, read)
 
-    def read(self, last: list[Evaluation] | None = None, *, together: bool = False) -> None:
+    def read(self, last: Found | None = None, *, together: bool = False) -> None:
         """Wait for results, in the order in which they were begun.
 
         Args:
@@ -112,7 +118,11 @@ class EvaluationRunner:
         """
         while self._begun:
             found, its = self._begun.popleft()
-            found.append(self._result(its, together=together))
+            try:
+                found.append(self._result(its, together=together))
+            except CounterflowError as error:
+                found.append(error)
+                raise
             if found is last:
                 return
 
