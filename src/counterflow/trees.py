@@ -25,3 +25,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
     elif not isinstance(tree, _PLAIN):
         yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def each_tensor(tree: Any) -> list[Tensor]:
+    """Each tensor in a tree once."""
+    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
+from counterflow.trees import each_tensor
 
 from ..messages.arrivals import NONE
 from ..messages.values import Unit, ValueLayout, put_together, take_apart, takes_gradient
@@ -27,7 +28,7 @@ from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part
 from .skips import Came, Output, Parts
-from .stash import Again, ForwardInput, Stash, tensors_in
+from .stash import Again, ForwardInput, Stash
 from .tasks import RunOp, Tools
 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
@@ -66,7 +67,7 @@ class RunForward(RunOp):
         if self.source is None:
             assert batch.inputs is not None
             found = [
-                ForwardInput(unit, tensors_in(value), value, NONE, its)
+                ForwardInput(unit, each_tensor(value), value, NONE, its)
                 for unit, its in zip(self.units, rows, strict=True)
                 for value in (_first_input(unit, batch, batch.inputs),)
             ]
@@ -189,7 +190,7 @@ class RunForward(RunOp):
 
     def _stashed(self, given: ForwardInput, again: Again, tensors: list[Tensor]) -> list[Tensor]:
         """Keep what a stage is computed again from; its outputs, marked as they would be with a graph."""
-        stash = Stash(tensors_in(again.value), [], (), given.buffers, [], None, given.by_skips)
+        stash = Stash(each_tensor(again.value), [], (), given.buffers, [], None, given.by_skips)
         if self._sliced and self.copy.last:
             stash.loss = tensors[0].detach()
         if self.copy.trains or any(t.requires_grad for t in stash.inputs):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
+from counterflow.trees import each_tensor
 
 from ..dtensors import whole
 from ..messages.values import Unit, Value, take_apart
@@ -28,7 +29,6 @@ from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from .meters import SavedBytes
 from .skips import Output, apart
-from .stash import tensors_in
 
 
 class Outputs:
@@ -88,7 +88,7 @@ class Outputs:
                 output = copy.forward(value, batch.step, batch.rows[unit])
                 return self.read(copy, batch, output, unit, again=True)[1]
 
-        check_graph(copy, outputs, [*inputs, *tensors_in(batch.targets)], joints, again=again)
+        check_graph(copy, outputs, [*inputs, *each_tensor(batch.targets)], joints, again=again)
 
     def read(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""

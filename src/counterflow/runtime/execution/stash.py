@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from ..messages.values import Unit, Value
 from ..stages.randomness import SampleRows
@@ -99,11 +98,3 @@ class Waiting(NamedTuple):
 
     split: SplitBackward
     held: list[Kept]
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Each tensor of a value once."""
-    if isinstance(value, Tensor):
-        return [value]
-    found = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return list({id(tensor): tensor for tensor in found}.values())

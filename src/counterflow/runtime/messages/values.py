@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import SkipLink
+from counterflow.trees import tensors_in
 
 from ..torch_private import storage_uses
 from .mappings import PLAIN, flat_with_paths, know
@@ -306,8 +307,7 @@ def number_of(*parts: object) -> int:
 
 def signature(tree: object, *more: Any) -> int:
     """A number that identifies the shapes and dtypes of a mini-batch (a float64 holds it)."""
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return 1 + number_of(*[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves], *more)
+    return 1 + number_of(*[(tuple(leaf.shape), str(leaf.dtype)) for leaf in tensors_in(tree)], *more)
 
 
 def content_digest(tree: object) -> float:
