@@ -16,16 +16,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from .moves import Floats, Ints, Moves, OfStages
 
 _ROUNDING = 1e-9
 """Difference of a measure below which values are equal."""
@@ -76,97 +73,95 @@ class Balance:
         """Move one layer after another, each time by the best move, while one improves."""
         ends = self._ends(cuts)
         while True:
-            judged = self._over(ends) if by_memory else self._seconds(ends, self._of_stages("seconds", ends))
-            worst = int(judged[0].argmax())
-            tried = self._moves(ends, worst)
+            judged = (self._over if by_memory else self._seconds)(Moves(ends))
+            tried = Moves(ends, self._sources(ends, int(judged[0].argmax())))
             best = self._best(tried, by_memory=by_memory)
             if best == 0:
-                return tuple(ends[0, 1:-1].tolist())
-            ends = tried[best : best + 1]
+                return tuple(ends[1:-1].tolist())
+            ends = tried.after(best)
 
-    def _best(self, ends: Ints, *, by_memory: bool) -> int:
-        """The best cuts, the first of equal ones: by bytes too many, then by the end of the slowest worker,
+    def _sources(self, ends: Ints, worker: int) -> tuple[int, ...]:
+        """The stages of a worker from which a layer may move."""
+        return tuple(stage for stage in self._table.held[worker] if ends[stage + 1] - ends[stage] > 1)
+
+    def _best(self, moves: Moves, *, by_memory: bool) -> int:
+        """The best move, the first of equal ones: by bytes too many, then by the end of the slowest worker,
         then by the longest stage, which all micro-batches have to pass, then by the evenness of workers.
         """
-        left = np.arange(len(ends))
+        some = np.arange(len(moves))
         if by_memory:
-            left = _least(np.maximum(self._over(ends).max(axis=1), 0.0))
-        each = self._of_stages("seconds", ends[left])
-        done = self._seconds(ends[left], each)
+            some = _least(np.maximum(self._over(moves).max(axis=1), 0.0))
+        done = self._seconds(moves)
         measures: tuple[Callable[[Ints], Floats], ...] = (
             lambda some: done[some].max(axis=1),
-            lambda some: self._on_slowest(each[some]).max(axis=1),
+            lambda some: moves.most(self._on_slowest)[some],
             lambda some: np.square(done[some]).sum(axis=1),
         )
-        some = np.arange(len(left))
         for measure in measures:
             if len(some) > 1:
                 some = some[_least(measure(some))]
-        return int(left[some[0]])
+        return int(some[0])
 
-    def _on_slowest(self, each: Floats) -> Floats:
+    def _on_slowest(self, begin: Ints, end: Ints) -> Floats:
         """Seconds of stages on the slowest of their holders."""
+        each = self._of("seconds")(begin, end)
         return each * _slowed(self.placement, self.slowness).most if self.slowness else each
 
-    def _over(self, ends: Ints) -> Floats:
-        """Approximate bytes that each worker has too many."""
-        found: Floats = self._bytes(ends) - np.array(self.usable_bytes)
+    def _over(self, moves: Moves) -> Floats:
+        """Approximate bytes that each worker has too many, by move."""
+        found: Floats = self._bytes(moves) - np.array(self.usable_bytes)
         return found
-
-    def _moves(self, ends: Ints, worker: int) -> Ints:
-        """The cuts unchanged, then with a layer moved from each stage of a worker to each other stage; layers
-        between move up by one.
-        """
-        may = [stage for stage in self._table.held[worker] if ends[0, stage + 1] - ends[0, stage] > 1]
-        return ends + _shifts(self.placement.stages, tuple(may))
 
     def _ends(self, cuts: tuple[int, ...]) -> Ints:
-        return np.array([[0, *cuts, len(self.model.layers)]], dtype=np.int64)
+        return np.array([0, *cuts, len(self.model.layers)], dtype=np.int64)
 
     def _excess(self, cuts: tuple[int, ...]) -> float:
-        return max(0.0, float(self._over(self._ends(cuts)).max()))
+        return max(0.0, float(self._over(Moves(self._ends(cuts))).max()))
 
-    def _seconds(self, ends: Ints, each: Floats) -> Floats:
-        """Earliest end of each worker: its first input, all of its work, its last gradient.
-
-        ``each``: the seconds of each stage.
-        """
+    def _seconds(self, moves: Moves) -> Floats:
+        """Earliest end of each worker, by move: its first input, all of its work, its last gradient."""
+        each, table = self._of("seconds"), self._table
         if self.slowness:
             slowed = _slowed(self.placement, self.slowness)
-            found: Floats = each @ (self.passes * slowed.holds + slowed.before)
-            return found
-        return self.passes * self._by_worker(each) + self._sums["seconds"][ends[:, self._table.first]]
+            weights = self.passes * slowed.holds + slowed.before
+            return moves.sums(moves.now(each) @ weights, (each, weights))
+        until = self._sums["seconds"]
+        now = self.passes * (moves.now(each) @ table.holds) + until[moves.ends[table.first]]
+        before: OfStages = lambda begin, _end: until[begin]  # noqa: E731 - its type
+        return moves.sums(now, (each, self.passes * table.holds), (before, table.begins))
 
-    def _bytes(self, ends: Ints) -> Floats:
-        """Approximate memory of each worker."""
-        stages = self.placement.stages
+    def _bytes(self, moves: Moves) -> Floats:
+        """Approximate memory of each worker, by move."""
+        stages, holds = self.placement.stages, self._table.holds
         ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
-        working: Floats | float = 0.0
-        if self.recompute is Recompute.NONE:
-            kept = self._of_stages("saved", ends)
-        elif self.recompute is Recompute.LAYER:
-            kept = self._of_stages("inputs", ends)
-        else:
-            kept = self._sums["each input"][ends[:, :-1]]
-            working = self._of_stages("saved", ends).max(axis=1, keepdims=True)
-        buffers = 2 * float(self._sums["largest input"])
-        found: Floats = self._by_worker(self._of_stages("fixed", ends) + ahead * kept) + working + buffers
+        fixed, kept = self._of("fixed"), self._kept()
+
+        def each(begin: Ints, end: Ints) -> Floats:
+            return fixed(begin, end) + ahead * kept(begin, end)
+
+        found = moves.sums(moves.now(each) @ holds, (each, holds))
+        if self.recompute not in (Recompute.NONE, Recompute.LAYER):  # one at a time is computed again
+            found += moves.most(self._of("saved"))[:, np.newaxis]
+        found += 2 * float(self._sums["largest input"])  # buffers
         return found
 
-    def _of_stages(self, name: str, ends: Ints) -> Floats:
+    def _kept(self) -> OfStages:
+        """Bytes of each stage that wait for a backward."""
+        if self.recompute is Recompute.NONE:
+            return self._of("saved")
+        if self.recompute is Recompute.LAYER:
+            return self._of("inputs")
+        inputs = self._sums["each input"]
+        return lambda begin, _end: inputs[begin]
+
+    def _of(self, name: str) -> OfStages:
         """A number of each layer, summed over each stage."""
-        before = self._sums[name][ends]
-        found: Floats = before[:, 1:] - before[:, :-1]
-        return found
+        sums = self._sums[name]
+        return lambda begin, end: sums[end] - sums[begin]
 
     def _fixed(self, layer: LayerProfile) -> float:
         state = self.model.optimizer_states * layer.trained_bytes
         return layer.weights_bytes + layer.gradient_bytes + state
-
-    def _by_worker(self, stages: Floats) -> Floats:
-        """A number of each stage, summed over each worker."""
-        found: Floats = stages @ self._table.holds
-        return found
 
     @property
     def _may_fit(self) -> bool:
@@ -209,7 +204,7 @@ class Balance:
             each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
             rows[name] = [each[kind] for kind in self.model.layers]
         found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
-        return found | {"each input": inputs, "largest input": inputs[1:].max(initial=0.0)}
+        return found | {"each input": np.append(inputs, 0.0), "largest input": inputs[1:].max(initial=0.0)}
 
 
 def _least(values: Floats) -> Ints:
@@ -219,13 +214,14 @@ def _least(values: Floats) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The stages that a placement's workers hold: the stages of each, its first one, and the number of
-    holders of each stage.
+    """The stages that a placement's workers hold: the stages of each, its first one; ``[stage][worker]``,
+    how often it holds a stage, and 1 for its first one.
     """
 
     held: list[list[int]]
     first: list[int]
     holds: Floats
+    begins: Floats
 
 
 @lru_cache(maxsize=256)
@@ -236,7 +232,10 @@ def _held(placement: Placement) -> _Held:
         for stage, worker in enumerate(stages):
             held[worker].append(stage)
             holds[stage, worker] += 1
-    return _Held(held, [min(stages) for stages in held], holds)
+    first = [min(stages) for stages in held]
+    begins = np.zeros_like(holds)
+    begins[first, np.arange(placement.workers)] = 1.0
+    return _Held(held, first, holds, begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +263,3 @@ def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
             if stage == first[worker]:
                 before[:stage, worker] = slow[list(holders[:stage])]
     return _Slowed(_held(placement).holds * slow, before, most)
-
-
-@lru_cache(maxsize=1024)
-def _shifts(stages: int, may: tuple[int, ...]) -> Ints:
-    """What no move, then a layer's from some stages to each other one, adds to where stages begin, by row."""
-    none = np.zeros((1, stages + 1), dtype=np.int64)
-    return np.concatenate((none, *(_shifts_from(stages, stage) for stage in may)))
-
-
-@lru_cache(maxsize=1024)
-def _shifts_from(stages: int, stage: int) -> Ints:
-    """What a layer's move from a stage to each other one adds to where stages begin, by row."""
-    to, begin = np.delete(np.arange(stages), stage)[:, np.newaxis], np.arange(stages + 1)
-    down = (stage < begin) & (begin <= to)
-    up = (to < begin) & (begin <= stage)
-    return up.astype(np.int64) - down
