@@ -13,7 +13,7 @@ planner and the engine both cut, and neither imports the other.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import SupportsIndex
@@ -28,7 +28,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     Exact: among these cuts those with the smallest sum of the stages' squared costs, and among those the ones
     that cut earliest, so the first stages, which hold the most activations, are the lighter ones.
-    It takes time in proportion to stages · layers · layers of the longest stage.
+    It takes time in proportion to stages · places at which one may begin · layers of the longest stage.
 
     Args:
         costs: each layer's cost in any one unit, finite, 0 or more.
@@ -133,6 +133,20 @@ def _smallest_limit(ends: Sequence[int], stages: int) -> int:
     return low
 
 
+def _reached(ends: Sequence[int], stages: int, limit: int) -> tuple[list[int], list[int]]:
+    """For each number of stages, the latest layer at which the first ones may end, and the earliest at which
+    the last ones may begin; no stage is above ``limit`` or empty.
+    """
+    layers = len(ends) - 1
+    latest, earliest = [0], [layers]
+    for count in range(1, stages + 1):
+        end = bisect_right(ends, ends[latest[-1]] + limit) - 1
+        latest.append(min(end, layers - stages + count))
+        first = bisect_left(ends, ends[earliest[-1]] - limit)
+        earliest.append(max(first, stages - count))
+    return latest, earliest
+
+
 def _squarest(ends: Sequence[int], stages: int, limit: int) -> tuple[int, ...]:
     """The cuts with the smallest sum of squares, no stage above ``limit``; the earliest of equal ones."""
     layers = len(ends) - 1
@@ -142,11 +156,13 @@ def _squarest(ends: Sequence[int], stages: int, limit: int) -> tuple[int, ...]:
         for index, end in enumerate(ends)
     ]
     choices: list[dict[int, int]] = []
+    latest, earliest = _reached(ends, stages, limit)
     for counted in range(2, stages + 1):
         longer: list[int | None] = [None] * (layers + 1)
         choice: dict[int, int] = {}
-        for first in range(stages - counted, layers - counted + 1):
-            for end in range(first + 1, layers - counted + 2):
+        # Between where the stages before may end at the latest, and these may begin at the earliest.
+        for first in range(earliest[counted], latest[stages - counted] + 1):
+            for end in range(max(first + 1, earliest[counted - 1]), layers - counted + 2):
                 cost = ends[end] - ends[first]
                 if cost > limit:
                     break
