@@ -6,6 +6,7 @@ that are the same in every run, however long one takes.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -38,6 +40,9 @@ settings.load_profile("counterflow")
 
 
 _COMPILE = """
+import fcntl, os
+held = open(os.environ["COUNTERFLOW_TESTS_COMPILING"], "w")
+fcntl.flock(held, fcntl.LOCK_EX)
 import counterflow as cf
 from counterflow.schedule.placement import wave
 from counterflow.schedule.workload import plain
@@ -45,15 +50,34 @@ work = plain(wave(workers=4, waves=1), micro_batches=4, split=True)
 cf.synthesize(work, cf.Costs(forward=3), peak=3, moves=300)
 """
 _COMPILING = pytest.StashKey[subprocess.Popen[bytes]]()
+_COMPILED_NOW = "COUNTERFLOW_TESTS_COMPILING"
+"""Variable with the file that is locked while that goes on."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the loops of ``synthesize`` once, before several workers of pytest-xdist each do so."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    """Compile the loops of ``synthesize`` once; workers of pytest-xdist that need them wait for that."""
+    if hasattr(config, "workerinput"):
+        _compile_later(Path(os.environ[_COMPILED_NOW]))
+    elif config.getoption("numprocesses", None):
         silent = subprocess.DEVNULL
+        os.environ[_COMPILED_NOW] = f"{_CACHE.name}/compiling"
         config.stash[_COMPILING] = subprocess.Popen(
             [sys.executable, "-c", _COMPILE], stdin=silent, stdout=silent, stderr=silent
         )
+
+
+def _compile_later(lock: Path) -> None:
+    """Let this process compile, or load what is compiled, only when a file is no longer locked."""
+    dispatcher: Any = import_module("numba.core.dispatcher").Dispatcher
+    compiled = dispatcher.compile
+
+    def wait(*args: Any) -> Any:
+        if lock.exists():
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        return compiled(*args)
+
+    dispatcher.compile = wait
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -156,7 +156,7 @@ FEWER: dict[str, Any] = {"recompute": (Recompute.NONE, Recompute.LAYER), "sync":
     [
         (CLUSTER, 4, Constraints(more_updates=True, stale=True, **FEWER)),
         (replace(CLUSTER, memory_bytes=2500.0), 4, Constraints(more_samples=(3,), stale=True, **FEWER)),
-        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 8, Constraints()),
+        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 4, Constraints()),
         (replace(CLUSTER, between=Link(0.5, 0.5), overlap=False), 4, Constraints(cuts=Cutting.EVEN, **FEWER)),
         (replace(CLUSTER, cores=1), 6, Constraints(depths=(2, 4), samples=(1, 2, 3), **FEWER)),
         (replace(CLUSTER, nodes=1, devices=4), 6, Constraints(sync=(Sync.END,), schemes=("chimera", "1f1b"))),
@@ -220,7 +220,7 @@ def test_tied_and_frozen_weights_are_searched_like_all_others() -> None:
 def test_slices_are_searched_like_all_others() -> None:
     """Brute force finds the same; they win where micro-batches are few, and where memory is short."""
     for memory, constraints in (
-        (4000.0, Constraints(depths=(4,), **FEWER)),
+        (4000.0, Constraints(depths=(4,), recompute=(Recompute.NONE,), sync=FEWER["sync"])),
         (900.0, Constraints(depths=(2, 4), schemes=("1f1b", "zb-v", "chimera"), slices=(1, 3, 8), **FEWER)),
         (4000.0, Constraints(depths=(4,), schemes=("gpipe", "zb-h1", "hanayo"), slices=(2,))),
     ):

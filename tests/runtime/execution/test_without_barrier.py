@@ -106,10 +106,11 @@ def agrees(
     loss: Any = None,
     batches: Any = None,
     transport: str = "strict-local",
+    steps: int = 4,
     **options: Any,
 ) -> list[int]:
     """Train with a barrier and without; by how many steps the later told."""
-    trial = small_trial(schedule, replicas=replicas, steps=4, dtype=torch.float32)
+    trial = small_trial(schedule, replicas=replicas, steps=steps, dtype=torch.float32)
     job = (schedule, layers or trial.layers, loss or trial.loss, batches or trial.batches)
     options = {"optimizer": adam} | options
     (with_barrier, *_), without = (
@@ -132,7 +133,7 @@ def agrees(
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *SPLIT], ids=str)
 def test_every_scheme_gives_the_same_numbers(schedule: Schedule) -> None:
-    assert agrees(schedule) == [1, 1, 1]  # each but the first step tells of the one before
+    assert agrees(schedule, steps=3) == [1, 1]  # each but the first step tells of the one before
 
 
 @pytest.mark.table

@@ -17,6 +17,8 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
 from counterflow.simulation import lower
 
+from ...tables import table
+
 
 def one_forward_one_backward(stages: int, micro_batches: int, slices: int) -> Schedule:
     options = {"stages": stages, "micro_batches": micro_batches}
@@ -69,7 +71,8 @@ def test_every_synchronous_scheme_is_right_with_slices() -> None:
         if not scheme.synchronous:
             continue
         splits = ({}, {"split": True}) if scheme.option("split") else ({},)
-        for (depth, micro_batches), n, split in product(((2, 1), (4, 2), (4, 8)), (2, 3), splits):
+        sizes = list(product(((2, 1), (4, 2), (4, 8)), splits))
+        for ((depth, micro_batches), split), n in table(sizes, (2, 3)):
             options = {scheme.depth: depth, "micro_batches": micro_batches, **split}
             try:
                 whole = scheme.build(**options)
@@ -83,7 +86,7 @@ def test_every_synchronous_scheme_is_right_with_slices() -> None:
             assert np.array_equal(played.start, lowered.start)
             assert max(played.peak_activations) <= max(simulate(whole).peak_activations), str(found)
             checked += 1
-    assert checked > 100
+    assert checked > 50
 
 
 def test_slices_are_asked_for_by_name_with_any_scheme() -> None:
