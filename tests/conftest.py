@@ -40,8 +40,8 @@ settings.load_profile("counterflow")
 
 
 _COMPILE = """
-import fcntl, os
-held = open(os.environ["COUNTERFLOW_TESTS_COMPILING"], "w")
+import fcntl, sys
+held = open(sys.argv[1], "w")
 fcntl.flock(held, fcntl.LOCK_EX)
 import counterflow as cf
 from counterflow.schedule.placement import wave
@@ -60,9 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
         _compile_later(Path(os.environ[_COMPILED_NOW]))
     elif config.getoption("numprocesses", None):
         silent = subprocess.DEVNULL
-        os.environ[_COMPILED_NOW] = f"{_CACHE.name}/compiling"
+        os.environ[_COMPILED_NOW] = lock = f"{_CACHE.name}/compiling"
         config.stash[_COMPILING] = subprocess.Popen(
-            [sys.executable, "-c", _COMPILE], stdin=silent, stdout=silent, stderr=silent
+            [sys.executable, "-c", _COMPILE, lock], stdin=silent, stdout=silent, stderr=silent
         )
 
 

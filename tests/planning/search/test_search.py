@@ -49,7 +49,7 @@ from counterflow.schedule.scheme import MICRO_BATCHES, Option, Scheme
 from counterflow.schedule.schemes import dapple, pipedream
 from counterflow.schedule.workload import plain
 
-from ...tables import examples
+from ...tables import WHOLE, examples
 
 SIZES = (1.0, 2.0, 4.0)
 
@@ -156,7 +156,7 @@ FEWER: dict[str, Any] = {"recompute": (Recompute.NONE, Recompute.LAYER), "sync":
     [
         (CLUSTER, 4, Constraints(more_updates=True, stale=True, **FEWER)),
         (replace(CLUSTER, memory_bytes=2500.0), 4, Constraints(more_samples=(3,), stale=True, **FEWER)),
-        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 4, Constraints()),
+        (replace(CLUSTER, memory_bytes=1150.0, reserve_bytes=0.0), 8 if WHOLE else 4, Constraints()),
         (replace(CLUSTER, between=Link(0.5, 0.5), overlap=False), 4, Constraints(cuts=Cutting.EVEN, **FEWER)),
         (replace(CLUSTER, cores=1), 6, Constraints(depths=(2, 4), samples=(1, 2, 3), **FEWER)),
         (replace(CLUSTER, nodes=1, devices=4), 6, Constraints(sync=(Sync.END,), schemes=("chimera", "1f1b"))),

@@ -17,7 +17,7 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
 from counterflow.simulation import lower
 
-from ...tables import table
+from ...tables import examples, table
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, slices: int) -> Schedule:
@@ -86,7 +86,7 @@ def test_every_synchronous_scheme_is_right_with_slices() -> None:
             assert np.array_equal(played.start, lowered.start)
             assert max(played.peak_activations) <= max(simulate(whole).peak_activations), str(found)
             checked += 1
-    assert checked > 50
+    assert checked > examples(100)
 
 
 def test_slices_are_asked_for_by_name_with_any_scheme() -> None:
