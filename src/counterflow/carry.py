@@ -19,7 +19,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .torch_private import in_backward
-from .trees import tensors_in
+from .trees import versions
 
 NOTHING = object()
 """In place of a state that there is none of."""
@@ -114,7 +114,7 @@ class Carry(nn.Module):
 
     def _leave(self, state: Any) -> None:
         if self._runs:
-            self._left, self._versions = state, _versions(state)
+            self._left, self._versions = state, versions(state)
 
     # -- for the stage
 
@@ -136,7 +136,7 @@ class Carry(nn.Module):
         left, before = self._left, self._versions
         self._given, self._left, self._versions, self._runs = NOTHING, NOTHING, [], False
         self._joins = False
-        if left is not NOTHING and _versions(left) != before:
+        if left is not NOTHING and versions(left) != before:
             raise ConfigError(
                 "a carried state was changed in place after it was left to the next slice; leave a copy"
             )
@@ -157,11 +157,6 @@ class Carry(nn.Module):
         """See ``__getstate__``; ``NOTHING`` is another object in every process."""
         _keep_out_of_compiled_code()
         self.__dict__.update({**state, "_given": NOTHING, "_left": NOTHING})
-
-
-def _versions(tree: object) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [tensor._version for tensor in tensors_in(tree)]  # noqa: SLF001
 
 
 @functools.cache

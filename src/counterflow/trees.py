@@ -30,3 +30,13 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 def each_tensor(tree: Any) -> list[Tensor]:
     """Each tensor in a tree once."""
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place (torch: ``_version``); inference mode does not count that."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def versions(tree: Any) -> list[int]:
+    """How often each tensor in a tree was changed in place."""
+    return [version_of(tensor) for tensor in tensors_in(tree)]

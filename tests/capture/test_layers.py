@@ -12,7 +12,8 @@ from torch.nn import functional
 
 import counterflow as cf
 from counterflow.capture.layer import CapturedLayer
-from counterflow.capture.record import Record, Recorder
+from counterflow.capture.record import Record
+from counterflow.capture.recorder import Recorder
 
 from .kit import Decides, Net, Residuals, Tied
 

@@ -15,9 +15,11 @@ from torch import nn
 from counterflow.errors import ConfigError
 
 from .asked import Example, example_of
-from .record import MARKS, Record, Recorder, Unfollowed
+from .record import Record
+from .recorder import MARKS, Recorder
 from .sizes import Varies, merged, other_sizes, sizes_of
 from .torch_private import has_hooks
+from .unfollowed import Unfollowed
 
 _SHARE = 1 / 12
 """Share of a model's cost from which an atom is opened."""

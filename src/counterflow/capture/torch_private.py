@@ -26,11 +26,6 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
 
 
-def version_of(tensor: Tensor) -> int:
-    """Number of changes of a tensor in place, as torch counts them."""
-    return tensor._version
-
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

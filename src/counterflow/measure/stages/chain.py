@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.samples import cut, moved
@@ -22,6 +20,7 @@ from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.schedule.ir import SkipLink
+from counterflow.trees import tensors_in
 
 from .costs import SkipCost
 
@@ -61,7 +60,7 @@ class Chain:
                 if stage < last:
                     with torch.no_grad():
                         output = run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
-                    takes = any(tensor.requires_grad for tensor in tensors_of(taken[stage]) if stage)
+                    takes = any(tensor.requires_grad for tensor in tensors_in(taken[stage]) if stage)
                     mine = Made.of(output, pipeline.stages[stage], takes=takes)
             told = cast("list[Made | None]", pipeline.transport.gather_objects(mine))
             made += [row for row in told if row is not None][:1]
@@ -173,8 +172,3 @@ def run_of(
             return run(value, pipeline.steps, rows)
 
     return apart
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -31,9 +31,10 @@ from counterflow.runtime.stages.randomness import SampleRows
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.split_backward import SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
+from counterflow.trees import tensors_in
 
 from ..sequences import Growth, at_lengths
-from .chain import Chain, run_of, tensors_of
+from .chain import Chain, run_of
 from .costs import StageCost, median_of
 from .workspace import measure_workspace
 
@@ -87,14 +88,14 @@ def _measured(
     repeats: int,
 ) -> StageCost:
     value, target = whole.taken[copy.stage], whole.target if copy.last else None
-    given = tensors_of(value)
+    given = list(tensors_in(value))
     sliced = pipeline.schedule.workload.slices > 1
     parameters = copy.parameters()
     constant = [*parameters, *(b for layer in copy.with_weights for b in layer.module.buffers())]
     if copy.stage == 0:
         constant += given  # the mini-batch belongs to the user
     if target is not None:
-        constant += tensors_of(target)
+        constant += tensors_in(target)
 
     def loss(output: Any, target: Any = target) -> list[Tensor]:
         if target is not None:
@@ -200,7 +201,7 @@ def _state_bytes(
     for chain in chains:
         with torch.no_grad():
             output = run_of(pipeline, copy, rows._replace(slices=2))(chain.taken[copy.stage])
-        left = tensors_of([output.skips[number] for number in copy.skips.carries])
+        left = list(tensors_in([output.skips[number] for number in copy.skips.carries]))
         found.append(sum({id(tensor): tensor.nbytes for tensor in left}.values()))
     if len(found) == 1:
         return found[0], 0.0
@@ -247,7 +248,7 @@ class _ByLayer(Feature):
         self.inputs = SavedBytes(constant)
 
     def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
-        given = tensors_of(value)
+        given = list(tensors_in(value))
         for tensor in given:
             self.inputs.hold(tensor, [])
         box: list[Any] = []
@@ -255,7 +256,7 @@ class _ByLayer(Feature):
         def outputs() -> list[Tensor]:
             with added_losses() as added:
                 box.append(run(InputGuard().given(value), step, rows))
-            return [*tensors_of(box[0]), *added.values()]
+            return [*tensors_in(box[0]), *added.values()]
 
         self.beyond.append(_saved([*self._constant, *given], outputs))
         return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), box[0])

@@ -16,11 +16,11 @@ from torch.autograd.graph import GradientEdge
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
+from counterflow.trees import versions
 
 from ..dtensors import settled
 from ..messages.arrivals import NONE
 from ..mini_batch.batch import Batch
-from ..stages.randomness import versions
 from ..stages.recomputation import Hold, copied, mapped, refuse_other
 from ..stages.replays import LayerReplays
 from ..stages.split_backward import SplitBackward, accumulate

@@ -15,13 +15,12 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
-from counterflow.trees import each_tensor
+from counterflow.trees import each_tensor, versions
 
 from ..messages.arrivals import NONE
 from ..messages.values import Unit, ValueLayout, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
-from ..stages.randomness import versions
 from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
 from .in_flight import NOTHING

@@ -18,12 +18,13 @@ from torch import nn
 
 from counterflow.added_loss import added_losses, forgets_added
 from counterflow.errors import ConfigError
+from counterflow.trees import versions
 
 from ..messages.values import Value
 from ..torch_private import backend_of, buffers_of, call_of
 from .features import Block, Feature, Run, Runs, called
 from .named_layer import NamedLayer, place_of
-from .randomness import RandomStreams, SampleRows, versions
+from .randomness import RandomStreams, SampleRows
 from .recomputation import Buffers, copied, mapped
 
 _DROPOUTS = (

@@ -11,11 +11,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from counterflow.errors import ConfigError
+from counterflow.trees import versions
 
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
 from .graph_split import variable
-from .randomness import versions
 from .split_backward import Joints
 
 if TYPE_CHECKING:

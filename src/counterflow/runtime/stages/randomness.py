@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterflow.trees import tensors_in
-
 from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
@@ -208,8 +206,3 @@ class RandomStreams(Feature):
             for generator in self.generators:
                 generator.manual_seed(key)
             yield
-
-
-def versions(tree: object) -> list[int]:
-    """How often each tensor was changed in place; those of inference mode do not count it."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(tree)]  # noqa: SLF001

@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
 from counterflow.torch_private import never_compiled
-from counterflow.trees import tensors_in
+from counterflow.trees import tensors_in, versions
 
 from ..dtensors import is_dtensor
 from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .counters import summed
 from .features import Feature, Run
-from .randomness import SampleRows, versions
+from .randomness import SampleRows
 
 Contents = tuple[Tensor | None, ...]
 """Contents of buffers at one time."""
@@ -99,11 +99,6 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     if not tensor.is_leaf:
         return tensor
     return same_memory(tensor)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value."""
-    return list(tensors_in(value))
 
 
 class First:
@@ -381,7 +376,7 @@ class Replay:
                 "and torch's random numbers only"
             )
         if self.first is not None:
-            refuse_other(tensors_of(output), self.first, self.place)
+            refuse_other(list(tensors_in(output)), self.first, self.place)
             self.first = None
         self.found = dict(enumerate(found))
         self._ran = True

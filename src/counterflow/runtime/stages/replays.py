@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.trees import tensors_in, versions
+
 from ..messages.values import Value
 from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
-from .randomness import SampleRows, versions
-from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors, tensors_of
+from .randomness import SampleRows
+from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors
 
 
 class LayerReplays(Feature):
@@ -81,7 +83,7 @@ class LayerReplays(Feature):
         replay.keep(guard.kept(same), changes=guard.changes is not False, hold=hold)
         with replay.watch():
             value = run(value, step, rows)
-        replay.first = first_runs.of(tensors_of(value), step)
+        replay.first = first_runs.of(list(tensors_in(value)), step)
         return value
 
 

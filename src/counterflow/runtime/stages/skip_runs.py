@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from counterflow.carry import NOTHING, Carry
 from counterflow.errors import ConfigError
+from counterflow.trees import versions
 
 from ..messages.values import Value
 from .carrying import carries_in, carrying
 from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
-from .randomness import SampleRows, versions
+from .randomness import SampleRows
 from .skip_links import LayerSkips, StageSkips, skips_in
 from .skips import Carried, Skip
 

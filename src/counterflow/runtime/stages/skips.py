@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from counterflow.carry import NOTHING
 from counterflow.errors import ConfigError
 from counterflow.torch_private import in_backward
-
-from .randomness import versions
+from counterflow.trees import versions
 
 
 class Skip:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from counterflow.errors import ConfigError
+from counterflow.trees import versions
 
 from ..graphs import pointers
 from ..messages.values import Value
@@ -33,7 +34,7 @@ from .features import Feature, Run
 from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
 from .hooks_once import Half, HooksOnce
 from .named_layer import NamedLayer
-from .randomness import SampleRows, versions
+from .randomness import SampleRows
 from .recomputation import Packed, Replay, mapped, same_tensors
 
 NODES_A_PIECE = 24

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from counterflow.trees import version_of
+
 from . import streams
 from .device import current, refuse_elsewhere
 from .fabric import RECEIVE, SEND, AbortedError, Launch, NcclRuleError, Part
@@ -172,7 +174,7 @@ class StrictGroup(ProcessGroup):
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")  # the message of ProcessGroupNCCL
         size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-        data = (tensor, _version(tensor))
+        data = (tensor, version_of(tensor))
         return Part(kind, self.endpoint.rank, communicator, size, peer, data=data)
 
     def _make(self, name: str, members: Sequence[int]) -> None:
@@ -252,6 +254,6 @@ def move(parts: Sequence[Part]) -> None:
 
 def _read(part: Part) -> Tensor:
     tensor, version = part.data[:2]
-    if part.kind == SEND and _version(tensor) != version:
+    if part.kind == SEND and version_of(tensor) != version:
         raise NcclRuleError(f"a tensor was changed in place while it was sent: {part}")
     return cast("Tensor", tensor.detach())

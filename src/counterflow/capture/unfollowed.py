@@ -1,0 +1,49 @@
+"""Why a model's forward cannot be traced, and where."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
+    """A forward that cannot be traced.
+
+    Args:
+        path: path of the opened module; empty: the model itself.
+        why: what it does, in words that continue "the forward ...".
+        line: line of the user's code; empty: unknown.
+    """
+
+    def __init__(self, path: str, why: str, line: str = "") -> None:
+        super().__init__(f"{path or 'the model'}: {why} ({line})")
+        self.path, self.why, self.line = path, why, line
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+_DECIDES = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "DynamicOutputShapeException")
+
+
+def failed(path: str, error: Exception) -> Unfollowed:
+    """What an error in an opened module, or in one that it calls, says of its forward."""
+    line = line_of(traceback.extract_tb(error.__traceback__))
+    if type(error).__name__ in _DECIDES:
+        return Unfollowed(path, "decides by a tensor's values", line)
+    return Unfollowed(path, f"fails on tensors without values ({_first_line(error)})", line)
+
+
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last line of the user's code in a traceback, as ``file:12: text``; empty: there is none."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_NOT_USERS, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
