@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
@@ -49,12 +49,32 @@ def test_what_cannot_fit_is_left_as_looking_for_cuts_would_leave_it(
     assert Balance(*given_).fitting(cuts) == Thorough(*given_).fitting(cuts)
 
 
-def test_all_workers_together_decide_what_may_fit() -> None:
-    """Two layers of weights 10, with gradients and states 30, and 40 of one stash, on two workers: 140."""
-    model = Model("m", ("wide", "wide"), optimizer_states=1.0)
-    for usable, fits in ((69.0, False), (71.0, True)):
-        balance = Balance(model, PROFILE, linear(2), 3, 1, Recompute.NONE, usable)
-        assert balance._may_fit is fits
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("placement", [linear(4), bidirectional(4), wave(2, 2)], ids=str)
+def test_cuts_that_fit_are_looked_for(placement: Placement, recompute: Recompute) -> None:
+    """In the least memory that any cuts need, they may fit; what is needed grows with the stashes."""
+    layers = range(1, len(MODEL.layers))
+    for passes in (1, 2, 5):
+        given_ = MODEL, PROFILE, placement, passes, 1, recompute
+        least = min(
+            Balance(*given_, 0.0)._excess(cuts) for cuts in combinations(layers, placement.stages - 1)
+        )
+        assert Balance(*given_, least)._may_fit
+        assert not Balance(*given_, least / 2)._may_fit
+
+
+def test_what_may_fit_by_hand() -> None:
+    """A layer's weights, gradients and states are 30, its stash is 40; buffers are 8."""
+    two, three = (Model("m", ("wide",) * n, optimizer_states=1.0) for n in (2, 3))
+    for model, usable, fits in (
+        # The first stage has two stashes: 30 + 2 · 40 + 8.
+        (two, 117.0, False),
+        (two, 118.0, True),
+        # A layer takes 110 bytes of the first worker, or 70 of the second one: 3 / (1 / 110 + 1 / 70) + 8.
+        (three, 136.0, False),
+        (three, 137.0, True),
+    ):
+        assert Balance(model, PROFILE, linear(2), 3, 1, Recompute.NONE, usable)._may_fit is fits
 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(8, 1), (1, 8)])

@@ -69,6 +69,8 @@ class Moves:
         """
         found = np.empty((len(self), len(now)))
         found[0] = now
+        if not self.sources:
+            return found
         later, earlier = (self._terms(terms, later=later) for later in (True, False))
         # Between are the stages up to the one before the higher end, without those up to the lower end.
         source, between, target = later
@@ -84,10 +86,12 @@ class Moves:
 
     def most(self, of: OfStages) -> Floats:
         """Maximum over stages of a number of each, by move."""
-        now = self.now(of)
+        now, found = self.now(of), np.empty(len(self))
+        if not self.sources:
+            found[0] = now.max()
+            return found
         before = np.concatenate(([-math.inf], np.maximum.accumulate(now)[:-1]))
         behind = np.concatenate((np.maximum.accumulate(now[::-1])[::-1][1:], [-math.inf]))
-        found = np.empty(len(self))
         found[0] = now.max()
         source_up, between_up, target_up = self._changed(of, later=False)
         source, between, target = self._changed(of, later=True)

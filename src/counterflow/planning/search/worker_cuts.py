@@ -10,6 +10,7 @@ the same cuts. The measure is an estimate; the duration and memory of an order a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -91,6 +92,8 @@ class Balance:
         some = np.arange(len(moves))
         if by_memory:
             some = _least(np.maximum(self._over(moves).max(axis=1), 0.0))
+            if len(some) == 1:
+                return int(some[0])
         done = self._seconds(moves)
         measures: tuple[Callable[[Ints], Floats], ...] = (
             lambda some: done[some].max(axis=1),
@@ -132,8 +135,7 @@ class Balance:
 
     def _bytes(self, moves: Moves) -> Floats:
         """Approximate memory of each worker, by move."""
-        stages, holds = self.placement.stages, self._table.holds
-        ahead = np.minimum(self.passes, stages - np.arange(stages))  # from a forward to its backward
+        ahead, holds = self._ahead, self._table.holds
         fixed, kept = self._of("fixed"), self._kept()
 
         def each(begin: Ints, end: Ints) -> Floats:
@@ -142,7 +144,7 @@ class Balance:
         found = moves.sums(moves.now(each) @ holds, (each, holds))
         if self.recompute not in (Recompute.NONE, Recompute.LAYER):  # one at a time is computed again
             found += moves.most(self._of("saved"))[:, np.newaxis]
-        found += 2 * float(self._sums["largest input"])  # buffers
+        found += self._buffers
         return found
 
     def _kept(self) -> OfStages:
@@ -165,19 +167,43 @@ class Balance:
 
     @property
     def _may_fit(self) -> bool:
-        """Whether any cuts may fit: all workers together need at least one stash of each stage they hold."""
-        sums, copies = self._sums, self.placement.pipes
-        kept = 0.0
-        if self.recompute is Recompute.NONE:
-            kept = sums["saved"][-1]
-        elif self.recompute is Recompute.LAYER:
-            kept = sums["inputs"][-1]
-        least = copies * (sums["fixed"][-1] + kept)
-        if isinstance(self.usable_bytes, tuple):
-            usable = sum(self.usable_bytes)
+        """Whether any cuts may fit, by two bounds of what ``_bytes`` finds.
+
+        Each worker holds at least one layer in each of its stages. And of all workers, weighted by any
+        numbers, the sum is at most the weighted sum of their memories; each layer is at least in the stage
+        where it weighs least. The weights are those with which stages of average layers weigh the same.
+        """
+        stages, layers, holds = self.placement.stages, len(self.model.layers), self._table.holds
+        ahead, usable = self._ahead, np.array(self.usable_bytes) * (1 + _ROUNDING)
+        fixed = np.diff(self._sums["fixed"])
+        kept, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
+        extra = self._buffers
+        if self.recompute in (Recompute.NONE, Recompute.LAYER):
+            kept = np.diff(self._sums["saved" if self.recompute is Recompute.NONE else "inputs"])
         else:
-            usable = self.placement.workers * self.usable_bytes
-        return bool(least <= usable * (1 + _ROUNDING))
+            once = ahead * self._sums["each input"][:layers].min()
+            extra += float(self._sums["saved"][-1]) / stages  # the largest stage is at least the average
+        each = fixed + ahead[:, np.newaxis] * kept
+        first = np.arange(layers) - np.arange(stages)[:, np.newaxis]  # other stages have a layer each
+        each[(first < 0) | (first > layers - stages)] = math.inf
+        if ((each.min(axis=1) + once) @ holds + extra > usable).any():
+            return False
+        weights = 1 / ((fixed.mean() + ahead * kept.mean()) @ holds + 1)
+        of_stages = holds @ weights
+        least = (of_stages[:, np.newaxis] * each).min(axis=0).sum() + of_stages @ once + weights.sum() * extra
+        return bool(least <= (weights * usable).sum())
+
+    @property
+    def _ahead(self) -> Ints:
+        """Maximum micro-batches of each stage from a forward to its backward."""
+        stages = self.placement.stages
+        found: Ints = np.minimum(self.passes, stages - np.arange(stages))
+        return found
+
+    @property
+    def _buffers(self) -> float:
+        """Bytes of the buffers of a worker's messages."""
+        return 2 * float(self._sums["largest input"])
 
     @cached_property
     def _table(self) -> _Held:
