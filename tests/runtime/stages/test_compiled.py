@@ -37,7 +37,7 @@ def train(schedule: Schedule, recompute: str, dropout: float, how: str | bool) -
     torch._dynamo.reset()  # or what is compiled already runs
 
     torch.manual_seed(0)
-    layers = [Block(dropout) for _ in range(4)]
+    layers = [Block(dropout) for _ in range(schedule.stages)]
 
     def job() -> list[object]:
         generator = torch.Generator().manual_seed(1)

@@ -135,7 +135,6 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def test_gradients_and_weights_are_those_of_one_process() -> None:
     torch.manual_seed(0)
-    layers = [Block() for _ in range(8)]
     for schedule, replicas, recompute, backend in (
         (cf.schemes.dapple(2, 2), 1, "none", "aot_eager"),
         (cf.schemes.dapple(2, 2), 2, "stage", "eager"),
@@ -144,6 +143,7 @@ def test_gradients_and_weights_are_those_of_one_process() -> None:
         (cf.schemes.chimera(2, 4, concat="forward-doubling"), 1, "stage", "eager"),
         (cf.schemes.zb_h1(2, 2), 1, "none", "eager"),
     ):
+        layers = [Block() for _ in range(2 * schedule.stages)]
         generator = torch.Generator().manual_seed(replicas)
         batches = [[batch(generator) for _ in range(replicas)] for _ in range(2)]
         found = verify(
