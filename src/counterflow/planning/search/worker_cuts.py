@@ -144,7 +144,7 @@ class Balance:
         found = moves.sums(moves.now(each) @ holds, (each, holds))
         if self.recompute not in (Recompute.NONE, Recompute.LAYER):  # one at a time is computed again
             found += moves.most(self._of("saved"))[:, np.newaxis]
-        found += self._buffers
+        found += self._buffer_bytes
         return found
 
     def _kept(self) -> OfStages:
@@ -177,7 +177,7 @@ class Balance:
         ahead, usable = self._ahead, np.array(self.usable_bytes) * (1 + _ROUNDING)
         fixed = np.diff(self._sums["fixed"])
         kept, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
-        extra = self._buffers
+        extra = self._buffer_bytes
         if self.recompute in (Recompute.NONE, Recompute.LAYER):
             kept = np.diff(self._sums["saved" if self.recompute is Recompute.NONE else "inputs"])
         else:
@@ -201,7 +201,7 @@ class Balance:
         return found
 
     @property
-    def _buffers(self) -> float:
+    def _buffer_bytes(self) -> float:
         """Bytes of the buffers of a worker's messages."""
         return 2 * float(self._sums["largest input"])
 
