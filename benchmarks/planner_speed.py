@@ -1,8 +1,9 @@
 """How many candidates a second the planner's search decides, and what its process takes, in processor time.
 
-Every run is a process of its own, so that what a search loads (numba) is counted. With ``--against SRC``
-another tree's ``src`` takes turns with this one, so that both meet the same machine. Medians of user and
-system time; the wall clock says little on a machine that is busy.
+Every run is a process of its own, so that what a search loads (numba) is counted; modules have been compiled
+to bytecode by a first run that is not counted, as in every installation. With ``--against SRC`` another
+tree's ``src`` takes turns with this one, so that both meet the same machine. Medians of user and system time;
+the wall clock says little on a machine that is busy.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ print(sum(row.candidates for row in found.rejections), took, now())
 
 def taken(source: Path, example: str) -> tuple[int, float, float]:
     """Candidates, and processor seconds of the search and of its process."""
+    keeps_bytecode = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.run(
         [sys.executable, "-c", SEARCH, example],
-        env=os.environ | {"PYTHONPATH": str(source)},
+        env=keeps_bytecode | {"PYTHONPATH": str(source)},
         check=True,
         capture_output=True,
         text=True,
@@ -53,6 +55,8 @@ def main() -> None:
     trees = {"this tree": HERE} | ({"the other": args.against} if args.against else {})
     print(shown(machine()))
     runs: dict[str, list[tuple[int, float, float]]] = {name: [] for name in trees}
+    for source in trees.values():
+        taken(source, args.example)
     for _ in range(args.runs):
         for name, source in trees.items():
             runs[name].append(taken(source, args.example))

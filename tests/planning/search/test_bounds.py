@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from counterflow.planning import LayerProfile, Model, Profile
 from counterflow.planning.cost.device_placement import Network
 from counterflow.planning.cost.sharded_state import ShardedState
 from counterflow.planning.cost.stage_memory import StageMemory
 from counterflow.planning.cost.stages import StageCosts, StageTie
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
 from counterflow.planning.search.bounds import Common, _Stashes, _State, common
-from counterflow.planning.search.least_times import PipeTimes, Times, least_times, least_work
+from counterflow.planning.search.least_times import PipeTimes, Times, least_times
 from counterflow.planning.search.paths import Hops, Paths
 from counterflow.planning.search.shape import Shape
 from counterflow.planning.search.ways import Workers, _ready, _summed
@@ -407,24 +406,6 @@ def test_slower_workers_take_longer() -> None:
     slowed = times.on(((1, 0),), (10.0, 100.0))
     assert [rows.tolist() for rows in slowed] == [[[100, 20]], [[300, 60]], [[500, 70]], [[200, 40]]]
     assert [rows.tolist() for rows in times.on(((1, 0),), ())] == [[list(rows)] for rows in columns(times)]
-
-
-def test_the_work_of_all_layers_is_without_the_overhead_of_ops() -> None:
-    layer = LayerProfile((1.0, 2.0), (1.0, 2.0), (3.0, 6.0), (0.0, 0.0), 0.0, 0.0)
-    dear = LayerProfile((1.0, 2.0), (10.0, 20.0), (30.0, 60.0), (0.0, 0.0), 0.0, 0.0)
-    profile = Profile("p", "", "", {"block": layer, "head": dear}, op_overhead_seconds=7.0)
-    model = Model("m", ("block", "block", "head"))
-    assert least_work(straight(2, 4), model, profile, 1, Recompute.NONE) == pytest.approx(4 + 4 + 40)
-    assert least_work(straight(2, 4), model, profile, 2, Recompute.LAYER) == pytest.approx(10 + 10 + 100)
-
-
-def test_each_layer_is_in_its_quickest_way() -> None:
-    """One layer is quicker by twos, the other one by one: no stage of both is as quick as both alone."""
-    by_twos = LayerProfile((1.0, 2.0), (10.0, 18.0), (20.0, 40.0), (0.0, 0.0), 0.0, 0.0)
-    by_one = LayerProfile((1.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 0.0), 0.0, 0.0)
-    profile = Profile("p", "", "", {"block": by_twos, "head": by_one})
-    shape, model = straight(2, 4, together=(2,)), Model("m", ("block", "head"))
-    assert least_work(shape, model, profile, 1, Recompute.STAGE) == pytest.approx((9 + 30) + (1 + 3))
 
 
 def test_what_follows_the_ops_follows_them_in_any_memory() -> None:

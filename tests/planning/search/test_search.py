@@ -30,10 +30,11 @@ from counterflow.planning import (
 from counterflow.planning.cost.device_placement import network
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.play import Play
+from counterflow.planning.search.any_cuts import AnyCuts
 from counterflow.planning.search.bounds import common
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.search.least_times import least_work
 from counterflow.planning.search.node_orders import node_orders
+from counterflow.planning.search.paths import Hops
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.shared_bounds import SharedBounds
@@ -312,10 +313,9 @@ def test_no_candidate_beats_its_bound(drawn: tuple[tuple[Cluster, Configuration]
         sharded=play.sharded,
     ).bounds(shape.most_stashed, configuration.zero_stage, shape.most_in_flight)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
-    work = least_work(shape, MODEL, profile, configuration.samples, configuration.recompute)
-    speeds = [1 / slow for slow in links.slowness] or [1.0] * shape.placement.workers
-    each = work * sum(shape.passes) / sum(speeds)
-    assert each <= bound.seconds_in_any_memory * (1 + 1e-9)
+    any_cuts = AnyCuts.of(shape, MODEL, profile, configuration.samples, configuration.recompute)
+    least = any_cuts.seconds(shape, Hops.of(shape.placement, links), links)
+    assert least <= bound.seconds_in_any_memory * (1 + 1e-9)
     assert least_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
     assert bound.too_many_bytes <= 0 or not play.fits
@@ -520,9 +520,10 @@ def test_no_split_candidate_beats_its_bound(
             )
             shared = common(group.shape, play.stages, play.network, cluster, recompute)
             bound = shared.bounds(group.shape.most_stashed, 0, group.shape.most_in_flight)
-            work = least_work(group.shape, MODEL, predictor.profile, samples, recompute)
-            each = work * sum(group.shape.passes) / depth
-            assert 0 < each <= bound.seconds_in_any_memory * (1 + 1e-9)
+            any_cuts = AnyCuts.of(group.shape, MODEL, predictor.profile, samples, recompute)
+            hops = Hops.of(group.shape.placement, play.network)
+            least = any_cuts.seconds(group.shape, hops, play.network)
+            assert 0 < least <= bound.seconds_in_any_memory * (1 + 1e-9)
             assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
             assert bound.seconds <= play.seconds * (1 + 1e-9) or not play.fits
             assert bound.least_bytes <= max(worker.total for worker in play.memory)

@@ -75,7 +75,7 @@ class Rejections:
         scheme: name of the scheme.
         candidates: all of them.
         too_large: candidates that do not fit, unless they were known to be slower before.
-        slower: candidates whose work, bound or sketch exceeds the best found, so they were never simulated.
+        slower: candidates whose bound or sketch exceeds the best found, so they were never simulated.
         simulated: candidates that were simulated, in each sync mode.
         closest: the one of those that do not fit that needs the least memory; None if all fit.
     """

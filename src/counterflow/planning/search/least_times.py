@@ -6,7 +6,7 @@ Invariant: no schedule of the shape runs a micro-batch through a stage in less t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
 
-from ..cost.stages import StageCosts, doubled_forward, halved_forward, stage_costs
-from ..inputs.model import Model
-from ..inputs.profile import Profile
+from ..cost.stages import StageCosts, doubled_forward, halved_forward
 from .shape import Shape
 
 Floats = NDArray[np.float64]
@@ -127,15 +125,3 @@ def _of_slices(shape: Shape, stages: StageCosts, *, recomputed: bool) -> tuple[l
         forward.append(min(seconds[kind] for kind in kinds if kind.whole))
         backward.append(min(seconds[kind] for kind in kinds if not kind.whole))
     return forward, backward
-
-
-def least_work(shape: Shape, model: Model, profile: Profile, samples: int, recompute: Recompute) -> float:
-    """Seconds of a micro-batch's forwards and backwards on all stages, for any cuts of the layers.
-
-    A stage's ops take the time of its layers and the overhead of an op, so they take at least the time of
-    each layer in the fastest way, without overhead. Workers together run this for each micro-batch that
-    passes a pipe.
-    """
-    bare = replace(profile, op_overhead_seconds=0.0)
-    each_layer = stage_costs(model, bare, range(1, len(model.layers)), samples)
-    return sum(least_times(shape, each_layer, recompute).both)

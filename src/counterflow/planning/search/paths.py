@@ -77,6 +77,8 @@ class Hops:
         down: the same of an input gradient.
         down_per_byte: the same of an input gradient.
         like: for each pipe, the first one that differs from it in nothing but which workers it is on.
+        ways: of each pipe, the slowness of its fastest worker, and the seconds of all its hops up and down,
+            without bytes, by a byte up, and by a byte down.
     """
 
     up: Floats
@@ -84,6 +86,7 @@ class Hops:
     down: Floats
     down_per_byte: Floats
     like: tuple[int, ...]
+    ways: tuple[tuple[float, float, float, float], ...]
 
     @classmethod
     def of(cls, placement: Placement, network: Network) -> Hops:
@@ -101,7 +104,10 @@ class Hops:
             simple = len({*workers}) == len(workers) and not network.slowness
             key = tuple(table[pipe].tobytes() for table in tables) if simple else workers
             like.append(first.setdefault(key, pipe))
-        return cls(up, up_per_byte, down, down_per_byte, tuple(like))
+        slow = np.array(network.slowness)[holders].min(axis=1) if network.slowness else np.ones(len(holders))
+        sums = (slow, (up + down).sum(axis=1), up_per_byte.sum(axis=1), down_per_byte.sum(axis=1))
+        ways = tuple(zip(*(each.tolist() for each in sums), strict=True))
+        return cls(up, up_per_byte, down, down_per_byte, tuple(like), ways)
 
 
 @dataclass(frozen=True, slots=True)

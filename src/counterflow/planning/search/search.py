@@ -2,9 +2,9 @@
 best.
 
 It is exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are
-ordered by their place in the space. A candidate is pruned by its work (``least_times.py``) or, once its
-layers are cut, by a bound (``bounds.py`` proves each); one refused for memory is reported with its bytes. A
-schedule is built once for all candidates of its group.
+ordered by their place in the space. A candidate is pruned by a bound that holds for any cuts
+(``any_cuts.py``) or, once its layers are cut, by one for these (``bounds.py`` proves each); one refused for
+memory is reported with its bytes. A schedule is built once for all candidates of its group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..prediction import Configuration
 from .bounds import Bounds
 from .constraints import Constraints
 from .found import Found, Plan, Rejections, TooLarge, nothing_fits
-from .least_times import least_work, of_times
+from .least_times import of_times
 from .node_orders import Runs, node_orders
 from .shape import Shape
 from .shared_bounds import SharedBounds
@@ -64,8 +64,8 @@ class _Candidate:
     nodes: Runs
     links: Network
     updates: float
-    work: float
-    """Seconds of a step's work, divided evenly: no bound is lower."""
+    in_any_cuts: float
+    """Minimum seconds of a step, however its layers are cut: no bound is lower."""
     zero_stage: int = 0
     bound: Bounds = field(init=False)
 
@@ -215,7 +215,6 @@ class _Search:
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Runs, Network]]] = {}
         self.orders = node_orders(predictor.cluster)
         self.bounds = SharedBounds(predictor, constraints.cuts)
-        self.works: dict[tuple[object, ...], float] = {}
 
     def run(self, groups: list[Group]) -> None:
         waiting = self._by_work(groups)
@@ -228,7 +227,7 @@ class _Search:
                 self.refused += self._decide(members)
                 self.decided += len(members)
             else:
-                left = [one for one in members if self.best.needs(scheme, one.work)]
+                left = [one for one in members if self.best.needs(scheme, one.in_any_cuts)]
                 self.tallies[scheme].slower += len(members) - len(left)
                 self.decided += len(members) - len(left)
                 for one in left:
@@ -247,7 +246,7 @@ class _Search:
         place = self.total
         for number, group in enumerate(groups):
             members = list(self._members(group, place))
-            waiting.append((min(one.work for one in members), place, False, members))
+            waiting.append((min(one.in_any_cuts for one in members), place, False, members))
             place += len(members)
             self.tallies.setdefault(group.scheme, Rejections(group.scheme)).candidates += len(members)
             if number % 100 == 0:
@@ -259,25 +258,13 @@ class _Search:
     def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
         shape = group.shape
         updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
-        each = updates * sum(shape.passes) / group.depth
-        work = [(recompute, each * self._work(group, recompute)) for recompute in self.constraints.recompute]
         for arrangement, nodes, links in self._networks(shape, group.replicas):
-            # Divided among workers that differ, work is proportional to their speed.
-            slow = group.depth / sum(1 / each for each in links.slowness) if links.slowness else 1.0
-            for recompute, seconds in work:
+            where = arrangement, nodes
+            for recompute in self.constraints.recompute:
+                seconds = updates * self.bounds.in_any_cuts(group, recompute, where, links)
                 for zero_stage in group.zero_stages:
-                    where = arrangement, nodes, links
-                    yield _Candidate(group, place, recompute, *where, updates, seconds * slow, zero_stage)
+                    yield _Candidate(group, place, recompute, *where, links, updates, seconds, zero_stage)
                     place += 1
-
-    def _work(self, group: Group, recompute: Recompute) -> float:
-        shape = group.shape
-        again = recompute is not Recompute.NONE
-        key = group.samples, again, max(shape.together) > 1, shape.parts, shape.split
-        if key not in self.works:
-            predictor = self.predictor
-            self.works[key] = least_work(shape, predictor.model, predictor.profile, group.samples, recompute)
-        return self.works[key]
 
     def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
         """The arrangements and orders of nodes that differ in the costs of workers, messages and sums."""

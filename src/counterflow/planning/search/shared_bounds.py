@@ -8,6 +8,7 @@ from counterflow.schedule.modes import Recompute
 
 from ..cost.device_placement import Arrangement, Network
 from ..cost.stages import Cuts, StageCosts
+from .any_cuts import AnyCuts
 from .bounds import Bounds, Common, common
 from .least_times import of_times
 from .node_orders import Runs
@@ -35,6 +36,20 @@ class SharedBounds:
         self._common: dict[_Key, Common] = {}
         self._ways: dict[_Key, Ways] = {}
         self._hops: dict[_Key, Hops] = {}
+        self._any_cuts: dict[_Key, AnyCuts] = {}
+
+    def in_any_cuts(
+        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+    ) -> float:
+        """Minimum seconds of an update of candidates, in any memory, however their layers are cut."""
+        shape, predictor = group.shape, self._predictor
+        again = recompute is not Recompute.NONE
+        key = group.samples, again, max(shape.together) > 1, shape.parts, shape.split, shape.lengths
+        if key not in self._any_cuts:
+            given = predictor.model, predictor.profile, group.samples, recompute
+            self._any_cuts[key] = AnyCuts.of(shape, *given)
+        hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
+        return self._any_cuts[key].seconds(shape, hops, links, barrier=predictor.model.barrier)
 
     def of(
         self,

@@ -30,8 +30,8 @@ class Ways:
         least: minimum seconds of an update, without promises about the order.
         after: seconds of the sum that follows the last op in any order.
         workers: data for promises; none if no promise helps.
-        trips: for each pipe, its micro-batches and the minimum seconds of one from stage 0 to the last and
-            back.
+        trips: for each pipe with micro-batches, their number and the minimum seconds of one from stage 0 to
+            the last and back.
         together: maximum micro-batches that go through a pipe together.
         stay: minimum seconds that a stash exists, ``[pipe][stage]``.
     """
@@ -48,12 +48,12 @@ class Ways:
         pipe has more than ``most_in_flight`` in flight; None: unknown.
 
         (2c) When the k-th forward of stage 0 after k first ones starts, one of these has returned; so each k
-        of a pipe follow the k before by at least a way to the last stage and back.
+        of a pipe follow the k before by at least a way to the last stage and back. Without a promise all may
+        be in flight at once.
         """
         found = self.least
-        if most_in_flight is not None:
-            for count, seconds in self.trips:
-                found = max(found, -(-count // most_in_flight) * seconds + self.after)
+        for count, seconds in self.trips:
+            found = max(found, -(-count // (most_in_flight or count)) * seconds + self.after)
         if most_stashed is not None and len(self.workers.which):
             promised = self.workers.promised(most_stashed, self.together)
             found = max(found, float(promised.max()) + self.after)
@@ -176,7 +176,9 @@ def least_ways(
     # of input gradients, which weight gradients follow.
     ops = float((workers.around + workers.through).max(initial=0.0))
     least = max(ops + syncs[0], alone, summed)
-    trips = frozenset(zip(shape.passes, paths.stay[:, 0].tolist(), strict=True))
+    trips = frozenset(
+        (count, way) for count, way in zip(shape.passes, paths.stay[:, 0].tolist(), strict=True) if count
+    )
     return Ways(least, syncs[0], workers, trips, max(shape.together), paths.stay)
 
 
