@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ class Collected:
     """
 
     graph: bool
-    terms: dict[str, Tensor] = field(default_factory=dict)
+    terms: dict[str, Tensor]
 
 
-_COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses", default=None)
+COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses", default=None)
+"""What collects now; None: nobody does."""
 
 
 @never_compiled
@@ -72,7 +73,7 @@ def add_loss(loss: Tensor, name: str = "added_loss") -> None:
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()):
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"add_loss({name!r}): {shown}; give one real number as a tensor")
-    collected = _COLLECTED.get()
+    collected = COLLECTED.get()
     if collected is None:
         if torch.is_grad_enabled():
             raise ConfigError(
@@ -101,16 +102,17 @@ def added_losses() -> Iterator[dict[str, Tensor]]:
     Yields:
         The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.
     """
-    token, terms = collect(graph=False)
+    terms: dict[str, Tensor] = {}
+    token = COLLECTED.set(Collected(graph=False, terms=terms))
     try:
         yield terms
     finally:
-        end(token)
+        COLLECTED.reset(token)
 
 
 def forgets_added() -> Callable[[], None]:
     """What forgets, of a run that does not count, all that is added from here on."""
-    collected = _COLLECTED.get()
+    collected = COLLECTED.get()
     if collected is None:
         return lambda: None
     before = dict(collected.terms)
@@ -122,22 +124,7 @@ def forgets_added() -> Callable[[], None]:
     return forget
 
 
-def collect(*, graph: bool) -> tuple[Token[Collected | None], dict[str, Tensor]]:
-    """Begin to collect, until ``end`` of the first; the second has what was collected.
-
-    Args:
-        graph: whether what is added without gradients is refused.
-    """
-    found = Collected(graph)
-    return _COLLECTED.set(found), found.terms
-
-
 def was_added() -> bool:
-    """Whether anything was added since ``collect``."""
-    found = _COLLECTED.get()
+    """Whether anything was added to what is collected now."""
+    found = COLLECTED.get()
     return found is not None and bool(found.terms)
-
-
-def end(token: Token[Collected | None]) -> None:
-    """Collect no more."""
-    _COLLECTED.reset(token)

@@ -14,7 +14,6 @@ from counterflow.runtime.mini_batch.told import (
     Part,
     Told,
     Weighed,
-    pieces,
 )
 
 COUNTS = st.none() | st.integers(0, 2**40)
@@ -46,8 +45,8 @@ PART = st.builds(Part, loss=FINITE, squared_norm=FINITE, non_finite=COUNTS, weig
 @given(told=TOLD, part=PART, more=st.lists(FINITE, max_size=3))
 def test_a_row_has_what_was_packed(told: Told, part: Part, more: list[float]) -> None:
     row = [float(number) for number in (*told.pack(), *part.pack(), *more)]  # as a gather gives them
-    first, second, rest = pieces(row, TOLD_WIDTH, PART_WIDTH)
-    assert (Told.unpack(first), Part.unpack(second), rest) == (told, part, more)
+    width = TOLD_WIDTH + PART_WIDTH
+    assert (Told.unpack(row), Part.unpack(row[TOLD_WIDTH:width]), row[width:]) == (told, part, more)
 
 
 def test_calls_are_told_in_words() -> None:

@@ -462,7 +462,7 @@ def test_a_workers_norm_is_of_what_it_counts() -> None:
     nothing = squared_norms(groups[3:], CPU)
     assert [(float(x), x.dtype, x.shape) for x in nothing] == [(0.0, F, ())] * 2
     assert OwnNorm([]).read() == (0, None)
-    assert SquaredNorms([]).there is None
+    assert SquaredNorms([]).not_finite() is None
     assert SquaredNorms(iter(groups)).read() == [25, 9, 16, 0]
 
 

@@ -73,7 +73,7 @@ def test_layers_follow_each_other_and_a_feature_is_around_each() -> None:
 
 
 def test_a_feature_is_in_no_run_that_it_is_not_around() -> None:
-    run = composed(layers(Doubles()), [OfLayers()])
+    run = composed(layers(Doubles(), Doubles()), [OfLayers()])
     assert not isinstance(run, partial)  # nothing is around the stage
 
 

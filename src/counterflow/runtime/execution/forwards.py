@@ -43,13 +43,19 @@ class RunForward(RunOp):
         """Whether the losses of the mini-batch are all there after it."""
         self._messages = self._in_flight.messages
         self._sliced = self.op.parts > 1
+        by_stage = self.copy.recompute is Recompute.STAGE
+        self._plain = self.copy.precision.plain and not by_stage and not self._sliced
+        """Whether its units' forwards run in nothing but the context of a step."""
 
     def run(self) -> None:
         """See ``Task``."""
         batch = self._ready()
         given = self._inputs(batch)
         begin = self._begin()
-        found = self._outputs_of(batch, given)
+        if self._plain:
+            found: Sequence[Output] = [self._forward(batch, each) for each in given]
+        else:
+            found = self._outputs_of(batch, given)
         self._end(begin)
         if self._sliced and batch.training:
             for unit, output in zip(self.units, found, strict=True):
@@ -89,8 +95,6 @@ class RunForward(RunOp):
             for each in given:
                 copy.look_at_slice(each.value, batch.step, each.rows)
         without_graph = batch.training and copy.recompute is Recompute.STAGE
-        if not without_graph and copy.precision.plain:
-            return [self._forward(batch, each) for each in given]
         with torch.no_grad() if without_graph else NOTHING, copy.precision.computing():
             try:
                 if without_graph and len(given) > 1 and copy.joins is not False:

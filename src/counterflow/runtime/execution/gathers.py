@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from .. import later
 from ..mini_batch.losses import Losses, added
-from ..mini_batch.told import PART_WIDTH, Part, Weighed, pieces
+from ..mini_batch.told import PART_WIDTH, Part, Weighed
 from ..parameters.gradients import OwnNorm, StageNorm
 from ..transport.base import Gathering
 from .step import Step, Workers
@@ -183,9 +183,16 @@ class StepGathers:
         width = PART_WIDTH + self._digests + 1 + 2 * len(begun.names)
         for index in range(len(begun.asked)):
             first = begun.head + width * index
-            its = (pieces(row[first : first + width], PART_WIDTH, self._digests) for row in rows)
-            parts, digests, metrics = zip(*its, strict=True)
-            self._arrived.append(Gathered([*map(Part.unpack, parts)], [*digests], [*metrics], begun.names))
+            after_part = first + PART_WIDTH
+            after_digests = after_part + self._digests
+            self._arrived.append(
+                Gathered(
+                    parts=[Part.unpack(row[first:after_part]) for row in rows],
+                    digests=[row[after_part:after_digests] for row in rows],
+                    metrics=[row[after_digests : first + width] for row in rows],
+                    names=begun.names,
+                )
+            )
 
     def metrics(
         self, gathered: Gathered, weighed: Sequence[Weighed], losses: Losses, scale: float

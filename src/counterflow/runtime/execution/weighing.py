@@ -47,7 +47,7 @@ class Weighing:
         """
         refuse_no_graph(parts)
         weight, counted = self._workers.weight(parts, step)
-        self._counted |= counted
+        self._counted = self._counted | counted if self._counted else counted
         if not consistent(self._counted):
             raise ConfigError(
                 "the losses of the steps of an update are divided by several things: by samples, elements, "

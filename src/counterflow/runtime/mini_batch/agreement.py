@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from ..transport.base import Gathering, Transport
 from .given import Given, even
-from .told import Form, Told
+from .told import Form, OfSamples, Told
 
 _NAMES = "inputs", "targets"
 
@@ -74,6 +74,9 @@ class Agreement:
         self._micro_batches, self._digest_every = micro_batches, digest_every
         self.last = Agreed()
         """Agreement on the last mini-batch."""
+        self._reports: list[OfSamples] = []
+        self._samples = 0, 0
+        """What follows from the last reports."""
 
     def begin(
         self, told: Told, given: Given, sizes: tuple[int, ...], kinds: Sequence[int], *, known: bool
@@ -169,31 +172,25 @@ class Agreement:
         self._transport.status.now("agreeing on the mini-batch")
         rows = list(map(Told.unpack, gathering.wait()))
         self._compare_calls(told, rows)
-        forms = {row.form: rank for rank, row in enumerate(rows) if row.form is not Form.NOTHING}
-        if len(forms) > 1:
-            raise ConfigError(
-                f"rank {forms[Form.WHOLE]} was given a mini-batch and rank {forms[Form.READY]} "
-                "micro_batches; give all workers one or the other"
-            )
-        peers = self._peers
-        by_replica = [self._agreed_samples(rows, replica) for replica in range(peers.replicas)]
-        if min(by_replica) < 1:
-            where = f" of replica {by_replica.index(0)}" if peers.replicas > 1 else ""
-            raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
-        found = {rows[rank].kind for rank in peers.alike[peers.replica]} - {0}
-        samples = by_replica[peers.replica]
-        agreed_kinds: tuple[int, ...] = ()
-        if Form.READY in forms:
+        reports = [row.of_samples for row in rows]
+        if reports != self._reports:  # else it is as the last one was
+            self._samples = samples_of(reports, self._peers)
+            self._reports = reports
+        (samples, total), agreed_kinds = self._samples, tuple[int, ...]()
+        if any(report.form is Form.READY for report in reports):
             sizes, agreed_kinds = self._agreed_sizes(sizes, kinds)
         else:
             sizes = even(samples, self._micro_batches)
+        peers = self._peers
+        found = {reports[rank].kind for rank in peers.alike[peers.replica]} - {0}
         if len(found) > 1:
             raise ConfigError(
                 f"workers of replica {peers.replica} were given mini-batches of different shapes; "
                 "all workers of a replica get the same mini-batch"
             )
+        kind = found.pop() if found else 0
         self._compare_digests(told.step, [row.digests for row in rows])
-        return Agreed(samples, found.pop() if found else 0, sum(by_replica), sizes, agreed_kinds)
+        return Agreed(samples, kind, total, sizes, agreed_kinds)
 
     def _agreed_sizes(
         self, mine: tuple[int, ...], kinds: Sequence[int]
@@ -217,31 +214,10 @@ class Agreement:
         known = (tuple(map(int, row[1 + count :])) for _, row in ours if row[1 + count])
         return next(iter(found)), next(known, ())
 
-    def _agreed_samples(self, rows: Sequence[Told], replica: int) -> int:
-        """The samples of a replica's mini-batch.
-
-        Raises:
-            ConfigError: its workers' inputs and targets differ in it.
-        """
-        told = [
-            (samples, name, rank)
-            for rank in self._peers.alike[replica]
-            for name, samples in zip(_NAMES, (rows[rank].inputs, rows[rank].targets), strict=True)
-            if samples is not None
-        ]
-        least, most = min(told), max(told)
-        if most[0] != least[0]:
-            where = f" of replica {replica}" if self._peers.replicas > 1 else ""
-            first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))
-            raise ConfigError(
-                f"the mini-batch{where} has {first} and {second}; inputs and targets have the same samples, "
-                "in the dimensions that input_dims and target_dims say"
-            )
-        return most[0]
-
     def _compare_calls(self, mine: Told, rows: Sequence[Told]) -> None:
+        same = mine.same_on_all
         for rank, row in enumerate(rows):
-            if row.same_on_all != mine.same_on_all:
+            if row.same_on_all != same:
                 raise ConfigError(
                     f"rank {self._transport.rank} calls {mine}; rank {rank} calls {row}; "
                     "all workers make the same calls in the same order"
@@ -253,6 +229,8 @@ class Agreement:
         Raises:
             ConfigError: they were not.
         """
+        if not any(map(any, digests)):
+            return
         for row in self._peers.alike:
             for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
                 given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
@@ -263,3 +241,45 @@ class Agreement:
                         "and other content; all workers of a replica get the same mini-batch, or None where "
                         "it is not read"
                     )
+
+
+def samples_of(reports: Sequence[OfSamples], peers: Peers) -> tuple[int, int]:
+    """The samples of this worker's replica, and those of all.
+
+    Raises:
+        ConfigError: the workers were not given the same, or it has no samples.
+    """
+    forms = {report.form: rank for rank, report in enumerate(reports) if report.form is not Form.NOTHING}
+    if len(forms) > 1:
+        raise ConfigError(
+            f"rank {forms[Form.WHOLE]} was given a mini-batch and rank {forms[Form.READY]} "
+            "micro_batches; give all workers one or the other"
+        )
+    by_replica = [_samples_of_replica(reports, peers, replica) for replica in range(peers.replicas)]
+    if min(by_replica) < 1:
+        where = f" of replica {by_replica.index(0)}" if peers.replicas > 1 else ""
+        raise ConfigError(f"the mini-batch{where} has no samples; give one or more")
+    return by_replica[peers.replica], sum(by_replica)
+
+
+def _samples_of_replica(reports: Sequence[OfSamples], peers: Peers, replica: int) -> int:
+    """The samples of a replica's mini-batch.
+
+    Raises:
+        ConfigError: its workers' inputs and targets differ in it.
+    """
+    told = [
+        (samples, name, rank)
+        for rank in peers.alike[replica]
+        for name, samples in zip(_NAMES, (reports[rank].inputs, reports[rank].targets), strict=True)
+        if samples is not None
+    ]
+    least, most = min(told), max(told)
+    if most[0] != least[0]:
+        where = f" of replica {replica}" if peers.replicas > 1 else ""
+        first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))
+        raise ConfigError(
+            f"the mini-batch{where} has {first} and {second}; inputs and targets have the same samples, "
+            "in the dimensions that input_dims and target_dims say"
+        )
+    return most[0]

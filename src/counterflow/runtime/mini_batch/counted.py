@@ -54,6 +54,8 @@ class Means(Feature):
         layer: the number of the layer, or loss function, that gives the loss; None: nothing is watched.
     """
 
+    why_apart = "it gives the loss"
+
     def __init__(self, layer: int | None = LOSS) -> None:
         self._layer = layer
         self._watch = _Watch()
@@ -63,13 +65,14 @@ class Means(Feature):
         self._watch.weights.clear()
         return _NOTHING if self._layer is None else self._watch
 
-    def separates(self, layer: NamedLayer) -> str | None:
+    def surrounds(self, layer: NamedLayer) -> bool:
         """See ``Feature``."""
-        return "it gives the loss" if layer.index == self._layer else None
+        return layer.index == self._layer
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
-        with self.watching() if layer.index == self._layer else _NOTHING:
+        del layer
+        with self.watching():
             return run(value, step, rows)
 
     def read(self, output: Any, samples: float) -> Found:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
@@ -236,6 +237,7 @@ def ready(
     )
 
 
+@lru_cache(maxsize=64)
 def even(samples: int, micro_batches: int) -> tuple[int, ...]:
     """Samples by micro-batch of a whole that is cut."""
     points = split_points(samples, micro_batches)

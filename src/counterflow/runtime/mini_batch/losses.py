@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from math import fsum, isfinite
 from operator import or_
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -143,7 +143,9 @@ def read_loss(found: Any) -> Found:
     Raises:
         ConfigError: it is no loss.
     """
-    if isinstance(found, LossSum):
+    if type(found) is Tensor:
+        read = Found(found)
+    elif isinstance(found, LossSum):
         read = Found(found.sum, _plain(found.weight), _numbers(found.metrics))
     elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
         read = Found(found[0], None, _numbers(found[1]))
@@ -209,9 +211,10 @@ def refuse_mixed(parts: Sequence[Weighed]) -> Counts:
 
 def counted(each: Iterable[Counts]) -> Counts:
     """All that some losses count."""
-    return reduce(or_, each, NOTHING)
+    return reduce(or_, {*each}, NOTHING)
 
 
+@cache
 def consistent(found: Counts) -> bool:
     """Whether losses that count this can be added up."""
     alone = Counts.SAMPLES | Counts.ELEMENTS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, IntFlag
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -37,6 +38,15 @@ class Form(IntEnum):
     WHOLE = 1
     READY = 2
     """The mini-batch was passed as ready micro-batches."""
+
+
+class OfSamples(NamedTuple):
+    """What a worker reports of a mini-batch's samples; fields as of ``Told``."""
+
+    inputs: int | None
+    targets: int | None
+    kind: int
+    form: Form
 
 
 class Told(NamedTuple):
@@ -81,28 +91,39 @@ class Told(NamedTuple):
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Told:
         """What ``pack`` packed; a worker whose call is another one may tell more after it."""
-        call, step, outputs, follows, inputs, targets, kind, form, first, second = row[:TOLD_WIDTH]
-        return cls(
-            _CALLS[int(call)],
-            int(step),
-            bool(outputs),
-            bool(follows),
-            _count(inputs),
-            _count(targets),
-            int(kind),
-            _FORMS[int(form)],
-            (first, second),
-        )
+        return _unpacked(tuple(row[:TOLD_WIDTH]))
 
     @property
     def same_on_all(self) -> tuple[object, ...]:
         """The values that must be equal in the reports of all workers."""
         return self.call, self.step, self.outputs, self.follows
 
+    @property
+    def of_samples(self) -> OfSamples:
+        """What the worker was given, without its contents."""
+        return OfSamples(self.inputs, self.targets, self.kind, self.form)
+
     def __str__(self) -> str:
         outputs = " with outputs" if self.outputs and self.call is not Call.PREDICT else ""
         follows = " without a barrier" if self.follows else ""
         return f"{self.call}{outputs}{follows}, after {self.step} steps"
+
+
+@lru_cache(maxsize=4096)
+def _unpacked(row: tuple[float, ...]) -> Told:
+    """The record of a row; many workers report the same, and all report it twice in a step."""
+    call, step, outputs, follows, inputs, targets, kind, form, first, second = row
+    return Told(
+        _CALLS[int(call)],
+        int(step),
+        bool(outputs),
+        bool(follows),
+        _count(inputs),
+        _count(targets),
+        int(kind),
+        _FORMS[int(form)],
+        (first, second),
+    )
 
 
 class Counts(IntFlag):
@@ -186,16 +207,3 @@ _NONE = -1
 
 def _count(number: float) -> int | None:
     return None if number == _NONE else int(number)
-
-
-def pieces(row: Sequence[float], *widths: int) -> list[Sequence[float]]:
-    """A row's pieces of some widths, and what is left.
-
-    >>> pieces([1, 2, 3, 4], 1, 2)
-    [[1], [2, 3], [4]]
-    """
-    found, start = [], 0
-    for width in widths:
-        found.append(row[start : start + width])
-        start += width
-    return [*found, row[start:]]

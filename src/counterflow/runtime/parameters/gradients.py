@@ -238,10 +238,12 @@ class GradientGroup:
         found = []
         for flat in self._flats:
             flat.collect()
-            numbers = real(flat.gradients).flatten()
-            found += [
-                torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in numbers.split(_NORM_PIECE)
-            ]
+            numbers = real(flat.gradients)
+            if numbers.numel() <= _NORM_PIECE:
+                found.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+            else:
+                pieces = numbers.flatten().split(_NORM_PIECE)
+                found += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
         return found
 
     def not_finite(self) -> str | None:
@@ -291,14 +293,18 @@ class SquaredNorms:
     def __init__(self, groups: Iterable[GradientGroup]) -> None:
         norms = [group.norms() for group in groups]
         self._pieces = [len(its) for its in norms]
-        flat = [norm for its in norms for norm in its]
-        self.there = torch.stack(flat) ** 2 if flat else None
-        """Squared norms of all pieces, on their device; None: there are no pieces."""
-        self._later = None if self.there is None else later.Later(self.there)
+        every = [norm for its in norms for norm in its]
+        self._norms = None if not every else every[0].reshape(1) if len(every) == 1 else torch.stack(every)
+        """Norms of all pieces, on their device; None: there are no pieces."""
+        self._later = None if self._norms is None else later.Later(self._norms)
+
+    def not_finite(self) -> Tensor | None:
+        """Whether the square of a piece's norm is not finite, on their device; None: there are no pieces."""
+        return None if self._norms is None else ~(self._norms**2).isfinite().all()
 
     def read(self) -> list[float]:
         """The sums; a device's host waits once, until it has come to them."""
-        values = iter(() if self._later is None else self._later.read())
+        values = (norm * norm for norm in (() if self._later is None else self._later.read()))
         return [added(islice(values, pieces)) for pieces in self._pieces]
 
 
@@ -315,8 +321,8 @@ class OwnNorm:
 
     def drop(self) -> None:
         """Set all gradients to zero if one is not finite, where they are; the host goes on."""
-        if self._squares.there is not None:
-            dead = ~self._squares.there.isfinite().all()
+        dead = self._squares.not_finite()
+        if dead is not None:
             for gradients in self._groups:
                 gradients.drop(dead)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterflow.added_loss import collect, end
+from counterflow.added_loss import COLLECTED, Collected
 
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Value
@@ -34,12 +34,15 @@ class Adding(Feature):
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
-        value, before = apart(value)
-        token, found = collect(graph=torch.is_grad_enabled())
+        before: dict[str, Tensor] = {}
+        if type(value) is not Tensor:
+            value, before = apart(value)
+        found: dict[str, Tensor] = {}
+        token = COLLECTED.set(Collected(torch.is_grad_enabled(), found))
         try:
             output = run(value, step, rows)
         finally:
-            end(token)
+            COLLECTED.reset(token)
         if not (before or found):
             return output
         terms = {name: whole(term) if is_dtensor(term) else term for name, term in found.items()}

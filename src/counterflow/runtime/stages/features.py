@@ -39,10 +39,14 @@ class Feature:
         del layer
         return run(value, step, rows)
 
+    def surrounds(self, layer: NamedLayer) -> bool:
+        """Whether it is around this layer of the stage, or loss function, at all."""
+        del layer
+        return _overrides(self, "around_layer")
+
     def separates(self, layer: NamedLayer) -> str | None:
         """Why it has to be around a layer by itself; None: it may be around a block with that layer."""
-        del layer
-        return self.why_apart if _overrides(self, "around_layer") else None
+        return self.why_apart if self.surrounds(layer) else None
 
     def around_block(
         self, layers: Sequence[NamedLayer], runs: Runs, value: Value, step: int, rows: SampleRows
@@ -101,7 +105,7 @@ def composed(
             value = run(value, step, rows)
         return value
 
-    found: Run = through
+    found: Run = runs[0] if len(runs) == 1 else through
     for feature in reversed(features):
         if _overrides(feature, "around_stage"):
             found = partial(feature.around_stage, found)
@@ -123,7 +127,7 @@ def blocks(layers: Sequence[NamedLayer], features: Sequence[Feature]) -> list[Bl
 def layer_run(layer: NamedLayer, run: Run, features: Sequence[Feature]) -> Run:
     """The run of a layer; arguments as of ``composed``."""
     for feature in reversed(features):
-        if _overrides(feature, "around_layer"):
+        if feature.surrounds(layer):
             run = partial(feature.around_layer, layer, run)
     return run
 
@@ -134,7 +138,7 @@ def _block_run(layers: Sequence[NamedLayer], features: Sequence[Feature], compil
         return layer_run(layers[0], compiled(layers), features)
     run = compiled(layers)
     for place, feature in reversed(list(enumerate(features))):
-        if _overrides(feature, "around_layer"):
+        if any(map(feature.surrounds, layers)):
             anew = _anew(layers, features[place:], compiled)
             run = partial(feature.around_block, layers, Runs(run, anew))
     return run
