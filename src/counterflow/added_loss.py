@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Collected:
     """
 
     graph: bool
-    terms: dict[str, Tensor]
+    terms: dict[str, Tensor] = field(default_factory=dict)
 
 
 COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses", default=None)
@@ -102,10 +102,17 @@ def added_losses() -> Iterator[dict[str, Tensor]]:
     Yields:
         The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.
     """
-    terms: dict[str, Tensor] = {}
-    token = COLLECTED.set(Collected(graph=False, terms=terms))
+    with collecting(graph=False) as found:
+        yield found.terms
+
+
+@contextmanager
+def collecting(*, graph: bool) -> Iterator[Collected]:
+    """Around runs: what they add is collected; ``graph``: whether what is added without one is refused."""
+    found = Collected(graph)
+    token = COLLECTED.set(found)
     try:
-        yield terms
+        yield found
     finally:
         COLLECTED.reset(token)
 

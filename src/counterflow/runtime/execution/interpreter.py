@@ -9,12 +9,12 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
 from typing import Any, cast
 
 import torch
 from torch.profiler import record_function
 
+from counterflow.added_loss import collecting
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
 from counterflow.program.shifts import shifted, shifted_op
@@ -153,19 +153,19 @@ class Interpreter:
         if batch is not None:
             self.in_flight.take_in(batch)
         status, now = self.transport.status, time.monotonic
-        run = _run_named if profiling() else _RUN
+        named = profiling()
         task: Task | None = None
         try:
             around = self._precisions[0].step() if self._precisions else NOTHING
-            with torch.set_grad_enabled(batch is None or batch.training), around:
+            with torch.set_grad_enabled(batch is None or batch.training), around, collecting(graph=False):
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    run(task)
+                    _run_named(task) if named else task.run()
                 if batch is not None and batch.await_total is not None:
                     batch.total = batch.await_total()
                 for task in tasks.rest:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
-                    run(task)
+                    _run_named(task) if named else task.run()
             self.in_flight.end_ops()
             if drains:
                 self.drain()
@@ -221,9 +221,6 @@ class Interpreter:
             (shifted_op(op, offset, count) if offset else op, start, end)
             for op, offset, start, end in self._clock.ran()
         ]
-
-
-_RUN = methodcaller("run")
 
 
 def _run_named(task: Task) -> None:

@@ -296,6 +296,9 @@ def added(values: Iterable[float]) -> float:
     return fsum(found) if all(map(isfinite, found)) else sum(found)
 
 
+_NO_LOSSES = Weighed()
+
+
 @dataclass(slots=True)
 class Losses:
     """The losses of a step's micro-batches on this worker, in the order of computation.
@@ -371,8 +374,8 @@ class Losses:
 
     def weighed(self) -> Weighed:
         """What the losses weigh."""
-        if not self.told:
-            return Weighed()
+        if not (self.told and self.entries):
+            return _NO_LOSSES
         self._arrive()
         counts = [float(entry.counts) for entry in self.entries if entry.counts is not None]
         return Weighed(

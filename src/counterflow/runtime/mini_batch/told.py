@@ -76,13 +76,13 @@ class Told(NamedTuple):
 
     def pack(self) -> tuple[float, ...]:
         """Pack the record as numbers."""
-        samples = (_NONE if count is None else count for count in (self.inputs, self.targets))
         return (
             self.call,
             self.step,
             self.outputs,
             self.follows,
-            *samples,
+            _NONE if self.inputs is None else self.inputs,
+            _NONE if self.targets is None else self.targets,
             self.kind,
             self.form,
             *self.digests,
@@ -189,9 +189,15 @@ class Part(NamedTuple):
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Part:
         """What ``pack`` packed."""
-        loss, squared, non_finite, weight, counts, has_metrics, least, most, has_graph = row
-        weighed = Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
-        return cls(loss, squared, _count(non_finite), weighed)
+        loss, squared, non_finite, *weighed = row
+        return cls(loss, squared, _count(non_finite), _weighed(tuple(weighed)))
+
+
+@lru_cache(maxsize=4096)
+def _weighed(row: tuple[float, ...]) -> Weighed:
+    """The record of a row; that of a worker without losses is always the same."""
+    weight, counts, has_metrics, least, most, has_graph = row
+    return Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
 
 
 TOLD_WIDTH, PART_WIDTH = 10, 9

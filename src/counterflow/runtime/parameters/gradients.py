@@ -294,8 +294,8 @@ class SquaredNorms:
         norms = [group.norms() for group in groups]
         self._pieces = [len(its) for its in norms]
         every = [norm for its in norms for norm in its]
-        self._norms = None if not every else every[0].reshape(1) if len(every) == 1 else torch.stack(every)
-        """Norms of all pieces, on their device; None: there are no pieces."""
+        self._norms = None if not every else every[0] if len(every) == 1 else torch.stack(every)
+        """Norms of all pieces (of one: a single number), on their device; None: there are no pieces."""
         self._later = None if self._norms is None else later.Later(self._norms)
 
     def not_finite(self) -> Tensor | None:
@@ -304,7 +304,8 @@ class SquaredNorms:
 
     def read(self) -> list[float]:
         """The sums; a device's host waits once, until it has come to them."""
-        values = (norm * norm for norm in (() if self._later is None else self._later.read()))
+        found = [] if self._later is None else self._later.read()
+        values = iter([norm * norm for norm in (found if isinstance(found, list) else [found])])
         return [added(islice(values, pieces)) for pieces in self._pieces]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from counterflow.added_loss import COLLECTED, Collected
+from counterflow.added_loss import COLLECTED, collecting
 
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Value
@@ -37,12 +37,16 @@ class Adding(Feature):
         before: dict[str, Tensor] = {}
         if type(value) is not Tensor:
             value, before = apart(value)
-        found: dict[str, Tensor] = {}
-        token = COLLECTED.set(Collected(torch.is_grad_enabled(), found))
-        try:
+        graph, worker = torch.is_grad_enabled(), COLLECTED.get()
+        if worker is None or worker.terms:  # it runs beside a worker's ops
+            with collecting(graph=graph) as own:
+                output = run(value, step, rows)
+            found = own.terms
+        else:
+            worker.graph = graph
             output = run(value, step, rows)
-        finally:
-            COLLECTED.reset(token)
+            if found := worker.terms:
+                worker.terms = {}
         if not (before or found):
             return output
         terms = {name: whole(term) if is_dtensor(term) else term for name, term in found.items()}
