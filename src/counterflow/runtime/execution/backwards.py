@@ -41,13 +41,13 @@ class Differentiates(RunOp):
             self.copy.sum_gradients()
         super()._end(begin)
 
-    def _around(self) -> AbstractContextManager[Any]:
-        """What autograd runs in."""
+    def _around(self) -> AbstractContextManager[Any] | None:
+        """What autograd runs in; None: in nothing."""
         copy, saved = self.copy, self._in_flight.saved
         replays = copy.replays if saved.counting else None
         gathered = copy.gathered()
         if copy.precision.plain and replays is None and gathered is None:
-            return copy.streams.backward()
+            return copy.streams.backward() if copy.streams.shared else None
         context = ExitStack()
         if gathered is not None:
             context.enter_context(gathered)
@@ -91,8 +91,11 @@ class RunBackward(Differentiates):
                 split = SplitBackward(self.copy.splitting, stash.inputs, stash.joints)
         else:
             edges, known = _with_gradients(stash.edges, gradients)
-        with self._around():
+        if (around := self._around()) is None:
             self._differentiate(edges, known, split)
+        else:
+            with around:
+                self._differentiate(edges, known, split)
         self._end(begin)
         if self.target is not None or self.skips.gives:
             found = self._input_gradients(stash)
@@ -175,7 +178,7 @@ class RunWeightGradients(Differentiates):
         self._ready()
         waiting = self._in_flight.waiting.pop((self.stage, self.units[0]))
         begin = self._begin()
-        with self._around():
+        with self._around() or NOTHING:
             waiting.split.weight_gradients()
         self._end(begin)
         self._in_flight.saved.release(waiting.held)

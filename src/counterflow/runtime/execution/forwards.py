@@ -23,6 +23,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
 from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
+from ..stages.split_backward import Joints
 from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part
@@ -148,7 +149,11 @@ class RunForward(RunOp):
         if copy.replays is not None:
             copy.replays.hold = self._in_flight.saved.holds(held)
         spare = None if copy.checked else mapped(copied, given.value)
-        with copy.joining() if self.splits else NOTHING as joints:
+        joints: Joints | None = None
+        if self.splits:
+            with copy.joining() as joints:
+                output = copy.forward(given.value, batch.step, rows)
+        else:
             output = copy.forward(given.value, batch.step, rows)
         found, tensors = self._read(batch, output, given.unit)
         if self._in_flight.saved.counting or joints is not None:

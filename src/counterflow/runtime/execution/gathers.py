@@ -202,6 +202,8 @@ class StepGathers:
             found = self._workers.metrics(weighed, losses, scale)
             self._names += tuple(name for name in found if name not in self._names)
             return found
+        if not gathered.names:
+            return {}
         named = {name: 1 + 2 * at for at, name in enumerate(gathered.names)}
         return {
             name: scale * added(columns[at + 1] for columns in gathered.metrics)

@@ -292,11 +292,8 @@ class Runner:
 
     def _asked(self, gather: GatherAction) -> Asked:
         """The mini-batches it is about; None for periods before the first one."""
-        found = (
-            None if period is None else self._mini_batches.get(period + self._offset)
-            for period in gather.periods
-        )
-        return Asked(*found)
+        batches, offset = self._mini_batches, self._offset
+        return Asked(*[None if period is None else batches.get(period + offset) for period in gather.periods])
 
     def _square(self, its: MiniBatch) -> float:
         """What this worker counts of a mini-batch's squared norm."""

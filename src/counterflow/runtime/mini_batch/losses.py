@@ -279,8 +279,25 @@ def _travels(number: object) -> TypeGuard[Tensor]:
     return type(number) is Tensor and number.numel() == 1 and not number.is_complex()
 
 
+def _travelling(entry: Entry) -> list[Tensor]:
+    """What of an entry travels to the host; mostly it is the loss alone."""
+    if entry.counts is None and not entry.metrics and type(entry.weight) is float:
+        return [entry.loss] if _travels(entry.loss) else []
+    return [one for one in (entry.loss, entry.weight, entry.counts, *entry.metrics.values()) if _travels(one)]
+
+
+def _in_a_row(numbers: list[Tensor]) -> Tensor:
+    """Numbers of any dtypes and shapes in a row, as float64."""
+    first = numbers[0].dtype
+    if all(number.dtype is first and not number.dim() for number in numbers):
+        return torch.stack(numbers).double()
+    return torch.stack([number.double().reshape(()) for number in numbers])
+
+
 def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
     """An entry with what has arrived in place of what travelled."""
+    if entry.counts is None and not entry.metrics and type(entry.weight) is float:
+        return entry._replace(loss=next(arrived)) if _travels(entry.loss) else entry
 
     def number(value: Any) -> Any:
         return next(arrived) if _travels(value) else value
@@ -327,9 +344,8 @@ class Losses:
 
     def ask(self) -> None:
         """Start copying all losses to the host, so reading them waits for no later op."""
-        every = (number for e in self.entries for number in (e.loss, e.weight, e.counts, *e.metrics.values()))
-        there = [number.double().reshape(()) for number in every if _travels(number)]
-        self._later = later.Later(torch.stack(there)) if there else None
+        there = [number for entry in self.entries for number in _travelling(entry)]
+        self._later = later.Later(_in_a_row(there)) if there else None
 
     def _arrive(self) -> None:
         """Have all as numbers."""

@@ -62,15 +62,23 @@ class Holdings:
         self.tied_apart: dict[str, nn.Parameter] = {}
         self._by_ranks: dict[tuple[int, ...], Group] = {}
         self._make()
+        self._every = (*chain.from_iterable(self.tied.values()), *chain.from_iterable(self.own.values()))
+        self._updated: dict[int, list[GradientGroup]] = defaultdict(list)
+        for gradients in self._every:
+            self._updated[gradients.stage].append(gradients)
 
     @property
     def worker(self) -> int:
         """The worker's number in its pipeline."""
         return self._layout.place(self._transport.rank)[WORKER]
 
-    def every(self) -> list[GradientGroup]:
+    def every(self) -> Sequence[GradientGroup]:
         """All of the worker's parameters."""
-        return [*chain.from_iterable(self.tied.values()), *chain.from_iterable(self.own.values())]
+        return self._every
+
+    def updated_with(self, stage: int) -> Sequence[GradientGroup]:
+        """The parameters that the update of a stage updates."""
+        return self._updated.get(stage, ())
 
     def _make(self) -> None:
         """Group the worker's parameters by who else holds them; see ``GradientGroup``."""

@@ -120,14 +120,11 @@ class Weights:
         """The worker's number in its pipeline."""
         return self.holdings.worker
 
-    def _updated_with(self, stage: int) -> list[GradientGroup]:
-        return [gradients for gradients in self.holdings.every() if gradients.stage == stage]
-
     def _optimized(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """What a stage's optimiser is made of, by name."""
         return [
             (name, parameter)
-            for gradients in self._updated_with(stage)
+            for gradients in self.holdings.updated_with(stage)
             for name, parameter in gradients.parameters.items()
             if self.owners is None or self.owners.mine(name)
         ]
@@ -159,7 +156,7 @@ class Weights:
 
     def updated_names(self, stage: int) -> dict[int, str]:
         """Names of the parameters that a stage's update changes, by identity."""
-        groups = self._updated_with(stage)
+        groups = self.holdings.updated_with(stage)
         names = {id(p): name for gradients in groups for name, p in gradients.parameters.items()}
         if stage in self.optimizers:
             refuse_others(self.optimizers[stage], names, stage)
@@ -300,7 +297,7 @@ class Weights:
             ConfigError: the optimiser draws, and another worker updates one of its weights for another stage.
         """
         self.order_behind_copies()
-        for gradients in self._updated_with(stage):
+        for gradients in self.holdings.updated_with(stage):
             gradients.show()
             if self.keeps_gradients:
                 for name, parameter in gradients.parameters.items():
@@ -323,7 +320,7 @@ class Weights:
             self.schedulers[stage].step()
         if self.average is not None:
             self.average.update(stage)
-        for gradients in self._updated_with(stage):
+        for gradients in self.holdings.updated_with(stage):
             gradients.clear()
 
     def change_after(self, order: Callable[[], None]) -> None:
@@ -346,7 +343,7 @@ class Weights:
 
     def skip(self, stage: int) -> None:
         """Update nothing: clear the gradients that a stage's update would take."""
-        for shard in self._updated_with(stage):
+        for shard in self.holdings.updated_with(stage):
             shard.clear()
 
     def clear(self) -> None:
