@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,16 +30,20 @@ from .stash import Stash, Waiting
 from .tasks import RunOp, Tools
 
 
+class _Taken(NamedTuple):
+    """What a backward runs on: its forward's stash, a backward that is split, gradients and their buffers."""
+
+    stash: Stash
+    split: SplitBackward | None
+    gradients: Sequence[Tensor | None]
+    reused: Sequence[Tensor]
+
+
 class Differentiates(RunOp):
     """An op that makes gradients."""
 
     ends_gradients = False
     """Whether it is its list's last one that makes gradients of its stage's weights, in its period."""
-
-    def _end(self, begin: Any) -> None:
-        if self.ends_gradients:
-            self.copy.sum_gradients()
-        super()._end(begin)
 
     def _around(self) -> AbstractContextManager[Any] | None:
         """What autograd runs in; None: in nothing."""
@@ -69,9 +73,9 @@ class RunBackward(Differentiates):
         """Whether the weights' gradients are another op's."""
         self._direct = self._transport.device.type == "cpu"
 
-    def run(self) -> None:
-        """See ``Task``."""
-        batch = self._ready()
+    def _take(self, batch: Batch) -> _Taken:
+        """What its forward left, and the gradients of what that gave."""
+        del batch
         stash = self._in_flight.stashes.pop(self._key)
         split = None
         if self.splits and stash.edges is not None:
@@ -83,7 +87,11 @@ class RunBackward(Differentiates):
             if self.copy.last and stash.loss is not None:  # beside it is the gradient of a state
                 gradients = [torch.ones_like(stash.loss)]
             gradients, reused = [*gradients, *more], [*reused, *buffers]
-        begin = self._begin()
+        return _Taken(stash, split, gradients, reused)
+
+    def _compute(self, batch: Batch, taken: _Taken) -> SplitBackward | None:
+        """Make gradients; gives the backward that is half done, if it is split."""
+        stash, split, gradients, _ = taken
         edges: Sequence[Any]
         if stash.edges is None:
             edges, known = self._recomputed(batch, stash, gradients)
@@ -96,14 +104,26 @@ class RunBackward(Differentiates):
         else:
             with around:
                 self._differentiate(edges, known, split)
-        self._end(begin)
+        if self.ends_gradients:
+            self.copy.sum_gradients()
+        return split
+
+    def _leave(self, batch: Batch, taken: _Taken, made: SplitBackward | None) -> None:
+        """Lay ready the gradients of inputs; leave what the weights' gradients are made of, and count it."""
+        del batch
+        stash, in_flight = taken.stash, self._in_flight
         if self.target is not None or self.skips.gives:
             found = self._input_gradients(stash)
             if self.target is not None:
                 self.target.give_gradients(self._unit, found)
-        stash.done = [*reused, *stash.reused]
-        self._in_flight.over.append(stash)
-        self._leave(stash, split)
+        stash.done = [*taken.reused, *stash.reused]
+        in_flight.over.append(stash)
+        waiting = None
+        if made is not None and self._leaves_weights:
+            waiting = in_flight.waiting[self._key] = Waiting(made, [])
+        in_flight.saved.release(stash.held)
+        if waiting is not None and in_flight.saved.counting:
+            in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _differentiate(
         self, edges: Sequence[Any], gradients: Sequence[Tensor], split: SplitBackward | None
@@ -117,15 +137,6 @@ class RunBackward(Differentiates):
         split.input_gradient(edges, gradients, look=self._in_flight.saved.counting)
         if not self._leaves_weights:  # the backward of another share is split
             split.weight_gradients()
-
-    def _leave(self, stash: Stash, split: SplitBackward | None) -> None:
-        """Leave what the weights' gradients are made of, and count what is kept and what no more."""
-        in_flight, waiting = self._in_flight, None
-        if split is not None and self._leaves_weights:
-            waiting = in_flight.waiting[self._key] = Waiting(split, [])
-        in_flight.saved.release(stash.held)
-        if waiting is not None and in_flight.saved.counting:
-            in_flight.hold(waiting.split.kept(), waiting.held)
 
     def _input_gradients(self, stash: Stash) -> list[Tensor | None]:
         """Gradients of the previous stage's outputs, or None; those of skip connections are in flight."""
@@ -173,15 +184,23 @@ class RunBackward(Differentiates):
 class RunWeightGradients(Differentiates):
     """What an input gradient left to be made."""
 
-    def run(self) -> None:
-        """See ``Task``."""
-        self._ready()
-        waiting = self._in_flight.waiting.pop((self.stage, self.units[0]))
-        begin = self._begin()
+    def _take(self, batch: Batch) -> Waiting:
+        """The half of the backward that is left."""
+        del batch
+        return self._in_flight.waiting.pop((self.stage, self.units[0]))
+
+    def _compute(self, batch: Batch, taken: Waiting) -> None:
+        """Make gradients of weights."""
+        del batch
         with self._around() or NOTHING:
-            waiting.split.weight_gradients()
-        self._end(begin)
-        self._in_flight.saved.release(waiting.held)
+            taken.split.weight_gradients()
+        if self.ends_gradients:
+            self.copy.sum_gradients()
+
+    def _leave(self, batch: Batch, taken: Waiting, made: None) -> None:
+        """What was kept for it is kept no more."""
+        del batch, made
+        self._in_flight.saved.release(taken.held)
 
 
 def _recount(context: ExitStack, replays: LayerReplays, saved: SavedBytes) -> None:

@@ -48,25 +48,7 @@ class RunForward(RunOp):
         self._plain = self.copy.precision.plain and not by_stage and not self._sliced
         """Whether its units' forwards run in nothing but the context of a step."""
 
-    def run(self) -> None:
-        """See ``Task``."""
-        batch = self._ready()
-        given = self._inputs(batch)
-        begin = self._begin()
-        if self._plain:
-            found: Sequence[Output] = [self._forward(batch, each) for each in given]
-        else:
-            found = self._outputs_of(batch, given)
-        self._end(begin)
-        if self._sliced and batch.training:
-            for unit, output in zip(self.units, found, strict=True):
-                self._count_state(unit, output)
-        if self.target is not None or self.skips.gives:
-            self._hand_on(batch, found)
-        if self.target is None and self.ends_losses:
-            batch.losses.ask()
-
-    def _inputs(self, batch: Batch) -> list[ForwardInput]:
+    def _take(self, batch: Batch) -> list[ForwardInput]:
         """The op's inputs by unit, as leaves."""
         rows = list(map(batch.rows.__getitem__, self.units))
         leaf = _leaf if self.copy.entry.changes is False else copied  # another stage may need it as it is
@@ -90,7 +72,28 @@ class RunForward(RunOp):
             found = list(map(_with_skips, found, self.skips.take(batch, leaf)))
         return found
 
-    def _outputs_of(self, batch: Batch, given: Sequence[ForwardInput]) -> Sequence[Output]:
+    def _compute(self, batch: Batch, taken: Sequence[ForwardInput]) -> Sequence[Output]:
+        """The op's outputs by unit, taken apart."""
+        if self._plain:
+            return [self._forward(batch, each) for each in taken]
+        return self._in_context(batch, taken)
+
+    def _leave(self, batch: Batch, taken: Sequence[ForwardInput], made: Sequence[Output]) -> None:
+        """Lay ready for later stages, or the next slice, what was made."""
+        del taken
+        if self._sliced and batch.training:
+            for unit, output in zip(self.units, made, strict=True):
+                self._count_state(unit, output)
+        pieces: Any = self.skips.give(batch, made) if self.skips.gives else made
+        if self.target is not None:
+            self.target.give(self.units, pieces)
+            if batch.known is None:
+                for unit, piece in zip(self.units, pieces, strict=True):
+                    batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
+        elif self.ends_losses:
+            batch.losses.ask()
+
+    def _in_context(self, batch: Batch, given: Sequence[ForwardInput]) -> Sequence[Output]:
         copy = self.copy
         if self._sliced and copy.slice_check is not None and batch.training:
             for each in given:
@@ -122,16 +125,6 @@ class RunForward(RunOp):
             assert isinstance(parts, Parts)
             _, count = parts.each[-1]
             self._in_flight.hold(tensors[len(tensors) - count :], stashes[self.stage, unit].left)
-
-    def _hand_on(self, batch: Batch, found: Sequence[Output]) -> None:
-        """Lay ready for later stages, or the next slice, what was given."""
-        pieces: Any = self.skips.give(batch, found) if self.skips.gives else found
-        if self.target is None:
-            return
-        self.target.give(self.units, pieces)
-        if batch.known is None:
-            for unit, piece in zip(self.units, pieces, strict=True):
-                batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
 
     def _forward(self, batch: Batch, given: ForwardInput) -> Output:
         """One unit's forward; gives what later stages take."""

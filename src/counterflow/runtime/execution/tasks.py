@@ -56,7 +56,7 @@ class Tools:
 
 
 class RunOp(Task):
-    """An op: between ``_begin`` and ``_end`` it does its work.
+    """An op: it takes what it needs, computes, and leaves what others need; its lane is occupied in between.
 
     Args:
         action: what it does.
@@ -92,24 +92,33 @@ class RunOp(Task):
         self._in_flight, self._outputs = in_flight, tools.outputs
         self._transport, self._clock = in_flight.transport, in_flight.clock
 
-    def _ready(self) -> Batch:
-        """Do what has time until an op runs; gives the mini-batch that it is about."""
-        self._transport.stay_near()
-        if self._in_flight.over:
-            self._in_flight.end_ops()
-        return self._in_flight.batches[self.slot]
+    def run(self) -> None:
+        """See ``Task``."""
+        in_flight, transport, clock, op = self._in_flight, self._transport, self._clock, self.op
+        transport.stay_near()
+        if in_flight.over:
+            in_flight.end_ops()  # what has time until an op runs
+        batch = in_flight.batches[self.slot]
+        taken = self._take(batch)
+        begin, versions = clock.begin(), self.copy.versions
+        if versions is not None and batch.training:
+            versions.use(op.version + in_flight.period_offset)
+        made = self._compute(batch, taken)
+        clock.end(op, in_flight.period_offset, begin)
+        transport.computed()
+        self._leave(batch, taken, made)
 
-    def _begin(self) -> Any:
-        """What it takes is there: it runs, and its lane is occupied, from here on; gives the clock's mark."""
-        copy, begin = self.copy, self._clock.begin()
-        if copy.versions is not None and self._in_flight.batches[self.slot].training:
-            copy.versions.use(self.op.version + self._in_flight.period_offset)
-        return begin
+    @abstractmethod
+    def _take(self, batch: Batch) -> Any:
+        """What it runs on, once that is there."""
 
-    def _end(self, begin: Any) -> None:
-        """It has run since ``begin``."""
-        self._clock.end(self.op, self._in_flight.period_offset, begin)
-        self._transport.computed()
+    @abstractmethod
+    def _compute(self, batch: Batch, taken: Any) -> Any:
+        """What it makes."""
+
+    @abstractmethod
+    def _leave(self, batch: Batch, taken: Any, made: Any) -> None:
+        """Leave what it made for other ops."""
 
 
 class _MessageTask(Task):
