@@ -27,10 +27,12 @@ class Collected:
 
     Attributes:
         graph: whether what is added has to have a graph.
+        by_stage: whether stages take from it what their layers added.
         terms: sums by name.
     """
 
     graph: bool
+    by_stage: bool = False
     terms: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -102,14 +104,14 @@ def added_losses() -> Iterator[dict[str, Tensor]]:
     Yields:
         The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.
     """
-    with collecting(graph=False) as found:
+    with collecting() as found:
         yield found.terms
 
 
 @contextmanager
-def collecting(*, graph: bool) -> Iterator[Collected]:
-    """Around runs: what they add is collected; ``graph``: whether what is added without one is refused."""
-    found = Collected(graph)
+def collecting(*, graph: bool = False, by_stage: bool = False) -> Iterator[Collected]:
+    """Around runs: what they add is collected; arguments as of ``Collected``."""
+    found = Collected(graph, by_stage)
     token = COLLECTED.set(found)
     try:
         yield found

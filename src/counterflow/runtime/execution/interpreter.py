@@ -157,7 +157,7 @@ class Interpreter:
         task: Task | None = None
         try:
             around = self._precisions[0].step() if self._precisions else NOTHING
-            with torch.set_grad_enabled(batch is None or batch.training), around, collecting(graph=False):
+            with torch.set_grad_enabled(batch is None or batch.training), around, collecting(by_stage=True):
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     _run_named(task) if named else task.run()

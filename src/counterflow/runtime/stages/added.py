@@ -38,15 +38,15 @@ class Adding(Feature):
         if type(value) is not Tensor:
             value, before = apart(value)
         graph, worker = torch.is_grad_enabled(), COLLECTED.get()
-        if worker is None or worker.terms:  # it runs beside a worker's ops
-            with collecting(graph=graph) as own:
-                output = run(value, step, rows)
-            found = own.terms
-        else:
+        if worker is not None and worker.by_stage and not worker.terms:
             worker.graph = graph
             output = run(value, step, rows)
             if found := worker.terms:
                 worker.terms = {}
+        else:  # it runs beside a worker's ops
+            with collecting(graph=graph) as own:
+                output = run(value, step, rows)
+            found = own.terms
         if not (before or found):
             return output
         terms = {name: whole(term) if is_dtensor(term) else term for name, term in found.items()}
