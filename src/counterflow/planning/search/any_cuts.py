@@ -70,7 +70,7 @@ class AnyCuts:
         # Workers together run all ops; divided among workers that differ, in proportion to their speed.
         speeds = sum(1 / slow for slow in network.slowness) if network.slowness else shape.placement.workers
         least = self.work * sum(shape.passes) / speeds
-        if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
+        if shape.only_work_counts(barrier=barrier):
             return least
         # As (2c) of ``Ways``: a micro-batch goes to the last stage and back, then the gradients of stage 0
         # are summed; and each k in flight follow the k before.

@@ -55,6 +55,14 @@ class Shape:
             self.lengths,
         )
 
+    def only_work_counts(self, *, barrier: bool) -> bool:
+        """Whether only the work bounds an update: steps overlap, or a backward is in parts and split.
+
+        Args:
+            barrier: whether a step begins when the previous one has ended on all workers.
+        """
+        return (self.split and self.parts > 1) or not self.synchronous or not barrier
+
     def sliced(self, lengths: tuple[int, ...]) -> Shape | None:
         """The shape with slices of these relative lengths, for which schemes promise nothing about an order;
         None if its micro-batches cannot be sliced.

@@ -153,7 +153,7 @@ def least_ways(
     each = least_times(shape, stages, recompute, halves_alone=halves_alone)
     times = each.on(placement.pipes_stages, network.slowness)
     work = held.summed(passes * times.both)
-    if (shape.split and shape.parts > 1) or not shape.synchronous or not barrier:
+    if shape.only_work_counts(barrier=barrier):
         # In any order, and in the steady state too, a worker runs every op of an update.
         return Ways(float(work.max()), 0.0, Workers.none(), frozenset(), 1, np.zeros_like(times.both))
     shares = min(shape.lengths) / sum(shape.lengths), shape.parts

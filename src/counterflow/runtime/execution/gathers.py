@@ -161,7 +161,7 @@ class StepGathers:
             part, metrics = asked.loss.losses.part(square), asked.loss.losses.metrics()
         found = [each.read() for each in asked.copies.digests] if asked.copies is not None else []
         digests = map(sum, zip(*found, strict=True)) if found else [0.0] * self._digests
-        unknown = float(bool(metrics) and bool(metrics.keys() - self._names))
+        unknown = float(bool(metrics.keys() - self._names))
         values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
         return [*part.pack(), *digests, unknown, *values]
 

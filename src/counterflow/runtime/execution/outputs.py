@@ -56,10 +56,7 @@ class Outputs:
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
         """What a stage gives, and copies of what its weights and buffers are: these change in place."""
         saved = self._saved
-        for tensor in tensors:
-            if saved.is_constant(tensor):
-                break
-        else:
+        if not any(map(saved.is_constant, tensors)):
             return tensors
         return [
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors

@@ -56,6 +56,11 @@ class Entry(NamedTuple):
     metrics: Mapping[str, Tensor | float]
     counts: Tensor | float | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a device computes no more of it than the loss."""
+        return self.counts is None and not self.metrics and type(self.weight) is float
+
 
 class Found(NamedTuple):
     """A loss as it was found, and metrics without a graph.
@@ -281,7 +286,7 @@ def _travels(number: object) -> TypeGuard[Tensor]:
 
 def _travelling(entry: Entry) -> list[Tensor]:
     """What of an entry travels to the host; mostly it is the loss alone."""
-    if entry.counts is None and not entry.metrics and type(entry.weight) is float:
+    if entry.plain:
         return [entry.loss] if _travels(entry.loss) else []
     return [one for one in (entry.loss, entry.weight, entry.counts, *entry.metrics.values()) if _travels(one)]
 
@@ -296,7 +301,7 @@ def _in_a_row(numbers: list[Tensor]) -> Tensor:
 
 def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
     """An entry with what has arrived in place of what travelled."""
-    if entry.counts is None and not entry.metrics and type(entry.weight) is float:
+    if entry.plain:
         return entry._replace(loss=next(arrived)) if _travels(entry.loss) else entry
 
     def number(value: Any) -> Any:

@@ -127,17 +127,17 @@ class RandomStreams(Feature):
             step: the step's number.
             rows: which samples it runs on.
         """
-        return self._from(self._key_of(index, step, rows))
+        # 0: the whole micro-batch, or its first slice.
+        part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
+        return self._from(self._key(step, rows.micro_batch, index, part))
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
-        key = self._key_of(layer.index, step, rows)
-        if self.shared:
-            with self._seeded(key):
-                return run(value, step, rows)
-        for generator in self.generators:
-            generator.manual_seed(key)
-        return run(value, step, rows)
+        around = self.layer(layer.index, step, rows)
+        if around is _NOTHING:
+            return run(value, step, rows)
+        with around:
+            return run(value, step, rows)
 
     def _from(self, key: int) -> AbstractContextManager[Any]:
         """Around what draws from a stream; ``step`` restores the state where no other worker needs it."""
@@ -146,11 +146,6 @@ class RandomStreams(Feature):
         for generator in self.generators:
             generator.manual_seed(key)
         return _NOTHING
-
-    def _key_of(self, layer: int, step: int, rows: SampleRows) -> int:
-        # 0: the whole micro-batch, or its first slice.
-        part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
-        return self._key(step, rows.micro_batch, layer, part)
 
     def _key(self, step: int, micro_batch: int, index: int, part: int = 0) -> int:
         """The seed of a stream: a hash distinguishes steps, and mixing (SplitMix64) the streams of a step."""
