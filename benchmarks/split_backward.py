@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.stages.split_backward import Joints, SplitBackward, Splitting
+from counterflow.runtime.stages.joints import Joints
+from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
 
 REPEATS = 15
 

@@ -152,6 +152,32 @@ def test_every_scheme_trains_as_one_process() -> None:
         agrees(schedule, squares)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(self.up(self.norm(x)).tanh())
+        return found
+
+
+def deep() -> list[nn.Module]:
+    """Stages whose graphs have several pieces; layers of the first two stages add."""
+    torch.manual_seed(2)
+    first = [nn.Linear(5, WIDTH), MeanOfPositions(), *(Residual() for _ in range(4))]
+    second = [*(Residual() for _ in range(4)), MeanOfPositions(), *(Residual() for _ in range(4))]
+    made = [*first, *second, *(Residual() for _ in range(6)), nn.Linear(WIDTH, CLASSES)]
+    return [layer.double() for layer in made]
+
+
+def test_what_is_added_goes_past_the_pieces_of_later_stages() -> None:
+    for schedule in (schemes.zb_h1(3, 4), schemes.zb_v(2, 4), schemes.dapple(3, 4, split=True)):
+        agrees(schedule, squares, made=deep())
+    agrees(schemes.zb_h1(3, 4), squares, made=deep(), recompute="layer")
+    agrees(schemes.zb_h1(3, 4), squares, made=deep(), recompute="stage")
+
+
 class MeanOfPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()

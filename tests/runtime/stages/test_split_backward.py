@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.stages.split_backward import Joints, SplitBackward, Splitting
+from counterflow.runtime.stages.joints import Joints
+from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
 
 WIDTH = 6
 

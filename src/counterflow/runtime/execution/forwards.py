@@ -21,9 +21,9 @@ from ..messages.arrivals import NONE
 from ..messages.values import Unit, ValueLayout, put_together, take_apart, takes_gradient
 from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
+from ..stages.joints import Joints
 from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
-from ..stages.split_backward import Joints
 from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part

@@ -14,7 +14,7 @@ from ..graphs import graph_of, pointers
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
 from ..mini_batch.batch import Batch, Key
-from ..stages.split_backward import Joints
+from ..stages.joints import Joints
 from ..transport.base import Transport
 from .meters import Clock, Kept, SavedBytes
 from .skips import Once

@@ -22,10 +22,10 @@ from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.added import apart as without_added
 from ..stages.graph_check import check_graph
+from ..stages.joints import Joints
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..stages.skips import Carried
-from ..stages.split_backward import Joints
 from ..stages.stage import StageCopy
 from .meters import SavedBytes
 from .skips import Output, apart

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..messages.values import Unit, Value
+from ..stages.joints import Joints
 from ..stages.randomness import SampleRows
 from ..stages.recomputation import Contents, First
-from ..stages.split_backward import Joints, SplitBackward
+from ..stages.split_backward import SplitBackward
 from .meters import Kept
 
 

@@ -16,7 +16,7 @@ from counterflow.trees import versions
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
 from .graph_split import variable
-from .split_backward import Joints
+from .joints import Joints
 
 if TYPE_CHECKING:
     from .stage import StageCopy

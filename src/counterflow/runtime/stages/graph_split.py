@@ -82,12 +82,14 @@ class Division(NamedTuple):
         early: where gradients are accumulated that are made with the input gradient.
         kept: what the weights that wait need.
         dropped: what nobody needs once the input gradient is made.
+        inputs: the inputs that it reaches, by their numbers.
     """
 
     boundaries: tuple[Boundary, ...]
     early: tuple[int, ...]
     kept: tuple[Slot, ...]
     dropped: tuple[Slot, ...]
+    inputs: tuple[int, ...]
 
 
 def walked(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> Walked:
@@ -133,7 +135,7 @@ def divided(graph: Walked, inputs: Sequence[Tensor], constant: AbstractSet[int])
     """
     nodes = graph.nodes
     if any(_is_custom(node) and "Checkpoint" in node.name() for node in nodes):
-        return Division((), (), (), ())
+        return Division((), (), (), (), ())
     parts = _Parts(graph, inputs)
     boundaries: list[Boundary] = []
     early: list[int] = list(parts.shared)
@@ -152,7 +154,9 @@ def divided(graph: Walked, inputs: Sequence[Tensor], constant: AbstractSet[int])
         for slot, found in others
         if isinstance(found, Tensor) and not pointers([found]) & (constant | used | {0})
     )
-    return Division(tuple(boundaries), tuple(early), tuple(slot for slot, _ in kept), dropped)
+    ends = {id(leaf) for leaf in parts.leaves.values()}
+    reached = tuple(number for number, tensor in enumerate(inputs) if id(tensor) in ends)
+    return Division(tuple(boundaries), tuple(early), tuple(slot for slot, _ in kept), dropped, reached)
 
 
 class _Parts:

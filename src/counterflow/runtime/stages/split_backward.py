@@ -25,97 +25,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from counterflow.errors import ConfigError
-from counterflow.trees import versions
 
 from ..graphs import pointers
 from ..messages.values import Value
 from ..torch_private import run_backward
 from .features import Feature, Run
-from .graph_split import Division, Shape, Walked, below, divided, is_seam, saved_in, slots, variable, walked
+from .graph_split import Division, Shape, Walked, divided, saved_in, slots, variable, walked
 from .hooks_once import Half, HooksOnce
+from .joints import Joint, Joints, enters
 from .named_layer import NamedLayer
 from .randomness import SampleRows
-from .recomputation import Packed, Replay, mapped, same_tensors
-
-NODES_A_PIECE = 24
-"""Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""
+from .recomputation import Packed, Replay
 
 _MOST_SHAPES = 64
 """Maximum number of shapes of graphs that are known at once."""
 
 Gradients = Sequence[Tensor | None]
-
-
-class Joint(NamedTuple):
-    """Where two pieces of a graph meet: the gradients of ``leaves`` go on at ``edges``."""
-
-    edges: tuple[GradientEdge, ...]
-    leaves: tuple[Tensor, ...]
-
-
-class Joints:
-    """Detach points of one forward's graph, from the input on; recorded while the stage's layers run."""
-
-    def __init__(self, splitting: Splitting) -> None:
-        self.splitting = splitting
-        self.found: list[Joint] = []
-        self.replays: list[Replay] = []
-        """Replays of recomputed layers."""
-        self._seen: dict[int, tuple[Any, list[int], tuple[GradientEdge, ...]]] = {}
-
-    def before(self, layer: int, value: Any) -> Any:
-        """Input of a layer in place of ``value``, the previous layer's output."""
-        if self.splitting.joined is None:
-            edges: list[GradientEdge] = []
-            mapped(lambda tensor: _noted(tensor, edges), value)
-            same = same_tensors(value)
-            self._seen[layer] = same, versions(same), tuple(edges)
-            return value
-        if layer not in self.splitting.joined:
-            return value
-        ends: list[GradientEdge] = []
-        leaves: list[Tensor] = []
-
-        def leaf(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            ends.append(get_gradient_edge(tensor))
-            leaves.append(tensor.detach().requires_grad_())
-            return leaves[-1]
-
-        value = mapped(leaf, value)
-        if leaves:
-            self.found.append(Joint(tuple(ends), tuple(leaves)))
-        return value
-
-    def learn(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Find from the first graph the layers before which later graphs may have detach points."""
-        if self.splitting.joined is not None:
-            return
-        roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
-        joined: set[int] = set()
-        size = 0
-        inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        apart = bool(inputs)  # else what comes first needs no input gradient
-        for layer, (value, before, edges) in self._seen.items():
-            beneath = len(below(edges))
-            if not edges or (apart and beneath < size + NODES_A_PIECE):
-                continue
-            if versions(value) == before and is_seam(roots, edges, inputs):
-                joined.add(layer)
-                apart, size = True, beneath
-        self._seen.clear()
-        self.splitting.joined = frozenset(joined)
-
-    @property
-    def ends(self) -> list[Node]:
-        """Where the pieces begin, but for the last."""
-        return [edge.node for joint in self.found for edge in joint.edges]
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What the pieces take, but for the first."""
-        return [leaf for joint in self.found for leaf in joint.leaves]
 
 
 class Splitting(Feature):
@@ -177,15 +102,13 @@ class Splitting(Feature):
         if self._at_hand is not None:
             self._at_hand.replays.append(replay)
 
-    def division(
-        self, graph: Walked, inputs: Sequence[Tensor], leaves: Callable[[], Sequence[Tensor]]
-    ) -> Division:
+    def division(self, graph: Walked, inputs: Sequence[Tensor], joints: Sequence[Joint]) -> Division:
         """Division of a graph, computed once for all graphs of its shape.
 
         Args:
             graph: a piece of a graph, or all of it.
-            inputs: inputs of the graph.
-            leaves: returns the inputs of all pieces.
+            inputs: inputs of the graph: where the next piece ends, and the stage's own.
+            joints: where the piece meets the next one, and that the others.
 
         Raises:
             ConfigError: the piece extends past another one's end, which the first graph did not.
@@ -195,8 +118,7 @@ class Splitting(Feature):
             if len(self._divisions) == _MOST_SHAPES:
                 self._divisions.clear()
             found = divided(graph, inputs, pointers(self._constant()))
-            others = {id(leaf) for leaf in leaves()} - {id(leaf) for leaf in inputs}
-            if any(id(variable(node)) in others for node in graph.nodes):
+            if enters(graph, inputs, joints):
                 raise ConfigError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
                     "them, and did not in the first forward; pass it on through them, or take a schedule "
@@ -258,9 +180,9 @@ class SplitBackward:
 
     def look_ahead(self, edges: Sequence[GradientEdge]) -> None:
         """Find out what can be found out before the gradients of ``edges`` are there."""
-        inputs = self._joints[-1].leaves if self._joints else self._inputs
+        inputs = [*self._joints[-1].leaves, *self._inputs] if self._joints else self._inputs
         if edges and inputs:
-            self._ahead = self._plan(edges, inputs)
+            self._ahead = self._plan(edges, inputs, self._joints)
 
     def input_gradient(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, look: bool = False
@@ -285,15 +207,17 @@ class SplitBackward:
 
     def _pieces(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, look: bool) -> None:
         """The input gradients of all pieces, from the last one on."""
-        for joint in reversed(self._joints):
-            self._piece(edges, gradients, joint.leaves, look=look)
+        joints = list(self._joints)
+        while joints:  # what layers add to the loss goes from the stage's input past all layers
+            self._piece(edges, gradients, [*joints[-1].leaves, *self._inputs], joints, look=look)
+            joint = joints.pop()
             pairs = [
                 (e, x.grad) for e, x in zip(joint.edges, joint.leaves, strict=True) if x.grad is not None
             ]
             for leaf in joint.leaves:
                 leaf.grad = None
             edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-        self._piece(edges, gradients, self._inputs, look=look)
+        self._piece(edges, gradients, self._inputs, joints, look=look)
 
     def kept(self) -> list[Tensor]:
         """What is kept between the two, if it was to be looked for: saved tensors, and gradients."""
@@ -316,10 +240,11 @@ class SplitBackward:
         edges: Sequence[GradientEdge],
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
+        joints: Sequence[Joint],
         *,
         look: bool,
     ) -> None:
-        """One piece's input gradient, in ``grad`` of its inputs."""
+        """Add one piece's input gradient to ``grad`` of its inputs."""
         if not edges:
             return
         direct = self.splitting.direct
@@ -331,16 +256,19 @@ class SplitBackward:
             return
         plan, self._ahead = self._ahead, None
         if plan is None or plan.edges is not edges:
-            plan = self._plan(edges, inputs)
+            plan = self._plan(edges, inputs, joints)
         _, nodes, division, weights, places = plan
         if not division.boundaries:
             accumulate(edges, gradients, into=None, direct=direct)
             return
         if look or self._replays:
             self._keep(list(saved_in(nodes, division.kept)), look=look)
-        made = iter(_captured(edges, gradients, [*inputs, *weights, *places], direct=direct))
-        for tensor in inputs:
-            tensor.grad = next(made)
+        reached = [inputs[number] for number in division.inputs]
+        made = iter(_captured(edges, gradients, [*reached, *weights, *places], direct=direct))
+        for tensor in reached:
+            gradient = next(made)
+            if gradient is not None:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
             _add(weight, next(made))
         self._wait(division, nodes, list(zip(places, made, strict=True)))
@@ -348,10 +276,12 @@ class SplitBackward:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
 
-    def _plan(self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Plan:
+    def _plan(
+        self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], joints: Sequence[Joint]
+    ) -> _Plan:
         """How the piece that begins at some edges is done."""
         graph = walked(edges, inputs)
-        nodes, division = graph.nodes, self.splitting.division(graph, inputs, self._leaves)
+        nodes, division = graph.nodes, self.splitting.division(graph, inputs, joints)
         weights = [variable(nodes[n]) for n in division.early] if division.boundaries else ()
         places = [
             GradientEdge(nodes[boundary.node], output)
@@ -359,10 +289,6 @@ class SplitBackward:
             for output in boundary.outputs
         ]
         return _Plan(edges, nodes, division, weights, places)
-
-    def _leaves(self) -> list[Tensor]:
-        """What all pieces take."""
-        return [*(leaf for joint in self._joints for leaf in joint.leaves), *self._inputs]
 
     def _keep(self, saved: list[Any], *, look: bool) -> None:
         """Let what was saved be there for the weights' gradients."""
@@ -452,9 +378,3 @@ def _nothing(_: Tensor) -> None:
 
 def _gone(_: None) -> Tensor:
     raise RuntimeError("a tensor that was saved for the input gradient alone is asked for after it")
-
-
-def _noted(tensor: Tensor, edges: list[GradientEdge]) -> Tensor:
-    if tensor.requires_grad:
-        edges.append(get_gradient_edge(tensor))
-    return tensor

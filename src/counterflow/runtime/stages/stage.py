@@ -23,6 +23,7 @@ from .added import ADDING, apart
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
 from .features import Feature, Run, blocks, called, composed, layer_run
+from .joints import Joints
 from .named_layer import LOSS, NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams, SampleRows
@@ -34,7 +35,7 @@ from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
 from .slice_check import SliceCheck
-from .split_backward import Joints, Splitting
+from .split_backward import Splitting
 from .versions import Versions
 
 _NOTHING = nullcontext()
