@@ -323,6 +323,26 @@ def test_attention_within_documents() -> None:
         assert verify(schedule, layers, token_loss, batches, optimizer=optimizer).ok, (heads, window)
 
 
+def test_documents_of_lone_samples_in_recomputed_stages() -> None:
+    """Two attentions of a stage leave the same documents, which lie within those of the whole sequence."""
+    schedules = (
+        "1f1b(stages=2, micro_batches=2, slices=2)",
+        "chimera(stages=2, micro_batches=2, slices=3)",
+        "gems(stages=2, micro_batches=2, slices=3)",
+        "v-half(workers=2, micro_batches=4, slices=4)",
+    )
+    for text, recompute in table(schedules, ("stage", "layer")):
+        torch.manual_seed(0)
+        schedule = schedule_of(text, {})
+        tokens, targets = mini_batch(schedule.micro_batches, POSITIONS)
+        batches = [[({"tokens": tokens, "documents": _documents(len(tokens))}, targets)]] * 2
+        packed = [Packed(2, None) for _ in range(2 * schedule.stages)]
+        layers = [layer.double() for layer in (Begins(), *packed, Ends(WIDTH, VOCABULARY))]
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        found = verify(schedule, layers, token_loss, batches, optimizer=optimizer, recompute=recompute)
+        assert found.ok, (text, recompute, found)
+
+
 def test_attention_within_documents_is_that_of_a_mask() -> None:
     documents, at = _documents(3), torch.arange(POSITIONS)
     ahead = at[:, None] - at

@@ -21,7 +21,7 @@ from counterflow.trees import versions
 from ..dtensors import settled
 from ..messages.arrivals import NONE
 from ..mini_batch.batch import Batch
-from ..stages.recomputation import Hold, copied, mapped, refuse_other
+from ..stages.recomputation import Hold, copied, mapped, other_values, refuse_other
 from ..stages.replays import LayerReplays
 from ..stages.split_backward import SplitBackward, accumulate
 from .in_flight import NOTHING
@@ -167,6 +167,8 @@ class RunBackward(Differentiates):
         ):
             output = copy.forward(again.value, batch.step, batch.rows[unit])
             _, tensors = self._outputs.read(copy, batch, output, unit, again=True)
+        if again.marked and len(tensors) != len(again.marked):
+            raise other_values(f"stage {self.stage}")
         if again.first is not None:
             refuse_other(tensors, again.first, f"stage {self.stage}")
         self._in_flight.graph_made(stash.inputs, tensors, stash.held, joints=stash.joints)

@@ -152,12 +152,22 @@ def _norm(tensor: Tensor) -> Tensor:
     return tensor.norm() if counts else torch.zeros(())
 
 
+def other_values(place: str) -> ConfigError:
+    """Error of a second run that gives something else than the first."""
+    return ConfigError(
+        f"{place} gives other values when it is computed again for its backward; what it does may depend on "
+        "its input, weights, buffers and torch's random numbers only, or take recompute='none'"
+    )
+
+
 def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
     """Refuse a second run that finds other values than the first; what rounding explains is the same.
 
     Raises:
         ConfigError: it does.
     """
+    if len(output) != len(first.kept):
+        raise other_values(place)
     again = output if first.whole else first.of(output)
     for new, old in zip(again, first.kept, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
@@ -165,11 +175,7 @@ def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
         limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
         far = (new.detach() - old).norm() > limit * old.norm()  # False where one is not finite
         if bool(far.item()):
-            raise ConfigError(
-                f"{place} gives other values when it is computed again for its backward; what it does may "
-                "depend on its input, weights, buffers and torch's random numbers only, or take "
-                "recompute='none'"
-            )
+            raise other_values(place)
 
 
 class Buffers:

@@ -5,6 +5,7 @@ Invariant: what is computed does not depend on the cut.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,8 @@ class SkipRunner(Feature):
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
         self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
         self._by_layer = by_layer
+        self._compact = _Compact()
+        """Copies of the states that the stage's run at hand leaves, if it makes no graph."""
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip]]] = {}
         self._carries: dict[int, list[tuple[int, Carry]]] = {}
         for layer, its in zip(layers, plan.layers, strict=True):
@@ -89,6 +92,7 @@ class SkipRunner(Feature):
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
         found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
+        self._compact.clear()
         return found if self._gives or (self._leaves and rows.slices > 1) else found.value
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -117,8 +121,10 @@ class SkipRunner(Feature):
         left = {number: state for (number, _), state in zip(carries, ends, strict=True)}
         if rows.slice == rows.slices - 1:
             left = {}  # nobody takes it
-        if left and (self._by_layer or not torch.is_grad_enabled()):
-            left = _compact(left)
+        if left and self._by_layer:
+            left = _Compact().of(left)  # each layer is computed again with its own copies
+        elif left and not torch.is_grad_enabled():
+            left = self._compact.of(left)
         return Carried(output, made | left)
 
     def _made(self, index: int, skip: Skip) -> Any:
@@ -128,20 +134,42 @@ class SkipRunner(Feature):
         return skip._value  # noqa: SLF001
 
 
-def _compact(left: dict[int, Any]) -> dict[int, Any]:
-    """States that hold no other memory: keys and values may be views of one tensor with the queries.
+class _Compact:
+    """Copies of states that hold no other memory, as keys and values may be views of one tensor with queries.
 
     Where a graph saves that tensor, nothing is gained, and states stay as they are.
+
+    Invariant: what several layers leave has one copy, so that a run without a graph gives as many tensors as
+    the one with a graph that follows it.
     """
-    sizes: dict[int, int] = {}
-    views = {id(leaf): leaf for leaf in pytree.tree_leaves(left) if type(leaf) is Tensor}
-    for view in views.values():
-        pointer = view.untyped_storage().data_ptr()
-        sizes[pointer] = sizes.get(pointer, 0) + view.nbytes
-    copies = {
-        key: view.clone(memory_format=torch.contiguous_format)
-        for key, view in views.items()
-        if sizes[view.untyped_storage().data_ptr()] < view.untyped_storage().nbytes()
-    }
-    found: dict[int, Any] = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), left)
-    return found
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        """By ``id`` the view, which need not live on, and its copy; None: it stays."""
+
+    def of(self, left: dict[int, Any]) -> dict[int, Any]:
+        """States without other memory."""
+        sizes: dict[int, int] = {}
+        views = {id(leaf): leaf for leaf in pytree.tree_leaves(left) if type(leaf) is Tensor}
+        for view in views.values():
+            pointer = view.untyped_storage().data_ptr()
+            sizes[pointer] = sizes.get(pointer, 0) + view.nbytes
+        for key, view in views.items():
+            before = self._copies.get(key)
+            if before is not None and before[0]() is view:
+                continue
+            storage = view.untyped_storage()
+            copies = sizes[storage.data_ptr()] < storage.nbytes()
+            copy = view.clone(memory_format=torch.contiguous_format) if copies else None
+            self._copies[key] = weakref.ref(view), copy
+
+        def compact(leaf: Any) -> Any:
+            copy = self._copies[id(leaf)][1] if id(leaf) in views else None
+            return leaf if copy is None else copy
+
+        found: dict[int, Any] = pytree.tree_map(compact, left)
+        return found
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._copies.clear()
