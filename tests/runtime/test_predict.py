@@ -84,3 +84,41 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
     job = layers, SCHEMES[0], "none", (0, 0)
     with pytest.raises(ConfigError, match=r"output_dims=\(0, 0\) does not fit the outputs, which are a dict"):
         launch(_predicted, *job, workers=2, transport="local", timeout_seconds=30)
+
+
+class Tokens(nn.Module):
+    """Logits of tokens, which are as many as positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11, dtype=F)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.table(tokens)
+        return logits
+
+
+def _of_tree(schedule: Schedule, dims: Any, name: Any) -> list[Any]:
+    def token_loss(output: Tensor, target: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.mT, target[name])
+
+    torch.manual_seed(0)
+    layers = [Tokens(), *(nn.Linear(11, 11, dtype=F) for _ in range(schedule.stages))]
+    pipeline = Pipeline(layers, token_loss, schedule, optimizer=sgd, target_dims=dims)
+    tokens = torch.arange(48).view(8, 6) % 11
+    parts = [tokens.flip(1), torch.ones(2, 8)]
+    targets = dict(zip(dims, parts, strict=True)) if isinstance(dims, dict) else tuple(parts)
+    return [
+        pipeline.predict(tokens).tolist(),
+        pipeline.generate(tokens[:3], tokens=2).tolist(),
+        pipeline.evaluate(tokens, targets).loss,
+    ]
+
+
+def test_predictions_need_no_targets_whose_dimensions_are_a_tree() -> None:
+    for schedule in SCHEMES:
+        found = [
+            launch(_of_tree, schedule, dims, name, workers=2, transport="local")
+            for dims, name in (({"y": 0, "more": 1}, "y"), ((0, None), 0), ((0, 1), 0))
+        ]
+        assert all(rows[0] == rows[1] == found[0][0] for rows in found), str(schedule)

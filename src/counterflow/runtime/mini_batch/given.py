@@ -140,9 +140,11 @@ class Given:
             dims: where their samples are.
             sizes: samples by micro-batch.
         """
-        if self.ready and pieces is not None:
+        if pieces is None:  # as the targets of a prediction are
+            return [None] * len(sizes)
+        if self.ready:
             return list(pieces)
-        whole = None if pieces is None else pieces[0]
+        whole = pieces[0]
         rows = (slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
         return [cut(whole, its, dims) for its in rows]
 
