@@ -84,6 +84,70 @@ def test_a_sample_ends_with_a_token() -> None:
         assert row == kept + [end] * (9 - len(kept))
 
 
+class Next(nn.Module):
+    """Logits of the token after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.eye(12))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        following: Tensor = self.table[(tokens + 1) % 12]
+        return following
+
+
+ENDS = (  # prompts by replica, tokens, and what is found
+    ([[[3]], [[7]]], 8, [[[3, 4, 5, 6, 7, 8, 9, 9, 9]], [[7, 8, 9, 9, 9, 9, 9, 9, 9]]]),
+    ([[[7], [8]], [[1, 6]]], 4, [[[7, 8, 9, 9, 9], [8, 9, 9, 9, 9]], [[1, 6, 7, 8, 9, 9]]]),
+    ([[[8]], [[1]]], 3, [[[8, 9, 9, 9]], [[1, 2, 3, 4]]]),
+    ([[[8]], [[2, 8]]], 2, [[[8, 9, 9]], [[2, 8, 9, 9]]]),
+    ([[], [[6]]], 4, [[], [[6, 7, 8, 9, 9]]]),
+)
+
+
+def continued(prompts: list[list[list[int]]], tokens: int) -> list[list[int]]:
+    pipeline = cf.Pipeline(
+        [Next(), nn.Identity()], nn.MSELoss(), schemes.gpipe(2, 1), optimizer=torch.optim.SGD
+    )
+    prompt = torch.tensor(prompts[pipeline.replica], dtype=torch.int64)
+    found: list[list[int]] = pipeline.generate(
+        prompt.view(len(prompt), -1 if prompt.numel() else 1), tokens=tokens, end=9
+    ).tolist()
+    return found
+
+
+def test_replicas_whose_samples_have_ended_wait_for_the_others() -> None:
+    for prompts, tokens, expected in ENDS:
+        for replicas in (prompts, [*prompts, prompts[0]]):
+            found = cf.launch(
+                continued, replicas, tokens, workers=2 * len(replicas), transport="local", timeout_seconds=60
+            )
+            assert found[::2] == found[1::2] == [*expected, expected[0]][: len(replicas)], (replicas, found)
+    prompts, tokens, expected = ENDS[0]
+    found = cf.launch(continued, prompts, tokens, workers=4, transport="gloo", timeout_seconds=60)
+    assert found[::2] == found[1::2] == expected
+
+
+def test_workers_with_other_settings_are_refused() -> None:
+    def work(replicas: bool, **options: list[Any]) -> None:
+        pipeline = cf.Pipeline(
+            [Next(), nn.Identity()], nn.MSELoss(), schemes.gpipe(2, 1), optimizer=torch.optim.SGD
+        )
+        place = pipeline.replica if replicas else pipeline.worker
+        own = {"tokens": 3, **{name: choices[place] for name, choices in options.items()}}
+        pipeline.generate(torch.tensor([[3]]), **own)
+
+    for replicas, options, match in (
+        (False, {"seed": [0, 1], "temperature": [1.0, 1.0]}, "rank 1 of its replica Settings"),
+        (False, {"tokens": [2, 3]}, "give all workers of a replica the same"),
+        (True, {"tokens": [2, 3]}, "give all the same tokens, and all an end or none"),
+        (True, {"end": [9, None]}, "give all the same tokens, and all an end or none"),
+    ):
+        with pytest.raises(cf.ConfigError, match=match):
+            cf.launch(work, replicas, **options, workers=2 + 2 * replicas, transport="local")
+    cf.launch(work, True, seed=[0, 1], temperature=[1.0, 0.5], end=[9, 8], workers=4, transport="local")
+
+
 def test_training_goes_on_as_if_nothing_was_generated() -> None:
     targets = PROMPT.roll(-1, 1)
 
@@ -115,7 +179,7 @@ def test_what_is_refused() -> None:
     torch.manual_seed(0)
     shifting = nn.Sequential(nn.Embedding(19, 8), Shift(), nn.Linear(8, 19))
     for made, options, match in (
-        (shifting, {"tokens": 2}, "without a cf.Carry"),
+        (shifting, {"tokens": 2}, "token 1 after the prompt .* without a cf.Carry"),
         (nn.Sequential(nn.Embedding(19, 8), nn.Flatten()), {"tokens": 2}, "generate needs logits"),
         (None, {"tokens": -1}, "tokens = -1"),
         (None, {"tokens": 1, "temperature": -1.0}, "temperature = -1.0"),
@@ -126,3 +190,62 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(cf.CounterflowError, match=match):
             generate(schemes.dapple(2, 2), made, **options)
+
+
+class Forgets(nn.Module):
+    """Sums what the tokens that it was left say, and leaves its own tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.carry.take()
+        self.carry.leave(x)
+        return x + x.cumsum(1) + (0 if before is None else before.sum(1, keepdim=True))
+
+
+class ShortWindow(nn.Module):
+    """A mean over all positions, of which four are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.carry.take(x[:, :0])
+        window = torch.cat([before, x], 1)
+        self.carry.leave(window[:, -4:])
+        return x + window.cumsum(1)[:, -x.shape[1] :]
+
+
+def test_the_first_tokens_after_a_prompt_are_compared() -> None:
+    """Neither calls of one token, nor of none, nor ones that end at once, count as compared."""
+
+    def work(layer: nn.Module, calls: list[dict[str, Any]]) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(19, 8), layer, nn.Linear(8, 19)]
+        pipeline = cf.Pipeline(layers, nn.MSELoss(), schemes.dapple(2, 2), optimizer=torch.optim.SGD)
+        prompt = PROMPT[:, :1]
+        (first,) = {int(token) for token in pipeline.generate(prompt[:1], tokens=1)[:, -1]}
+        for options in calls:
+            end = first if options.get("end") else None
+            pipeline.generate(prompt[:1], **{**options, "end": end})
+
+    for layer, token, calls in (
+        (Shift(), 1, [{"tokens": 1}, {"tokens": 0}, {"tokens": 9, "end": True}]),
+        (Forgets(), 2, [{"tokens": 2}]),
+        (ShortWindow(), 6, [{"tokens": 2}, {"tokens": 5}]),
+    ):
+        cf.launch(work, layer, calls, workers=2, transport="local")
+        with pytest.raises(cf.ConfigError, match=f"logits of token {token} after the prompt"):
+            cf.launch(work, layer, [*calls, {"tokens": 7}], workers=2, transport="local")
+
+
+def test_logits_that_are_no_numbers_are_compared_too() -> None:
+    class Masked(nn.Module):
+        def forward(self, logits: Tensor) -> Tensor:
+            return logits.index_fill(2, torch.arange(3), -torch.inf)
+
+    made = nn.Sequential(*model(), Masked())
+    assert torch.equal(generate(schemes.dapple(2, 2), made, tokens=4), by_hand(made, PROMPT, 4))

@@ -15,7 +15,7 @@ from counterflow.schedule.ir import Schedule
 
 from .execution.evaluation import Found, PendingEvaluation
 from .execution.step import Evaluation
-from .generation import Sampling, generated
+from .generation import GenerationCheck, Sampling, generated
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.given import Given
@@ -31,7 +31,7 @@ class Forwards(States):
     batching: Batching
     device: torch.device
     replica: int
-    _generates: bool
+    _generation_check: GenerationCheck
 
     def evaluate(
         self,
@@ -152,15 +152,14 @@ class Forwards(States):
 
         Raises:
             ConfigError: a number is out of range; the output has no logits; or a layer looks at earlier
-                positions without a ``cf.Carry``, which is seen in the first call.
+                positions without a ``cf.Carry`` that has all it needs, which is seen when the first, second,
+                fourth, eighth … and last token after a prompt first runs alone.
             WorkerError: a worker failed.
         """
         self._untold = self.flush()
         with self._reported(), self._held.owned.used(), torch.no_grad():
             sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
-            found = generated(self, prompt, sampling, self._predicted, compare=not self._generates)
-        self._generates = True
-        return found
+            return generated(self, prompt, sampling, self._predicted, self._generation_check)
 
     def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
         """The replica's outputs in the samples' order, on workers with the last stage or on all."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Logits that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
+
+
+class Settings(NamedTuple):
+    """Arguments of a ``Sampling``, in which the workers of a replica agree."""
+
+    tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+    end: int | None
 
 
 class Sampling:
@@ -53,6 +63,7 @@ class Sampling:
             raise ConfigError(f"top_k = {top_k}: must be 1 or more, or None")
         self.tokens, self.end = tokens, end
         self._temperature, self._top_k = temperature, top_k
+        self.settings = Settings(tokens, temperature, top_k, seed, end)
         self._draws = torch.Generator().manual_seed(seed)
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -71,60 +82,148 @@ class Sampling:
         return torch.multinomial(scaled.softmax(-1), 1, generator=self._draws)
 
 
+class GenerationCheck:
+    """Comparisons of tokens that run alone with whole sequences, as long as tokens follow a prompt.
+
+    They are made of the first, second, fourth, eighth … and last such token, each once in a pipeline's life:
+    what a layer leaves for the token after the next one may be wrong though the next one's is right.
+    """
+
+    def __init__(self) -> None:
+        self._compared = 0
+        """Most tokens after a prompt of which the last one was compared."""
+
+    def due(self, token: int, tokens: int) -> bool:
+        """Whether the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
+        return token > self._compared and (token == tokens or not token & (token - 1))
+
+    def compare(self, token: int, ours: Tensor, whole: Tensor) -> None:
+        """Compare the logits of a token that ran alone with those of the whole sequence.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        apart = (ours - whole).abs().masked_fill((ours == whole) | (ours.isnan() & whole.isnan()), 0.0)
+        most = float(whole[whole.isfinite()].abs().max()) if bool(whole.isfinite().any()) else 0.0
+        if not float(apart.max()) <= _ROUNDING.get(ours.dtype, 0.06) * most:
+            raise ConfigError(
+                f"generate: the logits of token {token} after the prompt are {float(apart.max()):.2g} apart "
+                "from those of the whole sequence in one piece; a layer looks at earlier positions, or "
+                "counts them, without a cf.Carry, from which it takes what earlier tokens left, or leaves "
+                "too little in it: let it hold one, or call predict on whole sequences"
+            )
+        self._compared = token
+
+
 def generated(
     pipeline: Forwards,
     prompt: Tensor | None,
     sampling: Sampling,
     run: Callable[[Tensor], Batch],
-    *,
-    compare: bool,
+    check: GenerationCheck,
 ) -> Tensor:
     """The prompt and the tokens that follow it, [samples, positions + tokens]; all workers call it.
+
+    A replica whose samples have all ended goes on until those of all replicas have, as each run is one of
+    all workers.
 
     Args:
         pipeline: the model in stages.
         prompt: as of ``Pipeline.generate``.
         sampling: how tokens are chosen.
         run: predicts with some tokens.
-        compare: whether the first token that runs alone is compared with the whole sequence.
+        check: says which tokens are compared with the whole sequence.
 
     Raises:
-        ConfigError: there is no prompt, the output has no logits, or layers make something else of a token
-            after others than of all in one piece.
+        ConfigError: there is no prompt, workers are told other numbers, the output has no logits, or layers
+            make something else of a token after others than of all in one piece.
     """
-    found = _everywhere(pipeline, prompt)
-    length = found.shape[1] + sampling.tokens
+    tokens = prompts = _everywhere(pipeline, prompt, sampling)
+    samples, length = len(prompts), prompts.shape[1] + sampling.tokens
+    if not samples:  # others have some, and each run is one of all
+        tokens = prompts.new_zeros(1, prompts.shape[1])
     with ExitStack() as stack:
         memories = [stack.enter_context(stage.remembering()) for stage in pipeline.stages.values()]
-        following = found
-        ended = torch.zeros(len(found), 1, dtype=torch.bool)
-        while found.shape[1] < length and not (len(found) and bool(ended.all())):
+        following = tokens
+        ended = torch.full((len(tokens), 1), fill_value=not samples)
+        while tokens.shape[1] < length and not _all_ended(pipeline, sampling, ended):
             logits = _logits(pipeline, run(following))
-            if compare and following is not found:
+            alone = tokens.shape[1] - prompts.shape[1]
+            if check.due(alone, sampling.tokens - 1):
                 for memory in memories:
                     memory.paused = True
-                _compare(logits, _logits(pipeline, run(found)))
+                check.compare(alone, logits, _logits(pipeline, run(tokens)))
                 for memory in memories:
                     memory.paused = False
-                compare = False
             following = sampling.choose(logits)
             if sampling.end is not None:
                 following = torch.where(ended, sampling.end, following)
                 ended = ended | (following == sampling.end)
-            found = torch.cat([found, following], 1)
-    return torch.cat([found, found[:, -1:].expand(-1, length - found.shape[1])], 1)
+            tokens = torch.cat([tokens, following], 1)
+    return torch.cat([tokens, tokens[:, -1:].expand(-1, length - tokens.shape[1])], 1)[:samples]
 
 
-def _everywhere(pipeline: Forwards, prompt: Tensor | None) -> Tensor:
-    """The replica's prompt, on every worker."""
-    mine = prompt.cpu() if isinstance(prompt, Tensor) and 0 in pipeline.stages else None
-    rows = cast("Sequence[Tensor | None]", pipeline.transport.gather_objects(mine))
-    there = [rows[rank] for rank in pipeline.ranks[pipeline.replica]]
-    found = next((each for each in there if each is not None), None)
-    if found is None or found.dim() != 2 or found.dtype is not torch.int64 or not found.numel():
-        shown = "nothing" if found is None else f"{found.dtype} of shape {(*found.shape,)}"
-        raise ConfigError(f"generate needs a prompt [samples, positions] of int64, and was given {shown}")
-    return found
+def _all_ended(pipeline: Forwards, sampling: Sampling, ended: Tensor) -> bool:
+    """Whether the samples of all replicas have ended."""
+    if sampling.end is None:
+        return False
+    here = bool(ended.all())
+    return here if len(pipeline.ranks) == 1 else all(pipeline.transport.gather_objects(here))
+
+
+def _everywhere(pipeline: Forwards, prompt: Tensor | None, sampling: Sampling) -> Tensor:
+    """The replica's prompt, on every worker.
+
+    Raises:
+        ConfigError: a replica has none, none has samples, or workers have other settings.
+    """
+    own = prompt.cpu() if isinstance(prompt, Tensor) and 0 in pipeline.stages else None
+    rows = cast(
+        "Sequence[tuple[Settings, Tensor | None]]",
+        pipeline.transport.gather_objects((sampling.settings, own)),
+    )
+    for ranks in pipeline.ranks:
+        for rank in ranks:
+            _refuse_other(rows[ranks[0]][0], ranks[0], rows[rank][0], rank)
+        _refuse_between_replicas(rows[0][0], rows[ranks[0]][0], ranks[0])
+    prompts = [
+        next((rows[rank][1] for rank in ranks if rows[rank][1] is not None), None) for ranks in pipeline.ranks
+    ]
+    for replica, each in enumerate(prompts):
+        legal = each is not None and each.dim() == 2 and each.dtype is torch.int64 and each.shape[1] > 0
+        if not legal or not any(len(other) for other in prompts if other is not None):
+            shown = "nothing" if each is None else f"{each.dtype} of shape {(*each.shape,)}"
+            where = f" in replica {replica}" if len(prompts) > 1 else ""
+            raise ConfigError(
+                f"generate needs a prompt [samples, positions] of int64, and was given {shown}{where}"
+            )
+    return cast("Tensor", prompts[pipeline.replica])
+
+
+def _refuse_other(settings: Settings, rank: int, other: Settings, other_rank: int) -> None:
+    """Refuse workers of a replica that would choose other tokens.
+
+    Raises:
+        ConfigError: their settings differ.
+    """
+    if other != settings:
+        raise ConfigError(
+            f"generate: rank {rank} has {settings}, and rank {other_rank} of its replica {other}; give all "
+            "workers of a replica the same"
+        )
+
+
+def _refuse_between_replicas(first: Settings, settings: Settings, rank: int) -> None:
+    """Refuse a replica that would run another number of times.
+
+    Raises:
+        ConfigError: its number of tokens differs, or one replica alone has an end.
+    """
+    if (settings.tokens, settings.end is None) != (first.tokens, first.end is None):
+        raise ConfigError(
+            f"generate: rank 0 has {first}, and rank {rank} {settings}; replicas run together, so give all "
+            "the same tokens, and all an end or none"
+        )
 
 
 def _logits(pipeline: Forwards, batch: Batch) -> Tensor:
@@ -150,18 +249,3 @@ def _last_of(output: Any) -> Tensor:
             f"generate needs logits [samples, positions, vocabulary], and the last layer gives {shown}"
         )
     return found[:, -1]
-
-
-def _compare(ours: Tensor, whole: Tensor) -> None:
-    """Compare the logits of a token that ran alone after the prompt with those of both in one piece.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    apart, most = float((ours - whole).abs().max()), float(whole.abs().max())
-    if not apart <= _ROUNDING.get(ours.dtype, 0.06) * most:
-        raise ConfigError(
-            f"generate: the logits of a token after the prompt are {apart:.2g} apart from those of both in "
-            "one piece; a layer looks at earlier positions, or counts them, without a cf.Carry, from which "
-            "it takes what earlier tokens left: let it hold one, or call predict on whole sequences"
-        )

@@ -26,6 +26,7 @@ from counterflow.schedule.registry import schedule_of
 from .calls import Calls
 from .execution.step import Step, Workers, place
 from .forwards import Forwards
+from .generation import GenerationCheck
 from .making.given import found_layers, transport_of
 from .making.held import held_stages, refuse_embeddings
 from .making.model import staged
@@ -184,7 +185,7 @@ class Pipeline(Forwards):
         held.leave_others(its, self.ranks[self.replica])
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._untold: list[Step] = []
-        self._generates = False
+        self._generation_check = GenerationCheck()
 
     def close(self) -> None:
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.
