@@ -135,7 +135,7 @@ def generated(
         check: says which tokens are compared with the whole sequence.
 
     Raises:
-        ConfigError: there is no prompt, workers are told other numbers, the output has no logits, or layers
+        ConfigError: there is no prompt, workers have other settings, the output has no logits, or layers
             make something else of a token after others than of all in one piece.
     """
     tokens = prompts = _everywhere(pipeline, prompt, sampling)
