@@ -18,6 +18,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Program
 
 from ..mini_batch.batch import Batch
+from ..parameters.shared_buffers import SharedBuffers
 from ..stages.stage import StageCopy
 from .gathers import Asked, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
@@ -61,6 +62,7 @@ class EvaluationRunner:
         make: makes the interpreter of a schedule.
         stages: this worker's.
         workers: where this worker is.
+        shared: buffers that stages share.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class EvaluationRunner:
         make: Callable[..., Interpreter],
         stages: Mapping[int, StageCopy],
         workers: Workers,
+        shared: SharedBuffers,
     ) -> None:
+        self._shared = shared
         self._interpreter, self._stages, self._workers = make(program.schedule), stages, workers
         self._tasks = self._interpreter.prepare(program, {})
         self.peers = self._tasks.peers
@@ -87,7 +91,9 @@ class EvaluationRunner:
             for stage in self._stages.values():
                 evaluating.enter_context(stage.evaluating())
             self.in_flight = True
+            self._shared.note()
             self._interpreter.run(self._tasks, batch, drains=False)
+            self._shared.check()
         self._interpreter.leave(batch)
 
     def start(self, batch: Batch, read: Callable[[Found], None]) -> PendingEvaluation:

@@ -53,6 +53,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.told import Told
 from ..parameters.gradients import StageNorm, clip_factor
+from ..parameters.shared_buffers import SharedBuffers
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
 from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers, refuse_other_steps
@@ -73,6 +74,7 @@ class Runner:
         execution: whether and how it clips and skips. Asynchronous: a stage's gradients are scaled down to
             the largest norm divided by the square root of the number of stages, so that those of all stages
             together never exceed it.
+        shared: buffers that stages share.
     """
 
     def __init__(
@@ -82,8 +84,11 @@ class Runner:
         workers: Workers,
         weights: Weights,
         execution: Execution,
+        *,
+        shared: SharedBuffers,
     ) -> None:
         schedule = cut.schedule
+        self._shared = shared
         self._cut, self.workers, self.weights, self.execution = cut, workers, weights, execution
         self.warm_up_steps = cut.last
         """Steps until a segment is like all later ones."""
@@ -191,6 +196,7 @@ class Runner:
             its.loss_scale = batch.loss_scale = scaling.scale
         self._run(number, batch, update=update)
         self.weights.commit_statistics()
+        self._shared.check()
         if update and not self._skipped:
             self.weights.share()
         self.waiting = 0 if update else self.waiting + batch.total
@@ -236,6 +242,7 @@ class Runner:
             self._told, self._compare = batch.told, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()
+        self._shared.note(step=True)
         shown = self._offset if self.interpreter.tracing or not self._flushes else 0
         try:
             self.interpreter.run(
@@ -258,7 +265,7 @@ class Runner:
 
     def _start_gather(self, action: StartGather) -> None:
         if not action.early:
-            self.weights.changes.check()
+            self._check_changes()
         asked = self._asked(action)
         if any(asked):
             self._gathers.start(asked)
@@ -271,7 +278,7 @@ class Runner:
             WorkerError: a loss or a gradient is not finite; or copies of a stage differ.
         """
         if action.early:
-            self.weights.changes.check()
+            self._check_changes()
         loss, norm, copies = asked = self._asked(action)
         if not any(asked):
             return
@@ -289,6 +296,10 @@ class Runner:
         oldest = self._offset + min(period for period in action.periods if period is not None)
         for number in [number for number in self._mini_batches if number < oldest]:
             del self._mini_batches[number]
+
+    def _check_changes(self) -> None:
+        self.weights.changes.check()
+        self._shared.check()
 
     def _asked(self, gather: GatherAction) -> Asked:
         """The mini-batches it is about; None for periods before the first one."""
@@ -380,7 +391,7 @@ class Runner:
         After a non-finite gradient a stage's gradients count as zeros, and all workers end when they
         receive the report of it.
         """
-        self.weights.changes.check()
+        self._check_changes()
         its, stage = self._of(action.period), action.stage
         samples = self._batch.total  # the same in all in flight
         divisor = divisor_of(samples, flushes=False)

@@ -16,6 +16,7 @@ from counterflow.schedule.ir import Schedule
 
 from ..mini_batch.losses import LossFunction
 from ..parameters.names import Names
+from ..parameters.shared_buffers import SharedBuffer, shared_buffers
 from ..parameters.unlisted import Unlisted
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
@@ -40,6 +41,7 @@ class StagedModel:
         unlisted: what is in no layer.
         order: the names in the model's ``state_dict``; none of a list of layers.
         holders: by stage, the workers of a group that hold it.
+        shared_buffers: buffers that several stages have.
     """
 
     schedule: Schedule
@@ -52,6 +54,14 @@ class StagedModel:
     unlisted: Unlisted
     order: tuple[str, ...]
     holders: tuple[tuple[int, ...], ...]
+    shared_buffers: tuple[SharedBuffer, ...]
+
+    @property
+    def runs_in_order(self) -> bool:
+        """Whether one worker runs all stages, of each mini-batch all forwards in the order of the layers."""
+        workload = self.schedule.workload
+        alone = self.schedule.placement.workers == 1
+        return self.schedule.synchronous and alone and workload.micro_batches == workload.slices == 1
 
     @property
     def layer_count(self) -> int:
@@ -110,6 +120,7 @@ def staged(
         Unlisted(model, [layer.names for layer in every]),
         tuple(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else (),
         tuple(program.holders(stage) for stage in range(stages)),
+        tuple(shared_buffers(layers, loss)),
     )
 
 

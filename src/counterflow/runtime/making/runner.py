@@ -22,6 +22,7 @@ from ..messages.compression import Compression
 from ..mini_batch.agreement import Peers
 from ..mini_batch.batches import Batches, Role
 from ..mini_batch.feed import CopyStream, order_of_use
+from ..parameters.shared_buffers import SharedBuffers
 from ..parameters.weights import Weights
 from ..transport.base import Transport
 from .held import Held
@@ -68,10 +69,12 @@ def runners_of(
         compression=compression,
         saved=SavedBytes(tensor for stage in held.stages.values() for tensor in stage.constant()),
     )
-    runner = Runner(_segments(model, execution, workers, weights), make, workers, weights, execution)
+    shared = SharedBuffers(model.shared_buffers, held.stages, exact=model.runs_in_order)
+    lists = _segments(model, execution, workers, weights)
+    runner = Runner(lists, make, workers, weights, execution, shared=shared)
     with _ONE:
         forwards = _forwards(model.schedule, matching=transport.matching)
-    return runner, EvaluationRunner(forwards, make, held.stages, workers)
+    return runner, EvaluationRunner(forwards, make, held.stages, workers, shared)
 
 
 def _segments(model: StagedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:

@@ -220,9 +220,8 @@ class Buffers:
     def restore(self, then: Contents) -> None:
         """Let them hold what they held when ``now`` gave ``then``."""
         now = self.now()
-        for (module, name), old, new in zip(self.places, then, now, strict=True):
-            if old is not new:
-                buffers_of(module)[name] = None if old is None else old.clone()
+        places = zip(self.places, then, now, strict=True)
+        self._replace([(module, name, old) for (module, name), old, new in places if old is not new])
 
     @contextmanager
     def as_then(self, then: Contents) -> Iterator[None]:
@@ -235,13 +234,27 @@ class Buffers:
         ]
         others += [(module, name, buffers_of(module)[name]) for module, name in self.norms]
         before = [(module, name, buffers_of(module).get(name)) for module, name, _ in others]
-        for module, name, held in others:
-            buffers_of(module)[name] = None if held is None else held.clone()
+        self._replace(others)
         try:
             yield
         finally:
             for module, name, buffer in before:
                 buffers_of(module)[name] = buffer
+
+    @staticmethod
+    def _replace(contents: Sequence[tuple[nn.Module, str, Tensor | None]]) -> None:
+        """Put copies of contents in place of buffers; a buffer of several modules is replaced by one copy."""
+        copies: dict[int, Tensor] = {}
+        for module, name, content in contents:
+            buffer = buffers_of(module).get(name)
+            if content is None:
+                buffers_of(module)[name] = None
+            elif buffer is None:
+                buffers_of(module)[name] = content.clone()
+            else:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = content.clone()
+                buffers_of(module)[name] = copies[id(buffer)]
 
 
 class Packed:
