@@ -483,6 +483,146 @@ def test_layers_that_look_across_slices_are_refused_by_name(
         assert named in str(caught.value)
 
 
+class Forgets(Recurrent):
+    """Sums, of which a slice leaves its own alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.carry.take(0)
+        self.carry.leave(x.sum(1, keepdim=True))
+        found: Tensor = x + (x.cumsum(1) + before).tanh()
+        return found
+
+
+class CountsOnce(nn.Module):
+    """Positions, of which a slice leaves the number of its own alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.carry = nn.Embedding(POSITIONS, WIDTH), cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.carry.take(0)
+        self.carry.leave(x.shape[1])
+        found: Tensor = x + self.table(torch.arange(first, first + x.shape[1]))
+        return found
+
+
+class DetachedLater(Recurrent):
+    """One whose state has no gradient from the second slice on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.carry.take()
+        found, (one, other) = self.lstm(x, before)
+        self.carry.leave((one, other) if before is None else (one.detach(), other.detach()))
+        summed: Tensor = x + found
+        return summed
+
+
+class Edge(Convolved):
+    """A convolution whose slices leave an edge of their own positions, which may be too few."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        edge = self.carry.take(x.new_zeros(len(x), 2, WIDTH))
+        wide = torch.cat([edge, x], 1)
+        self.carry.leave(functional.pad(x[:, -2:], (0, 0, max(2 - x.shape[1], 0), 0)))
+        found: Tensor = x + self.conv(wide.mT).mT.tanh()
+        return found
+
+
+class ShortWindow(nn.Module):
+    """A mean over all positions, of which 12 are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carry = cf.Carry()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat([self.carry.take(x[:, :0]), x], 1)
+        self.carry.leave(wide[:, -12:])
+        found: Tensor = x + wide.cumsum(1)[:, -x.shape[1] :].tanh()
+        return found
+
+
+def _sliced_step(layer: Callable[[], nn.Module], slices: object, *lengths: int) -> None:
+    torch.manual_seed(0)
+    pipeline = cf.Pipeline(
+        between(layer, nn.GELU), token_loss, f"1f1b(stages=2, micro_batches=1, slices={slices})",
+        cuts=[2], optimizer=partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    for length in lengths:
+        pipeline.step(*mini_batch(2, length))
+
+
+def test_what_is_wrong_from_the_third_slice_on_is_refused() -> None:
+    job: dict[str, Any] = {"workers": 2, "transport": "local"}
+    for layer, right, slices in (
+        (Forgets, 2, 3),
+        (Forgets, 2, 5),
+        (CountsOnce, 2, 4),
+        (CountsOnce, 2, "5+4+3"),
+        (DetachedLater, 2, 3),
+        (Edge, 6, 12),
+    ):
+        cf.launch(_sliced_step, layer, right, 12, **job)
+        named = rf"layer 1 \({layer.__name__}\) of stage 0 .* of its {slices if slices != '5+4+3' else 3} sl"
+        with pytest.raises(cf.ConfigError, match=named):
+            cf.launch(_sliced_step, layer, slices, 12, **job)
+    cf.launch(_sliced_step, ShortWindow, 3, 12, 16, **job)
+    with pytest.raises(cf.ConfigError, match=r"layer 1 \(ShortWindow\) of stage 0 .* of its 3 slices"):
+        cf.launch(_sliced_step, ShortWindow, 3, 12, 16, 24, **job)
+
+
+def test_memory_that_does_not_suffice_for_all_slices(caplog: pytest.LogCaptureFixture) -> None:
+    class Wide(nn.Module):
+        def __init__(self, most: int) -> None:
+            super().__init__()
+            self.most = most
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] > self.most:
+                raise torch.OutOfMemoryError
+            return x.tanh()
+
+    cf.launch(_sliced_step, partial(Wide, 9), 4, 12, workers=2, transport="local")
+    assert "not suffice to compare all 4 slices of stage 0" in caplog.text
+    with pytest.raises(cf.ConfigError, match=r"layer 1 \(Sequential\) .* of its 3 slices"):
+        cf.launch(
+            _sliced_step, lambda: nn.Sequential(Forgets(), Wide(9)), 4, 12, workers=2, transport="local"
+        )
+
+
+def test_where_a_slice_begins_may_be_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A number that differs between slices is the first one's in the whole sequence."""
+
+    class Begin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.carry = cf.Carry()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            first = self.carry.take(0)
+            self.carry.leave(first + x.shape[1])
+            return x, first
+
+    class Use(nn.Module):
+        def __init__(self, *, right: bool) -> None:
+            super().__init__()
+            self.table, self.right = nn.Embedding(POSITIONS, WIDTH), right
+
+        def forward(self, value: tuple[Tensor, int]) -> Tensor:
+            x, first = value
+            begin = first if self.right else 0
+            found: Tensor = x + self.table(torch.arange(begin, begin + x.shape[1]))
+            return found
+
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=3)
+    layers = partial(between, Begin, partial(Use, right=True), Recurrent)
+    assert agreement(schedule, layers, cuts=[3]).ok
+    assert not caplog.records
+    with pytest.raises(cf.ConfigError, match=r"layer 2 \(Use\) of stage 0 makes something else"):
+        agreement(schedule, partial(between, Begin, partial(Use, right=False), Recurrent), cuts=[3])
+
+
 def test_a_carry_of_two_layers_is_refused() -> None:
     layer = Recurrent().double()
     first, last = between()

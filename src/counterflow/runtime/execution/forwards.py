@@ -95,7 +95,7 @@ class RunForward(RunOp):
 
     def _in_context(self, batch: Batch, given: Sequence[ForwardInput]) -> Sequence[Output]:
         copy = self.copy
-        if self._sliced and copy.slice_check is not None and batch.training:
+        if self._sliced and batch.training:
             for each in given:
                 copy.look_at_slice(each.value, batch.step, each.rows)
         without_graph = batch.training and copy.recompute is Recompute.STAGE

@@ -119,8 +119,7 @@ class StageCopy:
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
-        self.slice_check: SliceCheck | None = SliceCheck(self._layer_runs())
-        """Check of the stage's first slices, if it has slices; None afterwards."""
+        self._slice_check = SliceCheck(self._layer_runs())
 
     def _layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
         """Its layers without a stage around them, and the numbers of their carried states."""
@@ -132,9 +131,10 @@ class StageCopy:
 
     def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
         """See whether layers make of slices what they make of the whole; errors as of ``SliceCheck``."""
-        with added_losses():
-            if self.slice_check is not None and self.slice_check.look(self, self._carried(value), step, rows):
-                self.slice_check = None
+        check = self._slice_check
+        if check.expects(value, step, rows):
+            with added_losses():
+                check.add(self, self._carried(value), step, rows)
 
     def _carried(self, value: Value) -> Value:
         value, _ = apart(value)
