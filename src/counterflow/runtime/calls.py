@@ -1,21 +1,24 @@
 """Which calls of a pipeline are refused now, and how the others learn that one has failed.
 
 Invariant: a call that would leave other workers waiting is refused before it sends anything, and an error
-within one reaches them all.
+within one reaches them all. A call that fails in the midst closes the pipeline: gradients, buffers and
+messages of it may be left, and no later call uses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from counterflow.errors import ConfigError, CounterflowError
+from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.program.actions import Matching
 
 from .execution.runner import Runner
+from .mini_batch.refusal import Refusal
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .transport.watch import worker_error
@@ -23,6 +26,33 @@ from .workers.lease import Lease
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A call that failed: its error in words, and what that says of other workers."""
+
+    message: str
+    consequence: bool
+    lost: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        """The failure that an error reports; the error itself would hold all tensors of the call."""
+        spoken = isinstance(error, CounterflowError)
+        message = str(error) if spoken else f"{type(error).__name__}: {error}".removesuffix(": ")
+        if isinstance(error, WorkerError):
+            return cls(message, error.consequence, error.lost)
+        return cls(message, consequence=False, lost=False)
+
+    def error(self) -> WorkerError:
+        """The error of a later call."""
+        error = WorkerError(
+            f"the pipeline is closed, because an earlier call failed: {self.message}; start the workers "
+            "again, from a checkpoint if there is one"
+        )
+        error.consequence, error.lost = self.consequence, self.lost
+        return error
 
 
 class Calls:
@@ -38,10 +68,25 @@ class Calls:
     def __init__(self, worker: int, transport: Transport, run: Runner, lease: Lease[Pipeline]) -> None:
         self._worker, self._transport, self._run, self._lease = worker, transport, run, lease
         self._thread = my_worker()
+        self._failure: _Failure | None = None
         self.streams = False
         """Whether not all was taken that ``stream_weights`` gives here."""
         self.shows_average = False
         """Whether the weights are their averages now."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a call failed in the midst, which closed the pipeline."""
+        return self._failure is not None
+
+    def only_whole(self) -> None:
+        """Refuse any call after one that failed in the midst.
+
+        Raises:
+            WorkerError: one did; the message repeats its error.
+        """
+        if self._failure is not None:
+            raise self._failure.error()
 
     def only_alone(self) -> None:
         """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
@@ -55,7 +100,8 @@ class Calls:
             )
 
     def only_own(self, call: str) -> None:
-        """Refuse ``call`` where the weights are their averages."""
+        """Refuse ``call`` where the weights are their averages, or the pipeline is closed."""
+        self.only_whole()
         if self.shows_average:
             raise ConfigError(
                 f"{call} within averaged(), where the weights are their averages; leave it before (the state "
@@ -69,7 +115,8 @@ class Calls:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
     def only_taken(self) -> None:
-        """Refuse any call where others wait until a stream of weights is taken."""
+        """Refuse any call where others wait until a stream of weights is taken, or the pipeline is closed."""
+        self.only_whole()
         if self.streams:
             raise ConfigError(
                 "stream_weights() is not at its end, and other workers wait in it; take all that it gives "
@@ -85,32 +132,43 @@ class Calls:
 
     @contextmanager
     def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:
-        """Report an error to the other workers, so none of them waits in vain.
+        """Report an error to the other workers, so none of them waits in vain, and close the pipeline.
 
         Tensors made meanwhile are used in later steps, so they are not made in the user's inference mode.
+        A ``Refusal`` is raised as its error, and the pipeline is as before the call.
 
         Args:
             step: number of earlier steps, for the message.
             taking: whether the call reads a stream of weights.
         """
+        if not taking:
+            self.only_taken()
         try:
             if my_worker() is not self._thread:
                 raise ConfigError(
                     "workers are threads, and one's pipeline was called in another thread, for which that "
                     "worker may wait; call it where it was made, or launch processes (transport='gloo')"
                 )
-            if not taking:
-                self.only_taken()
             with elsewhere(), torch.inference_mode(mode=False):
                 yield
+        except Refusal as refusal:
+            error = refusal.error
+            if isinstance(error, CounterflowError):
+                raise error from error.__cause__
+            raise worker_error(f"worker {self._worker}, step {step}", error, self._transport) from error
         except CounterflowError as error:
-            self._transport.fail(error)
+            self._fail(error)
             raise
         except Exception as error:
             place = f"worker {self._worker}, step {step}: {self._transport.status.doing}"
-            found = worker_error(place, error, self._transport)
-            self._transport.fail(found)
-            raise found from error
+            failure = worker_error(place, error, self._transport)
+            self._fail(failure)
+            raise failure from error
         except BaseException as error:  # interrupted: the others must know too
-            self._transport.fail(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = _Failure.of(error)
+        self._transport.fail(error)

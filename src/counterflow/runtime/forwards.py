@@ -19,6 +19,7 @@ from .generation import GenerationCheck, Sampling, generated
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.given import Given
+from .mini_batch.refusal import refusing
 from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call
 from .states import States
@@ -85,7 +86,7 @@ class Forwards(States):
         self, given: Callable[[], Given], *, outputs: bool = False
     ) -> tuple[PendingEvaluation, Batch]:
         with self._reported(), self._held.owned.used():
-            batch = self._batch(given(), Call.EVALUATE, outputs=outputs)
+            batch = self._batch(given, Call.EVALUATE, outputs=outputs)
             feeds = batch.feeds
             pending = self._evaluation.start(batch, self._read_evaluation)
             for feed in feeds:
@@ -116,7 +117,8 @@ class Forwards(States):
             return self._outputs(self._predicted(inputs, kwargs), everywhere=True)
 
     def _predicted(self, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> Batch:
-        batch = self._batch(self._batches.given(inputs, None, kwargs), Call.PREDICT, outputs=True)
+        given = partial(self._batches.given, inputs, None, kwargs)
+        batch = self._batch(given, Call.PREDICT, outputs=True)
         batch.has_loss = False
         self._evaluation.run(batch)
         self._evaluation.drain()
@@ -156,9 +158,9 @@ class Forwards(States):
                 fourth, eighth … and last token after a prompt first runs alone.
             WorkerError: a worker failed.
         """
+        sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
         self._untold = self.flush()
         with self._reported(), self._held.owned.used(), torch.no_grad():
-            sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
             return generated(self, prompt, sampling, self._predicted, self._generation_check)
 
     def _outputs(self, batch: Batch, *, everywhere: bool = False) -> Any:
@@ -177,8 +179,9 @@ class Forwards(States):
         found = joined([by_unit[unit] for unit in units], self.batching.output_dims, "outputs", counts)
         return moved(found, self.device)
 
-    def _batch(self, given: Given, call: Call, *, outputs: bool = False) -> Batch:
-        self._calls.only_alone()
-        if call.trains:
-            self._calls.only_own("step")
+    def _batch(self, given: Callable[[], Given], call: Call, *, outputs: bool = False) -> Batch:
+        with refusing():
+            self._calls.only_alone()
+            if call.trains:
+                self._calls.only_own("step")
         return self._batches.made(given, call, self.steps, self._run, outputs=outputs)

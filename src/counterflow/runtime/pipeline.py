@@ -34,6 +34,7 @@ from .making.runner import batches_of, runners_of
 from .mesh.layout import WORKER, Mesh, layout_of
 from .mesh.parallel import Parallelize, further_mesh
 from .messages.compression import Compression
+from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
 from .mini_batch.told import Call, Told
 from .parameters.loss_scale import LossScale
@@ -191,9 +192,9 @@ class Pipeline(Forwards):
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.
 
         A pipeline that is dropped without it gives that back when the next one is made. Also a context
-        manager: ``with cf.Pipeline(...) as pipeline: ...``.
+        manager: ``with cf.Pipeline(...) as pipeline: ...``. After a call that failed nothing is left to end.
         """
-        if not self._lease.closed:
+        if not (self._lease.closed or self._calls.failed):
             self.flush()
             with self._reported():
                 self._lease.close()
@@ -249,38 +250,45 @@ class Pipeline(Forwards):
 
         Raises:
             ConfigError: the mini-batch is empty or missing, or its tensors have different numbers of samples.
-            WorkerError: a worker failed, or the loss or a gradient is not finite.
+                Where no worker has begun with it, the pipeline is as before the step.
+            WorkerError: a worker failed, or the loss or a gradient is not finite. The pipeline is closed
+                then, as after all errors but that one, and later calls repeat the error.
         """
         began = time.perf_counter()
-        with self._reported(), self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
+
+        def given() -> Given:
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
                     "of its own; call evaluate(outputs=True) or predict, or take a synchronous scheme"
                 )
-            given = self._batches.given(inputs, targets, kwargs, micro_batches, samples)
-            batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
-            self._run.interpreter.saved.counting = self.steps < self.counted_steps
-            feeds = batch.feeds
-            told = self._run.step(batch, update=update)
-            for feed in feeds:
-                feed.wait()
-            self._batches.remember(batch)
-            of_last = self._outputs(batch) if outputs else None
-        seconds = time.perf_counter() - began
-        if told is None:
-            step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
-        else:
-            step = told.step_of(self.steps, seconds)
-        if outputs:
-            step = replace(step, outputs=of_last)
-        if self._perhaps_unsplit:
-            self._tell_unsplit()
-        if self._perhaps_compiled:
-            self._tell_compiled()
-        self.steps += 1
-        if batch.compared and not self._run.in_flight:  # else with what a later step gathers
-            self.weights.check_copies(f"after step {step.number}")
+            self._run.refuse_no_update(update=update)
+            return self._batches.given(inputs, targets, kwargs, micro_batches, samples)
+
+        with self._reported():
+            with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
+                batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
+                self._run.interpreter.saved.counting = self.steps < self.counted_steps
+                feeds = batch.feeds
+                told = self._run.step(batch, update=update)
+                for feed in feeds:
+                    feed.wait()
+                self._batches.remember(batch)
+                of_last = self._outputs(batch) if outputs else None
+            seconds = time.perf_counter() - began
+            if told is None:
+                step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)
+            else:
+                step = told.step_of(self.steps, seconds)
+            if outputs:
+                step = replace(step, outputs=of_last)
+            if self._perhaps_unsplit:
+                self._tell_unsplit()
+            if self._perhaps_compiled:
+                self._tell_compiled()
+            self.steps += 1
+            if batch.compared and not self._run.in_flight:  # else with what a later step gathers
+                self.weights.check_copies(f"after step {step.number}")
         return step
 
     def flush(self) -> list[Step]:
@@ -306,10 +314,10 @@ class Pipeline(Forwards):
         with self._reported(), self._held.owned.used(), self.streams.step():
             told = Told(Call.FLUSH, self.steps, follows=True)
             found = self._run.flush(told, partial(self._batches.compare, told))
-        seconds = time.perf_counter() - began
-        untold += [each.step_of(each.step, seconds / len(found)) for each in found]
-        if self.execution.digest_every:
-            self.weights.check_copies(f"after step {self.steps - 1}")
+            seconds = time.perf_counter() - began
+            untold += [each.step_of(each.step, seconds / len(found)) for each in found]
+            if self.execution.digest_every:
+                self.weights.check_copies(f"after step {self.steps - 1}")
         return untold
 
 

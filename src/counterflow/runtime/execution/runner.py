@@ -165,15 +165,8 @@ class Runner:
 
     # -- steps
 
-    def step(self, batch: Batch, *, update: bool = True) -> MiniBatch | None:
-        """Begin a mini-batch, and run all ops that can run.
-
-        Args:
-            batch: the mini-batch.
-            update: whether weights are updated; else the gradients are kept for the next update.
-
-        Returns:
-            The oldest known mini-batch, this or an earlier one, that was not returned yet; None: none.
+    def refuse_no_update(self, *, update: bool) -> None:
+        """Refuse a step without an update in an asynchronous scheme.
 
         Raises:
             ConfigError: ``update`` is False, and the scheme is asynchronous.
@@ -183,6 +176,17 @@ class Runner:
                 f"{self._cut.schedule.scheme} updates each stage at its own time, and cannot make a "
                 "step without an update; give more micro-batches, or take a synchronous scheme"
             )
+
+    def step(self, batch: Batch, *, update: bool = True) -> MiniBatch | None:
+        """Begin a mini-batch, and run all ops that can run.
+
+        Args:
+            batch: the mini-batch.
+            update: whether weights are updated; else the gradients are kept for the next update.
+
+        Returns:
+            The oldest known mini-batch, this or an earlier one, that was not returned yet; None: none.
+        """
         number = self._begun
         if not number:
             for versions in self._versions():

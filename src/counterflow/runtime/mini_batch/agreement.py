@@ -2,21 +2,25 @@
 
 Invariant: every worker that continues has the same call and the same mini-batch as all others, or all end
 with an error that names the difference. The agreement is one small gather a step; a worker that knows enough
-to begin reads the other reports before it sends anything. ``batches.py`` decides what a batch contains.
+to begin reads the other reports before it sends anything. A worker that refuses its mini-batch reports that
+in the same gather: if nobody has begun, all refuse it, and go on. ``batches.py`` decides what a batch
+contains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from counterflow.errors import ConfigError
 
-from ..transport.base import Gathering, Transport
+from ..transport.base import Gathering, Lost, TimedOut, Transport
 from .given import Given, even
-from .told import Form, OfSamples, Told
+from .refusal import Refusal, refusing
+from .told import Call, Form, OfSamples, Told
 
 _NAMES = "inputs", "targets"
 
@@ -78,6 +82,25 @@ class Agreement:
         self._samples = 0, 0
         """What follows from the last reports."""
 
+    def refuse(self, error: Exception, step: int) -> Exception:
+        """Report to all workers that this one refuses its mini-batch, of which it has done nothing.
+
+        Args:
+            error: the reason.
+            step: number of earlier steps.
+
+        Returns:
+            A refusal, if nobody has begun; else the error.
+        """
+        try:
+            rows = self._transport.gather(Told(Call.REFUSE, step).pack())
+            if any(Told.unpack(row).begins for row in rows):
+                return error
+            self._transport.gather_objects(f"{error}")
+        except (Lost, TimedOut):
+            return error
+        return Refusal(error)
+
     def begin(
         self, told: Told, given: Given, sizes: tuple[int, ...], kinds: Sequence[int], *, known: bool
     ) -> Callable[[], int] | None:
@@ -93,7 +116,7 @@ class Agreement:
         Returns:
             A function that waits for the others and returns the samples of all replicas; None: all is agreed.
         """
-        told = self._with_digests(told, given)
+        told = self._with_digests(told, given)._replace(begins=known)
         gathering = self._transport.start_gather(told.pack())
         if not known:
             self.last = self._agree(gathering, told, sizes, kinds)
@@ -171,26 +194,55 @@ class Agreement:
         """
         self._transport.status.now("agreeing on the mini-batch")
         rows = list(map(Told.unpack, gathering.wait()))
+        nobody_began = not any(row.begins for row in rows)
+        self._follow_refusals(rows, nobody_began=nobody_began)
         self._compare_calls(told, rows)
-        reports = [row.of_samples for row in rows]
-        if reports != self._reports:  # else it is as the last one was
-            self._samples = samples_of(reports, self._peers)
-            self._reports = reports
-        (samples, total), agreed_kinds = self._samples, tuple[int, ...]()
-        if any(report.form is Form.READY for report in reports):
-            sizes, agreed_kinds = self._agreed_sizes(sizes, kinds)
-        else:
-            sizes = even(samples, self._micro_batches)
+        with refusing() if nobody_began else nullcontext():
+            reports = [row.of_samples for row in rows]
+            if reports != self._reports:  # else it is as the last one was
+                samples_of_all = samples_of(reports, self._peers)
+                self._compare_kinds(reports)
+                self._samples, self._reports = samples_of_all, reports
+            (samples, total), agreed_kinds = self._samples, tuple[int, ...]()
+            if any(report.form is Form.READY for report in reports):
+                sizes, agreed_kinds = self._agreed_sizes(sizes, kinds)
+            else:
+                sizes = even(samples, self._micro_batches)
+            self._compare_digests(told.step, [row.digests for row in rows])
         peers = self._peers
-        found = {reports[rank].kind for rank in peers.alike[peers.replica]} - {0}
-        if len(found) > 1:
-            raise ConfigError(
-                f"workers of replica {peers.replica} were given mini-batches of different shapes; "
-                "all workers of a replica get the same mini-batch"
-            )
-        kind = found.pop() if found else 0
-        self._compare_digests(told.step, [row.digests for row in rows])
+        kind = max(reports[rank].kind for rank in peers.alike[peers.replica])  # 0 where there are no inputs
         return Agreed(samples, kind, total, sizes, agreed_kinds)
+
+    def _follow_refusals(self, rows: Sequence[Told], *, nobody_began: bool) -> None:
+        """Refuse a mini-batch that another worker refuses.
+
+        Raises:
+            Refusal: one does, and nobody has begun.
+            ConfigError: one does, and others have begun.
+        """
+        rank = next((rank for rank, row in enumerate(rows) if row.call is Call.REFUSE), None)
+        if rank is None:
+            return
+        if not nobody_began:
+            raise ConfigError(
+                f"rank {rank} refused its mini-batch, which other workers had begun; its own error says why"
+            )
+        reasons = cast("list[str | None]", self._transport.gather_objects(None))
+        rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
+        raise Refusal(ConfigError(f"rank {rank} refused its mini-batch: {reason}"))
+
+    def _compare_kinds(self, reports: Sequence[OfSamples]) -> None:
+        """Check that the workers of each replica were given the same shapes.
+
+        Raises:
+            ConfigError: they were not.
+        """
+        for replica, ranks in enumerate(self._peers.alike):
+            if len({reports[rank].kind for rank in ranks} - {0}) > 1:
+                raise ConfigError(
+                    f"workers of replica {replica} were given mini-batches of different shapes; "
+                    "all workers of a replica get the same mini-batch"
+                )
 
     def _agreed_sizes(
         self, mine: tuple[int, ...], kinds: Sequence[int]
@@ -203,16 +255,20 @@ class Agreement:
         count, peers = self._micro_batches, self._peers
         none = (0,) * count
         rows = self._transport.gather([bool(mine), *(mine or none), *(kinds or none)])
-        ours = [(rank, rows[rank]) for rank in peers.alike[peers.replica]]
-        found = {tuple(map(int, row[1 : 1 + count])): rank for rank, row in ours if row[0]}
-        if len(found) > 1:
-            (one, first), (other, second) = list(found.items())[:2]
-            raise ConfigError(
-                f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} {[*other]}; "
-                "all workers of a replica get the same"
-            )
-        known = (tuple(map(int, row[1 + count :])) for _, row in ours if row[1 + count])
-        return next(iter(found)), next(known, ())
+        by_replica = [
+            {tuple(map(int, rows[rank][1 : 1 + count])): rank for rank in ranks if rows[rank][0]}
+            for ranks in peers.alike
+        ]
+        for of_replica in by_replica:
+            if len(of_replica) > 1:
+                (one, first), (other, second) = list(of_replica.items())[:2]
+                raise ConfigError(
+                    f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} "
+                    f"{[*other]}; all workers of a replica get the same"
+                )
+        ours = [rows[rank] for rank in peers.alike[peers.replica]]
+        known = (tuple(map(int, row[1 + count :])) for row in ours if row[1 + count])
+        return next(iter(by_replica[peers.replica])), next(known, ())
 
     def _compare_calls(self, mine: Told, rows: Sequence[Told]) -> None:
         same = mine.same_on_all

@@ -130,35 +130,31 @@ class Batches:
         return ready(micro_batches, samples, self._schedule, dims, halves=self._parts > 1)
 
     def made(
-        self, given: Given, call: Call, step: int, run: PipelineState, *, outputs: bool = False
+        self, make: Callable[[], Given], call: Call, step: int, run: PipelineState, *, outputs: bool = False
     ) -> Batch:
         """The batch of a call.
 
         Args:
-            given: what this worker is given of it.
+            make: gives this worker's part of the mini-batch.
             call: what is called.
             step: steps that were made before.
             run: what it is for.
             outputs: whether outputs are asked for.
 
         Raises:
-            ConfigError: something is missing, has no samples, or is not what the others were given.
+            Refusal: something is missing, has no samples, or is not what the others were given, on any
+                worker; and none has begun.
+            ConfigError: the same, and another worker has begun, or may have: mini-batches are in flight.
         """
-        if outputs and call.trains and self._slices > 1:
-            raise ConfigError(
-                f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
-                "outputs; call evaluate(outputs=True) or predict"
-            )
-        counts = given.counts()
-        self._refuse_missing(given, call)
-        sizes = next((tuple(found) for found in counts if found is not None), ())
-        samples = sum(sizes)
-        if sizes and not given.ready:
-            sizes = even(samples, self._schedule.micro_batches)
-        inputs, targets = (None if found is None else sum(found) for found in counts)
-        kind, kinds = given.kinds(call.trains, sizes)
         follows, agreement = run.in_flight and call.trains, self._agreements[call.trains]
-        told = Told(call, step, outputs, follows, inputs, targets, kind, given.form)
+        try:
+            given = make()
+            told, sizes, kinds = self._report(given, call, step, outputs=outputs, follows=follows)
+        except Exception as error:
+            refusal = error if follows else agreement.refuse(error, step)
+            if refusal is error:
+                raise
+            raise refusal from error
         await_total: Callable[[], int] | None
         if follows:
             # In asynchronous schemes workers report a loss much later.
@@ -166,7 +162,8 @@ class Batches:
             told, await_total = agreement.follow(told, given, sizes, tells_later=later)
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
-            known = kind in self._shapes and samples > 0 and targets in (samples, None) and not given.ready
+            samples, known_kind = sum(sizes), told.kind in self._shapes
+            known = known_kind and samples > 0 and told.targets in (samples, None) and not given.ready
             await_total = agreement.begin(told, given, sizes, kinds, known=known)
             told = Told(call, step, outputs, follows=True)
         agreed = agreement.last
@@ -208,6 +205,24 @@ class Batches:
             checks=self._checks_of(agreed, call, run) if self._needs_targets(call) else [],
             sequence=sequence,
         )
+
+    def _report(
+        self, given: Given, call: Call, step: int, *, outputs: bool, follows: bool
+    ) -> tuple[Told, tuple[int, ...], list[int]]:
+        """Report of this worker's part; its samples, and its kinds, by micro-batch."""
+        if outputs and call.trains and self._slices > 1:
+            raise ConfigError(
+                f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
+                "outputs; call evaluate(outputs=True) or predict"
+            )
+        counts = given.counts()
+        self._refuse_missing(given, call)
+        sizes = next((tuple(found) for found in counts if found is not None), ())
+        if sizes and not given.ready:
+            sizes = even(sum(sizes), self._schedule.micro_batches)
+        inputs, targets = (None if found is None else sum(found) for found in counts)
+        kind, kinds = given.kinds(call.trains, sizes)
+        return Told(call, step, outputs, follows, inputs, targets, kind, given.form), sizes, kinds
 
     def compare(self, mine: Told, rows: Sequence[Told]) -> None:
         """Check that all workers report the same call.

@@ -21,6 +21,8 @@ class Call(IntEnum):
     """A step without an update."""
     PREDICT = 3
     FLUSH = 4
+    REFUSE = -1
+    """A call that the worker refuses before any work."""
 
     def __str__(self) -> str:
         return "step without an update" if self is Call.KEEP else self.name.lower()
@@ -62,6 +64,7 @@ class Told(NamedTuple):
         kind: signature of the inputs; 0: the worker has no inputs.
         form: form in which the mini-batch was passed.
         digests: digests of the contents of inputs and targets; 0: they are not compared.
+        begins: whether the worker begins before it receives the other reports.
     """
 
     call: Call
@@ -73,6 +76,7 @@ class Told(NamedTuple):
     kind: int = 0
     form: Form = Form.NOTHING
     digests: tuple[float, float] = (0.0, 0.0)
+    begins: bool = False
 
     def pack(self) -> tuple[float, ...]:
         """Pack the record as numbers."""
@@ -86,6 +90,7 @@ class Told(NamedTuple):
             self.kind,
             self.form,
             *self.digests,
+            self.begins,
         )
 
     @classmethod
@@ -112,9 +117,9 @@ class Told(NamedTuple):
 @lru_cache(maxsize=4096)
 def _unpacked(row: tuple[float, ...]) -> Told:
     """The record of a row; many workers report the same, and all report it twice in a step."""
-    call, step, outputs, follows, inputs, targets, kind, form, first, second = row
+    call, step, outputs, follows, inputs, targets, kind, form, first, second, begins = row
     return Told(
-        _CALLS[int(call)],
+        Call(int(call)),
         int(step),
         bool(outputs),
         bool(follows),
@@ -123,6 +128,7 @@ def _unpacked(row: tuple[float, ...]) -> Told:
         int(kind),
         _FORMS[int(form)],
         (first, second),
+        bool(begins),
     )
 
 
@@ -200,10 +206,10 @@ def _weighed(row: tuple[float, ...]) -> Weighed:
     return Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
 
 
-TOLD_WIDTH, PART_WIDTH = 10, 9
+TOLD_WIDTH, PART_WIDTH = 11, 9
 """Number of values in a packed ``Told`` and in a packed ``Part``."""
 
-_CALLS, _FORMS = tuple(Call), tuple(Form)
+_FORMS = tuple(Form)
 _COUNTS = tuple(map(Counts, range(1 << len(Counts))))
 """Members by number, in a table because the reports of many ranks are read each step."""
 
