@@ -33,7 +33,7 @@ class Layer(nn.Module):
             raise FaultError(way)
         if way == "interrupt":
             raise KeyboardInterrupt
-        y = self.norm(self.linear(x))
+        y: Tensor = self.norm(self.linear(x))
         if way in {"backward", "gradient"}:
             y.register_hook(partial(_hook, way))
         return y
