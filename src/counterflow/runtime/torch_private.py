@@ -49,6 +49,14 @@ preserve_version_counter = _unsafe_preserve_version_counter
 that save a weight for their backward."""
 
 
+def set_version_counters(tensors: tuple[Tensor, ...], number: int) -> None:
+    """Give tensors a version (``_version``), as FSDP2's guard does.
+
+    Without: what a layer keeps of a weight by its version is wrong in asynchronous schemes.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tensors, (number,) * len(tensors))  # noqa: SLF001
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""

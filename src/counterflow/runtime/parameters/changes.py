@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
 
 from counterflow.errors import ConfigError
 
@@ -49,6 +51,9 @@ class Changes:
 
     def note_parameters(self) -> None:
         """Note how often the parameters were changed, for ``check`` and ``refuse_overwritten``."""
+        for copy in self._stages.values():
+            if copy.versions is not None:
+                copy.versions.note()
         self._unchanged = {
             stage: [parameter._version for parameter in watched]  # noqa: SLF001 - documented as it
             for stage, watched in self._watched.items()
@@ -118,11 +123,18 @@ class Changes:
     def _changed_weights(self) -> Iterator[tuple[int, str, str, str]]:
         """Weights changed since ``note_parameters``: stage, layer, name in the layer, first name."""
         for stage, noted in self._unchanged.items():
-            for changed, version in zip(self._watched[stage], noted, strict=True):
-                if changed._version != version:  # noqa: SLF001 - documented as it
-                    firsts = {id(p): n for n, p in named_parameters(self._stages[stage], self._names).items()}
-                    for layer in self._stages[stage].with_weights:
-                        place = f"layer {layer.index} ({type(layer.module).__name__})"
-                        for name, parameter in layer.module.named_parameters():
-                            if parameter is changed:
-                                yield stage, place, name, firsts[id(changed)]
+            for changed in self._changed_parameters(stage, noted):
+                firsts = {id(p): n for n, p in named_parameters(self._stages[stage], self._names).items()}
+                for layer in self._stages[stage].with_weights:
+                    place = f"layer {layer.index} ({type(layer.module).__name__})"
+                    for name, parameter in layer.module.named_parameters():
+                        if parameter is changed:
+                            yield stage, place, name, firsts[id(changed)]
+
+    def _changed_parameters(self, stage: int, noted: Sequence[int]) -> list[nn.Parameter]:
+        """A stage's parameters whose version is not the noted one, or of whose versions one was changed."""
+        versions, watched = self._stages[stage].versions, self._watched[stage]
+        swapped = set() if versions is None else versions.swapped
+        found = [] if versions is None else [p for p in versions.overwritten() if not is_dtensor(p)]
+        pairs = zip(watched, noted, strict=True)
+        return found + [p for p, count in pairs if id(p) not in swapped and p._version != count]  # noqa: SLF001

@@ -19,7 +19,7 @@ from counterflow.execution import Execution
 
 from ..devices import autocast_type
 from ..messages.values import Value
-from ..torch_private import parameters_of
+from ..torch_private import parameters_of, set_version_counters
 from .features import Feature, Run
 from .randomness import SampleRows
 from .recomputation import mapped
@@ -152,6 +152,9 @@ class Cast(Precision):
         self._copy = copy
         self._casts: dict[int, dict[int, Tensor]] = {}
         """Cast parameters by version and the parameter's identity."""
+        self._counts: dict[int, int] = {}
+        """The ``_version`` of all casts of a version; a layer may keep by it what it makes of one."""
+        self._last_count = 0
         self._shown = False
         modules = {id(child): child for x in copy.layers for child in x.module.modules()}.values()
         for child in modules:
@@ -174,7 +177,11 @@ class Cast(Precision):
             yield
             return
         versions = self._copy.versions
-        casts = self._casts.setdefault(0 if versions is None else versions.shown, {})
+        version = 0 if versions is None else versions.shown
+        casts = self._casts.setdefault(version, {})
+        if not casts:
+            self._last_count = self._counts[version] = self._last_count + 1
+        count = self._counts[version]
         self._shown = True
         try:
             for held, name, parameter in self._places:
@@ -182,17 +189,18 @@ class Cast(Precision):
                 if cast is None:
                     with torch.enable_grad():
                         cast = casts[id(parameter)] = parameter.to(self._dtype)
+                    set_version_counters((cast,), count)
                 held[name] = cast
             yield
-            self._refuse_changed(casts)
+            self._refuse_changed(casts, count)
         finally:
             for held, name, parameter in self._places:
                 held[name] = parameter
             self._shown = False
 
-    def _refuse_changed(self, casts: Mapping[int, Tensor]) -> None:
+    def _refuse_changed(self, casts: Mapping[int, Tensor], count: int) -> None:
         for _, name, parameter in self._places:
-            if casts[id(parameter)]._version:  # noqa: SLF001 - documented as it
+            if casts[id(parameter)]._version != count:  # noqa: SLF001 - documented as it
                 raise ConfigError(
                     f"a layer changes its weight {name!r} in training, and with compute_dtype what it "
                     "changes is a copy; let only the optimizer change it (in a hook after its step, say), or "

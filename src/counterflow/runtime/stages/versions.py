@@ -6,7 +6,9 @@ same objects, so hooks, gradients and other references to them do not depend on 
 
 Invariant: as many versions are held as the schedule needs, and no more. A backward runs while the version
 its forward used is shown: what autograd saved of a parameter has the numbers that it had. All versions add
-to the same gradients, because the gradients of one period are summed before those of the next begin.
+to the same gradients, because the gradients of one period are summed before those of the next begin. A
+parameter's ``_version`` tells its versions apart, and no two have the same one: autograd finds the one that
+it saved, and a layer that keeps what it made of a weight by it makes it anew for another version.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from counterflow.errors import ScheduleError
 
 from ..dtensors import local
-from ..torch_private import preserve_version_counter
+from ..torch_private import preserve_version_counter, set_version_counters
 
 
 class Versions:
@@ -44,6 +46,13 @@ class Versions:
         self._trained: tuple[nn.Parameter, ...] = ()
         self._memory: tuple[Tensor, ...] = ()
         """Memory of the trained parameters; of sharded ones, this rank's part."""
+        self._counted: tuple[Tensor, ...] = ()
+        """Tensors with a version counter: the trained parameters and their memory, each once."""
+        self._ids: frozenset[int] = frozenset()
+        self._counts: dict[int, int] = {}
+        """By version, the count that a parameter's ``_version`` has while that version is shown."""
+        self._last_count = 0
+        self._overwritten: dict[int, nn.Parameter] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
         self.shown = 0
@@ -56,19 +65,31 @@ class Versions:
         """The versions held, oldest first; none while the pipeline is empty."""
         return tuple(sorted(self._held))
 
+    @property
+    def swapped(self) -> frozenset[int]:
+        """The parameters that have versions, by identity."""
+        return self._ids
+
     def begin(self) -> None:
         """The weights are version 0."""
         self._trained = tuple(p for p in self._all() if p.requires_grad)
         self._memory = tuple(map(local, self._trained))
+        self._counted = tuple({id(tensor): tensor for tensor in (*self._trained, *self._memory)}.values())
         self._shown = [tensor.data for tensor in self._memory]
         self._held = {0: self._shown}
+        self._ids = frozenset(map(id, self._trained))
+        self._counts.clear()
+        self._overwritten.clear()
         self.shown = 0
+        self._recount()
         self.peak = max(self.peak, 1)
 
     def end(self) -> None:
         """Keep only the latest version."""
         self.show_latest()
         self._held.clear()
+        self._counts.clear()
+        self._ids = frozenset()
 
     def show_latest(self) -> None:
         """Show the latest version, which is what everybody but an op wants to see."""
@@ -84,7 +105,11 @@ class Versions:
         if found is None:
             held = ", ".join(map(str, self.held))
             raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {held}")
+        if version == self.shown:
+            return
+        self._note_overwritten()
         self.shown = version
+        set_version_counters(self._counted, self._counts[version])
         if found is not self._shown:
             self._show(found)
 
@@ -95,6 +120,7 @@ class Versions:
             version: its number, one more than the latest one's.
             frees: versions that nothing uses from now on. Their storages are used again.
         """
+        self._note_overwritten()
         latest = self._held[version - 1]
         freed = [self._held.pop(v) for v in frees if v in self._held]
         if any(found is latest for found in freed):
@@ -104,7 +130,9 @@ class Versions:
             for target, source in zip(new, latest, strict=True):
                 target.copy_(source)
         self._held[version] = new
+        self._counts = {each: count for each, count in self._counts.items() if each in self._held}
         self.shown = version
+        self._recount()
         self.peak = max(self.peak, len(self._held))
         if new is not latest and not freed:
             self.made(new)
@@ -117,8 +145,31 @@ class Versions:
         It would refuse, because the parameter at hand was changed in place; but what a backward sees is the
         version that its forward used, which was not.
         """
-        changed = {id(tensor): tensor for tensor in (*self._trained, *self._memory)}
-        return preserve_version_counter(tuple(changed.values()))  # as FSDP2 does
+        return preserve_version_counter(self._counted)  # as FSDP2 does
+
+    def note(self) -> None:
+        """Note that the weights are as they shall be; what was changed by hand has a count of its own."""
+        self._overwritten.clear()
+        count = self._counts.get(self.shown)
+        if count is not None and any(tensor._version != count for tensor in self._counted):  # noqa: SLF001 - documented as it
+            self._recount()
+
+    def overwritten(self) -> list[nn.Parameter]:
+        """The parameters of which any version was changed in place since ``note``."""
+        self._note_overwritten()
+        return list(self._overwritten.values())
+
+    def _note_overwritten(self) -> None:
+        count = self._counts.get(self.shown)
+        for parameter in self._trained:
+            if count is not None and parameter._version != count:  # noqa: SLF001 - documented as it
+                self._overwritten[id(parameter)] = parameter
+
+    def _recount(self) -> None:
+        """Give the version that is shown a count that no version had."""
+        now = max((tensor._version for tensor in self._counted), default=0)  # noqa: SLF001 - documented as it
+        self._last_count = self._counts[self.shown] = max(self._last_count, now) + 1
+        set_version_counters(self._counted, self._last_count)
 
     def _show(self, tensors: list[Tensor]) -> None:
         for shown, tensor in zip(self._memory, tensors, strict=True):
