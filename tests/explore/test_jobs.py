@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,15 @@ def test_an_order_is_computed_in_a_process(client: TestClient) -> None:
     told = dict(found["result"]["facts"])
     assert told["gap"] == "none: no order is better"
     assert told["makespan"] == told["lower bound"]
+
+
+def test_a_search_imports_nothing_from_the_current_folder(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    free = {"subject": {"scheme": "pipedream", "options": {"stages": 2}}}
+    assert "asynchronous" in ended(client, asked(client, "/api/order", free))["error"]
 
 
 def test_one_that_fails_says_why_and_one_that_is_stopped_ends(client: TestClient) -> None:

@@ -66,6 +66,12 @@ def test_another_sites_page_cannot_ask() -> None:
         assert "access-control-allow-origin" not in preflight.headers
 
 
+def test_every_address_of_this_machine_alone_is_answered() -> None:
+    for host, code in (("127.0.0.2", 200), ("[::1]", 200), ("127.0.0.1.example", 403), ("0.0.0.0", 403)):
+        with TestClient(application(), base_url=f"http://{host}:8765") as client:
+            assert client.get("/schedules").status_code == code, host
+
+
 def test_beyond_this_machine_a_token_is_asked_for() -> None:
     with TestClient(application("secret"), base_url="http://machine:80") as client:
         assert client.get("/schedules").status_code == 200

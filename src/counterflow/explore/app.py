@@ -30,6 +30,7 @@ from counterflow.errors import CounterflowError
 from counterflow.schedule.formats import dumps
 
 from . import form
+from .address import is_here
 from .asked import (
     Asked,
     Check,
@@ -59,7 +60,6 @@ PAGES = ("schedules", "compare", "plans", "runs")
 MOST_BYTES = 8_000_000
 """Maximum size of a request."""
 
-_HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
@@ -312,7 +312,7 @@ class _Guard:
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
         host = _host(headers.get("host", ""))
-        if self._token is None and host not in _HERE:
+        if self._token is None and not is_here(host):
             return _said(403, f"host {host[:100]!r}: this server answers this machine alone")
         if not path.startswith("/api"):
             return None

@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+import counterflow
 from counterflow.errors import ConfigError
 
 from .asked import JobAsked, PlanFound, Work
@@ -44,10 +46,10 @@ class Job:
         self.asked = work.model_dump_json()
         self._begun = self._stopped = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "counterflow.explore.work"],
+            [sys.executable, "-P", "-m", "counterflow.explore.work"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=_environment(),
             text=True,
             encoding="utf-8",
         )
@@ -90,6 +92,18 @@ class Job:
         """End it at once."""
         if self._process.poll() is None:
             self._process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """Environment of a search, which imports nothing from the current folder unless this process does.
+
+    The folder of the package is on the path where only the current folder leads to it, as in a checkout.
+    """
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    root = str(Path(counterflow.__file__).resolve().parents[1])
+    if Path(root) == Path.cwd().resolve() and sys.path[:1] in ([""], [root]):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    return environment
 
 
 class Jobs:

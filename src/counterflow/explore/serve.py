@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import socket
@@ -16,17 +15,7 @@ from starlette.applications import Starlette
 
 from counterflow.errors import ConfigError
 
-
-def is_here(host: str) -> bool:
-    """Whether only this machine can reach a host name.
-
-    >>> is_here("127.0.0.1"), is_here("localhost"), is_here("0.0.0.0")
-    (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+from .address import is_here, reachable
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -87,8 +76,9 @@ def serve(
     """
     token = None if is_here(host) else secrets.token_urlsafe(24)
     with listening(host, port) as taken:
-        name = f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{taken.getsockname()[1]}/{page}" + (f"?token={token}" if token else "")
+        address = f"http://{reachable(host)}:{taken.getsockname()[1]}/{page}" + (
+            f"?token={token}" if token else ""
+        )
         told(address)
         if opens:
             Thread(target=webbrowser.open, args=(address,), daemon=True).start()
