@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ import torch
 
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
 from counterflow.runtime.transport.kinds import GLOO, NCCL
+from counterflow.runtime.workers import children, scratch
 from counterflow.runtime.workers.forking import start_method
 from counterflow.runtime.workers.launch import launch, launch_watched
+from counterflow.runtime.workers.outside import end_server
 from counterflow.runtime.workers.world import Defaults, current_transport
 
 
@@ -247,7 +252,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_their_launch(tmp_path: Path, number: signal.Signals) -> None:
+def test_workers_end_with_their_launch(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
@@ -269,6 +276,76 @@ def test_workers_end_with_their_launch(tmp_path: Path, number: signal.Signals) -
         assert errors.endswith("KeyboardInterrupt\n")
     else:
         assert gone(tmp_path, 1, within_seconds=10.0)  # nobody is left to wait for it
+        assert len([*tmp_path.glob("counterflow-*"), *tmp_path.glob("pymp-*")]) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    scratch.remove_abandoned()
+    assert not [*tmp_path.glob("counterflow-*"), *tmp_path.glob("pymp-*")]
+
+
+def test_a_folder_of_a_process_that_lives_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("counterflow-ab", "pymp-cd", "counterflow-ef"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "counterflow-ef" / "counterflow.lock").touch()
+    (tmp_path / "pymp-gh").symlink_to(tmp_path / "counterflow-ef")
+    with scratch.launch_folder() as folder:
+        (folder / "task").touch()
+        scratch.remove_abandoned()
+        assert (folder / "task").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["counterflow-ab", "pymp-cd", "pymp-gh"]
+
+
+def test_a_server_that_is_killed_while_it_loads_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports nothing from the current folder, either."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("selectors", "statistics"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    connect = forkserver.connect_to_new_process
+
+    def killed(descriptors: list[int]) -> Any:
+        connections = connect(descriptors)
+        end_server()
+        return connections
+
+    def full(_: list[int]) -> Any:
+        raise OSError(errno.EAGAIN, "Try again")
+
+    end_server()
+    for replacement, message in (
+        (killed, "the process that starts the workers was killed by SIGKILL; perhaps the machine ran out"),
+        (full, "no further process can be started: Try again"),
+    ):
+        monkeypatch.setattr(forkserver, "connect_to_new_process", replacement)
+        with pytest.raises(WorkerError, match=f"^{message}") as caught:
+            launch(dict, workers=2)
+        assert caught.value.lost
+    monkeypatch.setattr(forkserver, "connect_to_new_process", connect)
+    assert launch(dict, workers=2) == [{}, {}]
+
+
+@Job
+def stopped(folder: str) -> None:
+    """Worker 1 is stopped, as by a debugger, and worker 0 waits for it."""
+    note_pid(folder)
+    transport = current_transport()
+    transport.gather([1.0])
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    transport.receive([torch.empty(1)], 1, 1).wait()
+
+
+def test_a_stopped_worker_is_told_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(children, "_MOMENT_SECONDS", 0.2)
+    with pytest.raises(WorkerError, match=r"worker 0 waited for worker 1"):
+        launch(stopped, str(tmp_path), workers=2, timeout_seconds=2.0)
+    assert gone(tmp_path, 2)
+    (line,) = [line for line in caplog.messages if "waiting for worker" in line]
+    assert "worker 0 waited for worker 1, and nothing came" in line
+    assert line.endswith("; waiting for worker 1 to end, 30 s at most")
 
 
 def test_threads_give_results() -> None:

@@ -12,13 +12,15 @@ import os
 import signal
 import sys
 import threading
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from .outside import FROM_OUTSIDE, undisturbed
+from . import scratch
+from .outside import FROM_OUTSIDE, safe_path, undisturbed
 from .world import Defaults
 
 _IMPORTED = ["counterflow.runtime.pipeline", "torch._dynamo", "torch.distributed.checkpoint"]
@@ -33,21 +35,25 @@ def start_method(defaults: Defaults) -> Literal["forkserver", "spawn"]:
     on_gpu = (defaults.kind is not None and defaults.kind.gpu_each) or (
         defaults.device is not None and defaults.device.type != "cpu"
     )
-    with undisturbed():  # it lets interrupts through again when it starts: so before the workers
+    with undisturbed(), safe_path():  # it lets interrupts through again when it starts: so before the workers
         resource_tracker.ensure_running()
     if on_gpu or sys.platform != "linux":
         return "spawn"
     forkserver.set_forkserver_preload(_IMPORTED)
-    with undisturbed():
+    with undisturbed(), safe_path():
         forkserver.ensure_running()
+    scratch.lock(Path(util.get_temp_dir()))
     return "forkserver"
 
 
 class Surroundings:
     """What a worker takes over from its launch before it imports anything; it is sent to be read there."""
 
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+
     def __reduce__(self) -> Any:
-        return _adopt, (dict(os.environ), [DupFd(stream) for stream in _STREAMS])
+        return _adopt, (self._environment, [DupFd(stream) for stream in _STREAMS])
 
 
 def _adopt(environment: dict[str, str], streams: list[Any]) -> Surroundings:

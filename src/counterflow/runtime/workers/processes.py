@@ -7,13 +7,13 @@ what follows from it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +36,9 @@ from .failures import Failed, cause, failed_by
 from .forking import Surroundings, end_with_the_launch, let_signals_through, start_method
 from .outside import end_server
 from .place import Place
+from .scratch import launch_folder
+
+_LOG = logging.getLogger(__name__)
 
 _HERE = "127.0.0.1"
 """Where workers that are processes meet: only this machine reaches it."""
@@ -65,8 +68,7 @@ class ProcessLaunch:
 
     def run(self) -> list[Any]:
         """The results by rank; raises what the first worker that failed raised."""
-        with _cleaned_up(), tempfile.TemporaryDirectory(prefix="counterflow-") as folder:
-            directory = Path(folder)
+        with _cleaned_up(), launch_folder() as directory:
             (directory / "task").write_bytes(self.task)
             codes = self._run(directory)
             if not codes:
@@ -94,7 +96,20 @@ class ProcessLaunch:
                 children.abandon()
                 raise
             # The first failed worker is known; the others may be about to report what they saw of it.
-            children.end(_SHUTDOWN_SECONDS, signal.SIGTERM if codes else None)
+
+            def tell(ranks: list[int]) -> None:
+                names = f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                _LOG.warning(
+                    "%s; waiting for %s to end, %g s at most",
+                    cause(_told(directory), codes).message,
+                    names,
+                    _SHUTDOWN_SECONDS,
+                )
+
+            if codes:
+                children.end(_SHUTDOWN_SECONDS, signal.SIGTERM, tell)
+            else:
+                children.end(_SHUTDOWN_SECONDS)
         return codes
 
     def _wait(self, children: Children, directory: Path) -> Mapping[int, int]:
