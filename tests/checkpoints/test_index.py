@@ -44,7 +44,7 @@ WHOLE = Index(
     about={"validation_loss": 0.5},
 )
 DAMAGED = (
-    "run: is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or another "
+    "run: {} is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or another "
     "checkpoint of it"
 )
 
@@ -100,7 +100,7 @@ def test_the_text_is_indented_and_has_its_digest() -> None:
 def test_what_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / INDEX
     path.write_text(text)
-    assert refusal(path) == DAMAGED
+    assert refusal(path) == DAMAGED.format(path)
 
 
 def test_another_version_is_told(tmp_path: Path) -> None:

@@ -62,11 +62,16 @@ def config(tmp_path: Path) -> Configure:
     """A small config that writes into a folder of that name; keys are given with ``__`` for a dot."""
 
     def config_(out: str = "run", **changes: Any) -> RunConfig:
-        keys = SMALL | {"train.out": tmp_path / out, "schedule.scheme": "chimera", "schedule.stages": 2}
-        keys |= {name.replace("__", "."): value for name, value in changes.items()}
-        return load_config(sets=[f"{key}={_toml(value)}" for key, value in keys.items() if value is not None])
+        return small(tmp_path / out, **changes)
 
     return config_
+
+
+def small(out: Path, **changes: Any) -> RunConfig:
+    """A small config that writes into a folder; keys are given with ``__`` for a dot."""
+    keys = SMALL | {"train.out": out, "schedule.scheme": "chimera", "schedule.stages": 2}
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    return load_config(sets=[f"{key}={_toml(value)}" for key, value in keys.items() if value is not None])
 
 
 def _toml(value: object) -> str:

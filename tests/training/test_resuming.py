@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
+import shutil
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 from counterflow import ConfigError
 from counterflow.checkpoints import files
-from counterflow.checkpoints.index import complete
+from counterflow.checkpoints.index import INDEX, complete
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import CounterflowError, WorkerError
 from counterflow.training import load_config, loop
@@ -26,7 +29,7 @@ from counterflow.training.run import run
 from counterflow.training.supervision.appending import Appending
 from counterflow.training.supervision.lock import Lock
 
-from .conftest import Configure, Train, Watcher, losses
+from .conftest import Configure, Train, Watcher, losses, small
 
 
 @pytest.fixture
@@ -169,17 +172,169 @@ def changed_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_changed_bit_is_found(train: Train, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_by_its_path(train: Train, tmp_path: Path) -> None:
+    """Where the user named it; ``auto`` uses the one before."""
     train(train__steps=4, train__checkpoint_every=2)
     last = tmp_path / "run" / "checkpoint" / "step-4"
-    changed_bit(last / "optimizer-1.safetensors")
-    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer-1\.safetensors was changed"):
-        train("other", train__steps=6, train__resume=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it is renamed to damaged-step-4; run the same command to resume"):
-        train(train__steps=6, train__resume="auto")
-    assert train(train__steps=6, train__resume="auto").about.first_step == 2
-    (tmp_path / "run" / "checkpoint" / "step-6" / "model-0.safetensors").unlink()
-    assert train(train__steps=7, train__resume="auto").about.first_step == 4
+    for file, message in (
+        ("optimizer-1.safetensors", r"step-4 is damaged: optimizer-1\.safetensors was changed"),
+        ("metrics.jsonl", r"step-4 is damaged: metrics\.jsonl was changed"),
+        (INDEX, r"step-4/checkpoint\.json is not a checkpoint, or damaged"),
+    ):
+        changed_bit(last / file)
+        with pytest.raises(ConfigError, match=message):
+            train(f"other-{file}", train__steps=6, train__resume=tmp_path / "run")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def nested(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with three checkpoints, and one of six that was never stopped."""
+    root = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_VALIDATION_SAMPLES", 32)
+        patch.setattr(loop, "_REPEATS", 1)
+        patch.setattr(importlib.import_module("counterflow.drawing"), "draw_charts", lambda *_: None)
+        for name, steps in (("run", 4), ("whole", 6)):
+            run(small(root / name, train__steps=steps, **BEGUN), Watcher())
+    return root
+
+
+BEGUN = {"train__checkpoint_every": 1, "train__keep_last": 3, "train__keep_best": False}
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (changed_bit, INDEX),
+        (empty, INDEX),
+        (nested, INDEX),
+        (changed_bit, "metrics.jsonl"),
+        (longer, "metrics.jsonl"),
+        (Path.unlink, "metrics.jsonl"),
+        (changed_bit, "optimizer-1.safetensors"),
+        (empty, "model-0.safetensors"),
+        (longer, "objects-0.pt"),
+    ],
+)
+def test_auto_goes_on_from_the_checkpoint_before_a_damaged_one(  # noqa: PLR0917
+    begun: Path,
+    train: Train,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    file: str,
+) -> None:
+    """It does not count among those that are kept, either."""
+    shutil.copytree(begun / "run", tmp_path / "run")
+    root = tmp_path / "run" / "checkpoint"
+    damage(root / "step-4" / file)
+    resumed = train(train__steps=6, train__resume="auto", **BEGUN)
+    assert (resumed.about.first_step, resumed.about.resumed) == (3, str(root / "step-3"))
+    assert losses(tmp_path / "run") == losses(begun / "whole")
+    assert sorted(folder.name for folder in root.iterdir()) == [
+        "damaged-step-4",
+        "step-4",
+        "step-5",
+        "step-6",
+    ]
+    assert any("step-4" in line and "renamed to damaged-step-4" in line for line in caplog.messages)
+
+
+def test_damage_of_several_checkpoints(begun: Path, train: Train, tmp_path: Path) -> None:
+    shutil.copytree(begun / "run", tmp_path / "run")
+    root = tmp_path / "run" / "checkpoint"
+    changed_bit(root / "step-4" / "model-0.safetensors")
+    changed_bit(root / "step-3" / "model-1.safetensors")
+    assert train(train__steps=5, train__resume="auto", **BEGUN).about.first_step == 2
+    for step in (3, 4, 5):
+        changed_bit(root / f"step-{step}" / INDEX)
+    assert train(train__steps=6, train__resume="auto", **BEGUN).about.first_step == 0
+    assert losses(tmp_path / "run") == losses(begun / "whole")
+    assert sorted(folder.name for folder in root.glob("damaged-*")) == [
+        "damaged-step-3",
+        "damaged-step-4",
+        "damaged-step-5",
+    ]
+
+
+def test_a_checkpoint_that_is_damaged_later_does_not_count(train: Train, tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoint"
+
+    def damage(line: dict[str, float]) -> None:
+        if line["step"] == 3:
+            empty(root / "step-2" / "model-0.safetensors")
+
+    train(watcher=Watcher(damage), train__steps=4, **BEGUN | {"train__keep_last": 2})
+    assert sorted(folder.name for folder in root.iterdir()) == ["damaged-step-2", "step-3", "step-4"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__ema_decay": 0.5, "pipeline__barrier": False},
+        {"pipeline__autocast": "float16", "pipeline__loss_scale": 2.0**21},
+        {"schedule__scheme": "pipedream-2bw", **NO_FLUSH, "schedule__stages": 2},
+    ],
+)
+def test_a_run_that_was_killed_after_its_last_checkpoint_ends_well(
+    train: Train, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Its summary and timeline are written; its steps and checkpoint stay as they are, bit for bit."""
+    same = {"train__steps": 3, "train__evaluate_every": 2, "train__keep_last": 1, **changes}
+    whole, folder = train(**same), tmp_path / "run"
+    files_before = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name in LASTING
+    }
+    for name in ("summary.json", "timeline.json"):
+        (folder / name).unlink()
+    for name in (".lock", ".attempt"):
+        (folder / name).write_text("process 1")
+    ended = train(train__resume="auto", **same)
+    assert (ended.steps, ended.about.first_step, ended.stopped) == (3, 3, False)
+    assert (ended.training_loss, ended.validation_loss) == (whole.training_loss, whole.validation_loss)
+    assert ended.samples_per_second > 0
+    assert (folder / "summary.json").exists()
+    assert (folder / "timeline.json").exists()
+    assert not list(folder.rglob(".*"))
+    assert {path: path.read_bytes() for path in files_before} == files_before
+    assert RunFolder(folder).finished(3)
+
+
+LASTING = {"metrics.jsonl", "checkpoint.json", "model-0.safetensors", "optimizer-1.safetensors"}
+
+
+@pytest.mark.parametrize("resume", ["auto", "run"])
+def test_data_that_were_changed_are_told(train: Train, tmp_path: Path, resume: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a pipeline of four stages " * 200)
+    train(train__steps=2, data__path=text)
+    text.write_bytes(b"another one of six stages " * 200)
+    watcher, more = Watcher(), {"train__steps": 3, "data__path": text}
+    if resume == "auto":
+        with pytest.raises(
+            ConfigError, match=r'text\.txt" changed since .*step-2 was written; put it back, or resume with'
+        ):
+            train(watcher=watcher, train__resume="auto", **more)
+        text.rename(tmp_path / "moved.txt")
+        text.write_bytes(b"a pipeline of four stages " * 200)
+        assert train(watcher=watcher, train__resume="auto", **more).steps == 3
+    else:
+        assert train(watcher=watcher, train__resume=tmp_path / "run", **more).steps == 3
+        assert watcher.about is not None
+        assert watcher.about.changed[-1] == f'data.path = "{text}" changed'
 
 
 def test_the_last_and_the_best_are_kept(

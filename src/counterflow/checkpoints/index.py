@@ -38,6 +38,16 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.[a-z]+$")]
 
 
+class DamagedError(ConfigError):
+    """Data on the disk differ from those that were written.
+
+    Attributes:
+        problem: what differs, with its path and without advice.
+    """
+
+    problem: str = ""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,16 +121,21 @@ class Index(_Part):
             place: what names the file, for errors.
 
         Raises:
-            ConfigError: the file cannot be read, is something else or was changed.
+            DamagedError: the file cannot be read, is something else or was changed.
+            ConfigError: the checkpoint has another version.
         """
-        damaged = ConfigError(
-            f"{place}: is not a checkpoint, or damaged; give the folder of a run of `counterflow train`, or "
-            "another checkpoint of it"
+        subject = "" if place.endswith(str(path)) else f"{path} "
+        damaged = DamagedError(
+            f"{place}: {subject}is not a checkpoint, or damaged; give the folder of a run of "
+            "`counterflow train`, or another checkpoint of it"
         )
+        damaged.problem = f"{path} is not the index of a checkpoint, or was changed"
         try:
             found = json.loads(path.read_bytes())
         except OSError as error:
-            raise ConfigError(f"{place}: cannot be read: {error.filename}: {error.strerror}") from None
+            unreadable = DamagedError(f"{place}: cannot be read: {path}: {error.strerror}")
+            unreadable.problem = f"{path} cannot be read: {error.strerror}"
+            raise unreadable from None
         except (ValueError, RecursionError):
             raise damaged from None
         if not isinstance(found, dict):

@@ -20,7 +20,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
 from . import files
-from .index import CHECKPOINT, INDEX, METADATA, Index, complete
+from .index import CHECKPOINT, INDEX, METADATA, DamagedError, Index, complete
 from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, kept_of, load, name_in_file, wanted
 
 
@@ -41,10 +41,6 @@ def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
     return Checkpoint.load(Path(path), str(path)).weights(ema=ema)
 
 
-class DamagedError(ConfigError):
-    """Data on the disk differ from those that were written."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A complete checkpoint.
@@ -60,6 +56,8 @@ class Checkpoint:
     place: str
     _open: dict[str, Any] = field(default_factory=dict)
     """Files by name that were compared with their digests."""
+    _compared: set[str] = field(default_factory=set)
+    """Names of the files whose digests all workers together have compared."""
 
     @classmethod
     def load(cls, path: Path, place: str) -> Checkpoint:
@@ -100,9 +98,10 @@ class Checkpoint:
 
     def _refuse(self, problem: str) -> None:
         if problem:
-            raise DamagedError(
-                f"{self.place}: {self.path} is damaged: {problem}; resume from another checkpoint"
-            )
+            damaged = f"{self.path} is damaged: {problem}"
+            error = DamagedError(f"{self.place}: {damaged}; resume from another checkpoint")
+            error.problem = damaged
+            raise error
 
     @property
     def step(self) -> int:
@@ -113,11 +112,14 @@ class Checkpoint:
         """Compare the contents of all files with their digests.
 
         Args:
-            transport: if given, all workers call it, and each compares its share.
+            transport: if given, all workers call it, and each compares its share; a second call compares
+                nothing.
 
         Raises:
-            ConfigError: a file differs; raised on all workers.
+            DamagedError: a file differs; raised on all workers.
         """
+        if transport is not None and self._compared:
+            return
         rank, world = (transport.rank, transport.world_size) if transport is not None else (0, 1)
         problem = ""
         for name in sorted(self.index.files)[rank::world]:
@@ -125,6 +127,8 @@ class Checkpoint:
         problems = transport.gather_objects(problem) if transport is not None else [problem]
         for found in problems:
             self._refuse(str(found))
+        if transport is not None:
+            self._compared.update(self.index.files)
 
     def read_into(self, pipeline: Pipeline, *, training: bool = True, options: bool = True) -> None:
         """Load this checkpoint into a pipeline; all workers call it.
@@ -258,6 +262,20 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             self._refuse(f"{file} cannot be read: {str(error)[:200]}")
             raise
+
+
+def damage(folder: Path) -> str:
+    """Problem of a checkpoint whose index or whose files' lengths differ; empty if there is none.
+
+    Contents are not read, so a file with a changed bit has no problem here.
+    """
+    try:
+        Checkpoint.load(folder, str(folder))
+    except DamagedError as error:
+        return error.problem
+    except ConfigError:  # another version
+        return ""
+    return ""
 
 
 def found_in(path: Path) -> Path | None:

@@ -27,7 +27,8 @@ from counterflow.runtime.pipeline import Pipeline
 
 from . import files
 from .host_copies import HostCopies
-from .index import INDEX, Index, Written, complete, draft_of, name_of, remove_drafts
+from .index import INDEX, Index, Written, complete, draft_of, name_of, put_aside, remove_drafts
+from .reader import damage
 from .renames import put
 from .state import at_hand, changing_in_forward, file_of, first_names, name_in_file
 
@@ -298,7 +299,14 @@ class Saver:
     def _remove_old(self) -> None:
         if self.keep_last is None:
             return
-        every = complete(self.root)
+        every = []
+        for path in complete(self.root):
+            problem = damage(path)
+            if problem:  # it does not count in place of a whole one
+                put_aside(path)
+                _LOG.warning("%s; it is renamed to damaged-%s", problem, path.name)
+            else:
+                every.append(path)
         kept = set(every[-self.keep_last :])
         if self.keep_best:
             losses = {path: self._loss(path) for path in every}

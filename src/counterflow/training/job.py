@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from counterflow.checkpoints.memory import Found
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
 from counterflow.measure.machine import cores
@@ -24,6 +25,7 @@ from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.stages.layers import layers_of, parameter_count
+from counterflow.runtime.transport.base import Transport
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
@@ -31,10 +33,12 @@ from counterflow.schedule.residency import weight_copies
 from .carrier import with_carrier, workers_here
 from .config import RunConfig
 from .report import About
-from .resuming import changes, check, found
+from .resuming import changes, check, found, verify_start
+from .sections.keys import AUTO
 from .sections.schedule import SCHEME
 from .sections.training import OptimizerSection
 from .source import Made
+from .supervision.fence import Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class Job:
         """Number of updates made by the run that is resumed."""
         return self.about.first_step
 
+    @property
+    def complete(self) -> bool:
+        """Whether all updates were made before, so only the end of the run is left."""
+        return self.first_step >= self.config.train.steps
+
     def least_bytes(self) -> tuple[int, ...]:
         """Bytes of each worker's weights in all versions, gradients and optimiser state.
 
@@ -87,6 +96,45 @@ class Job:
     def going_on(self, step: int) -> Job:
         """A copy that continues from a step in the workers' memory, and from no checkpoint."""
         return dataclasses.replace(self, start=None, about=dataclasses.replace(self.about, first_step=step))
+
+    def from_newest_state(
+        self, copies: Found | None, transport: Transport, fence: Fence
+    ) -> tuple[Job, Found | None]:
+        """The job that resumes from the newest state; all workers call it.
+
+        Checkpoints that ``auto`` chose and whose contents are damaged are renamed until one is not, or none
+        is left.
+
+        Args:
+            copies: state in the workers' memory.
+            transport: transport to the other workers.
+            fence: fence of this attempt.
+
+        Returns:
+            The job, and the copies if it resumes from them.
+        """
+        job, train = self, self.config.train
+        while copies is None or not job.first_step <= copies.step < train.steps:
+            if job.start is None or train.resume != AUTO:
+                return job, None
+            fence.check()
+            start = verify_start(job.start, transport)
+            if start is job.start:
+                return job, None
+            job = job._resuming(start)
+        return job.going_on(copies.step), copies
+
+    def _resuming(self, start: Checkpoint | None) -> Job:
+        """A copy that resumes from another checkpoint of the run; None: that begins with fresh weights."""
+        if start is not None:
+            check(start, self.made, self.config)
+        about = dataclasses.replace(
+            self.about,
+            first_step=start.step if start is not None else 0,
+            resumed=str(start.path) if start is not None else None,
+            changed=changes(start, self.made.digest, self.config) if start is not None else (),
+        )
+        return dataclasses.replace(self, start=start, about=about)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimiser of parameters; norms and biases do not decay."""
@@ -139,16 +187,13 @@ def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
         )
 
 
-def prepare(
-    config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None, *, again: bool = False
-) -> Job:
+def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | None = None) -> Job:
     """The job of a config.
 
     Args:
         config: config of the run.
         cuts: cuts that were found before, so they are not searched again.
         start: with ``cuts``: the checkpoint that was found before.
-        again: whether the run failed before.
 
     Raises:
         ConfigError: no such run can be made; the message says what would be legal.
@@ -162,9 +207,9 @@ def prepare(
     layers = layers_of(made.model, made.list_layers)
     begun = None
     if cuts is None or start is not None:
-        begun = found(config, start, again=again)
+        begun = found(config, start)
     if begun is not None:
-        check(begun, made.model, made.list_layers, config)
+        check(begun, made, config)
     if cuts is None and config.pipeline.cuts is not None:
         cuts = explicit(config.pipeline.cuts, len(layers), schedule.stages)
     if cuts is None:
@@ -192,7 +237,7 @@ def prepare(
         steps=config.train.steps,
         first_step=begun.step if begun else 0,
         resumed=str(begun.path) if begun else None,
-        changed=changes(begun, config) if begun else (),
+        changed=changes(begun, made.digest, config) if begun else (),
         workers_here=workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",

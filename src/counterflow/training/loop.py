@@ -33,7 +33,7 @@ from .job import Job, prepare
 from .live import Live
 from .recorder import Recorder, Watch
 from .report import Summary
-from .resuming import read
+from .resuming import DATA, read, set_aside_after
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .supervision.copy_turns import CopyTurns
@@ -122,11 +122,9 @@ class Trainer:
             name = run_of(self.folder.path) if self.folder is not None else ""
             self.memory = Memory(transport, str(transport.gather_objects(name)[0]), job.cuts)
         goes_on = attempt or config.train.resume == AUTO
-        kept = self.memory.find() if self.memory is not None and goes_on else None
-        if kept is not None and not job.first_step <= kept.step < config.train.steps:
-            kept = None
-        if kept is not None:
-            job = job.going_on(kept.step)
+        copies = self.memory.find() if self.memory is not None and goes_on else None
+        planned = job.first_step
+        job, kept = job.from_newest_state(copies, transport, self.fence)
         self.job = job
         self.pipeline = Pipeline(
             job.made.model,
@@ -149,7 +147,9 @@ class Trainer:
         elif job.start is not None:
             read(job.start, self.pipeline, auto=config.train.resume == AUTO)
         self.recorder = Recorder(job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None)
-        self.recorder.begin(kept, attempt)
+        self.recorder.begin(kept, attempt, tells=kept is not None or job.first_step < planned)
+        if not transport.rank:
+            set_aside_after(self.checkpoints, job.first_step)
         self.saver = Saver(
             self.pipeline,
             self.checkpoints,
@@ -161,6 +161,11 @@ class Trainer:
         self.validation: tuple[int, float] = (-1, 0.0)
         self.saved = -1
         """Step of the last checkpoint that was begun."""
+        if job.start is not None and job.complete:
+            self.saved = job.first_step
+            loss = job.start.index.about.get("validation_loss")
+            if loss is not None:
+                self.validation = job.first_step, float(loss)
         self.stopped = False
         """Whether all workers agreed to end the run early."""
         self.next_look = job.first_step
@@ -200,7 +205,7 @@ class Trainer:
         made = self.pipeline.steps  # more ops are timed at the end
         if self.stopped:  # the request to stop may not allow for more time
             self.save_now()
-        if not self.recorder.samples and self.job.schedule.synchronous:  # stopped early
+        if not self.recorder.samples and self.job.schedule.synchronous and made > first:  # stopped early
             self.recorder.sample(step)
         if self.validation[0] != self.pipeline.steps:
             self._evaluate()
@@ -210,8 +215,8 @@ class Trainer:
         if self.memory is not None:  # everything is on the disk
             self.fence.check()
             self.memory.forget()
-        if not self.job.schedule.synchronous:
-            self._time_together(made)
+        if not self.job.schedule.synchronous or made == first:
+            self._time_together(made, COUNTED_STEPS if made == first else 0)
         return self.recorder.finish(
             costs,
             made=made,
@@ -270,13 +275,21 @@ class Trainer:
         fair = range(min(max(first, self.pipeline.counted_steps), steps - 1), steps)
         return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
 
-    def _time_together(self, made: int) -> None:
-        """In asynchronous schemes: time some more steps from an empty pipeline to an empty one, after the
-        last checkpoint.
+    def _time_together(self, made: int, before: int = 0) -> None:
+        """Time some more steps from an empty pipeline to an empty one, after the last checkpoint: in
+        asynchronous schemes, and if no step was left to make.
 
-        During the run these steps would empty the pipeline, which a run resumed from a checkpoint would not
-        do.
+        During the run of an asynchronous scheme these steps would empty the pipeline, which a run resumed
+        from a checkpoint would not do.
+
+        Args:
+            made: updates that the run made.
+            before: further steps before those that are timed.
         """
+        for number in range(made, made + before):
+            self._made(number)
+        self.pipeline.flush()
+        made += before
         with self.pipeline.traced():
             for number in range(made, made + self.job.schedule.periods):
                 step = self._made(number)
@@ -393,6 +406,7 @@ class Trainer:
             "optimizer": self.config.optimizer.name,
             "samples": self.job.about.samples,
             "config": self.config.to_toml(),
+            DATA: self.job.made.digest,
         }
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss

@@ -78,8 +78,14 @@ class Recorder:
         """Seconds since training began."""
         return time.perf_counter() - self._began
 
-    def begin(self, kept: Found | None, attempt: int) -> None:
-        """Cut the metrics at the step where the run resumes, note that step, and continue them."""
+    def begin(self, kept: Found | None, attempt: int, *, tells: bool) -> None:
+        """Cut the metrics at the step where the run resumes, note that step, and continue them.
+
+        Args:
+            kept: state in memory from which the run resumes; None: it resumes from the job's checkpoint.
+            attempt: number of times that the run was begun before.
+            tells: whether the step is noted also if the run was not begun before.
+        """
         if self.folder is None:
             return
         if kept is None:
@@ -87,7 +93,7 @@ class Recorder:
         else:
             self.folder.rewind(with_records(self.folder.history, kept.step, kept.records))
         source = "memory" if kept is not None else "beginning" if self.job.start is None else "checkpoint"
-        if attempt or kept is not None:
+        if attempt or tells:
             self.event = note(
                 self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
             )
@@ -189,7 +195,7 @@ class Recorder:
             steps=made,
             stopped=stopped,
             seconds=seconds,
-            samples_per_second=(made - job.first_step) * job.about.samples / self.training_seconds,
+            samples_per_second=self._samples_per_second(made),
             planned_samples_per_second=job.config.plan.samples_per_second
             if job.config.plan.mini_batch == job.about.samples  # otherwise the run differs from the plan
             else None,
@@ -217,6 +223,13 @@ class Recorder:
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary
+
+    def _samples_per_second(self, made: int) -> float:
+        """Samples per second of the updates of this start; if there are none, of those timed after the end."""
+        samples, steps = self.job.about.samples, made - self.job.first_step
+        if steps:
+            return steps * samples / self.training_seconds
+        return samples / statistics.median(step.seconds for step, _ in self.samples)
 
 
 def _bubbles(timeline: Simulation) -> float:

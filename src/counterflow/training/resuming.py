@@ -1,6 +1,7 @@
 """How a run resumes: from which checkpoint, whether it fits the config, and what the config changes.
 
 Invariant: a run that resumes names the checkpoint, and the keys that differ from the checkpoint's config.
+With ``auto`` a damaged checkpoint costs the steps after the previous one, and never ends the run.
 """
 
 from __future__ import annotations
@@ -8,21 +9,25 @@ from __future__ import annotations
 import logging
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from counterflow import toml
-from counterflow.checkpoints.index import CHECKPOINT, complete, put_aside
-from counterflow.checkpoints.reader import Checkpoint, DamagedError
+from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete, put_aside
+from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state import MODEL
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.unlisted import unlisted_names
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.layers import ListLayers, Model, layers_of, state_names
+from counterflow.runtime.stages.layers import layers_of, state_names
+from counterflow.runtime.transport.base import Transport
+from counterflow.runtime.workers import world
 
 from .config import RunConfig, by_key
 from .folder import METRICS
 from .sections.keys import AUTO
+from .source import Made
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,42 +36,99 @@ _AUTO = 'train.resume = "auto"'
 _OWN = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
 """Keys of a run that do not change what it trains."""
 
+DATA = "data"
+"""Entry of a checkpoint's index with the digest of the data."""
 
-def found(config: RunConfig, start: Path | None = None, *, again: bool = False) -> Checkpoint | None:
+_DATA_SECTIONS = {"data", "model"}
+"""Sections of a config that decide which data are read, and how."""
+
+
+def found(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
     """The checkpoint that a run resumes from.
 
     Args:
         config: config of the run.
         start: checkpoint that was found before, which is read again.
-        again: whether the run failed after it had begun, possibly with all steps made.
 
     Raises:
-        ConfigError: there is no checkpoint, or it is damaged.
+        ConfigError: there is no checkpoint, or, without ``auto``, it is damaged.
     """
     resume = config.train.resume
     if resume is None:
         return None
     if resume == AUTO:
         assert config.train.out is not None  # a config without train.out is refused
-        below = config.train.steps if again else None
-        return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out, below)
+        return Checkpoint.load(start, _AUTO) if start is not None else _last(config.train.out / CHECKPOINT)
     return Checkpoint.load(start or Path(resume), f"train.resume = {resume}")
 
 
-def _last(run: Path, below: int | None = None) -> Checkpoint | None:
-    """The last complete checkpoint of a run, of fewer steps than ``below``; None: the run wrote none."""
-    problem: DamagedError | None = None
-    for folder in reversed(complete(run / CHECKPOINT)):
+def _last(root: Path) -> Checkpoint | None:
+    """The last complete checkpoint of a run that is not damaged, as far as is seen without reading weights;
+    None: there is none, so the run begins anew or from the workers' memory.
+    """
+    for folder in reversed(complete(root)):
         try:
-            last = Checkpoint.load(folder, _AUTO)
-            if below is None or last.step < below:
-                return last
+            return _checked(folder)
         except DamagedError as error:
-            _LOG.warning("%s", error)
-            problem = problem or error
-    if problem is not None:
-        raise problem
+            if not world.rank():
+                _LOG.warning("%s; an earlier state is used", error.problem)
     return None
+
+
+def _checked(folder: Path) -> Checkpoint:
+    """A checkpoint whose index, lengths and metrics are those that were written; weights are not read."""
+    checkpoint = Checkpoint.load(folder, _AUTO)
+    history(checkpoint)
+    return checkpoint
+
+
+def verify_start(start: Checkpoint, transport: Transport) -> Checkpoint | None:
+    """Compare a checkpoint with its digests; rename a damaged one, and find the one before. All workers call
+    it.
+
+    Args:
+        start: the checkpoint that ``auto`` chose.
+        transport: transport to the other workers.
+
+    Returns:
+        ``start`` if it is whole; otherwise the last one that is not damaged, which is not yet compared; None:
+        there is none.
+    """
+    try:
+        start.verify(transport)
+    except DamagedError as error:
+        last = None
+        if transport.rank == 0:
+            _set_aside(start.path, error.problem)
+            set_aside_after(start.path.parent, start.step)
+            last = _last(start.path.parent)
+        path = transport.gather_objects(last and str(last.path))[0]
+        return None if path is None else Checkpoint.load(Path(str(path)), _AUTO)
+    return start
+
+
+def set_aside_after(root: Path, step: int) -> None:
+    """Rename damaged checkpoints of later steps than the one from which a run resumes, so they do not count.
+
+    Only the single writer of the folder may call it, while nobody reads.
+    """
+    for folder in complete(root):
+        if int(folder.name.partition("step-")[2].partition(".")[0]) > step:
+            try:
+                _checked(folder)
+            except DamagedError as error:
+                _set_aside(folder, error.problem)
+            except ConfigError:  # another version
+                pass
+
+
+def _set_aside(folder: Path, problem: str) -> None:
+    try:
+        put_aside(folder)
+    except OSError as error:
+        _LOG.warning("%s; it cannot be renamed: %s", problem, error.strerror)
+    else:
+        _LOG.warning("%s; it is renamed to damaged-%s", problem, folder.name)
 
 
 def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
@@ -79,6 +141,7 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
 
     Raises:
         ConfigError: the checkpoint does not fit, or is damaged.
+        WorkerError: with ``auto``, it is damaged although its digests fit, or was damaged meanwhile.
     """
     try:
         start.read_into(pipeline, options=False)
@@ -86,26 +149,29 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
         if not auto:
             raise
         if pipeline.transport.rank == 0:
-            put_aside(start.path)
-        raise DamagedError(
-            f"{error}; it is renamed to damaged-{start.path.name}; run the same command to resume from the "
-            "one before"
+            _set_aside(start.path, error.problem)
+        raise WorkerError(
+            f"{error.problem}; it is renamed to damaged-{start.path.name}: run the same command to resume "
+            "from the one before"
         ) from None
 
 
-def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, config: RunConfig) -> None:
-    """Refuse a checkpoint of another model or optimiser, or a run that would make no step.
+def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
+    """Refuse a checkpoint of another model, optimiser or data, or a run that would make no step.
+
+    With ``auto`` a checkpoint of all steps is accepted: a run that was killed after it ends well.
 
     Args:
         start: the checkpoint.
-        model: model that the checkpoint is loaded into.
-        list_layers: function that lists its layers; None: the model is a list of layers.
+        made: model that the checkpoint is loaded into, and its data.
         config: config of the run.
 
     Raises:
-        ConfigError: a name, a shape or the optimiser differs, or there is nothing left to do.
+        ConfigError: a name, a shape, the optimiser or the data differ, or there is nothing left to do.
     """
     place, kind, steps = start.place, config.optimizer.name, config.train.steps
+    auto = config.train.resume == AUTO
+    model, list_layers = made.model, made.list_layers
     theirs = {
         key.removeprefix(f"{MODEL}/"): stored.shape
         for key, stored in start.index.tensors.items()
@@ -137,24 +203,66 @@ def check(start: Checkpoint, model: Model, list_layers: ListLayers | None, confi
         raise ConfigError(
             f"{place}: contains the state of optimizer.name = {had}, not of {kind}; give the same optimiser"
         )
-    if start.step >= steps:
+    if auto and has_other_data(start, made.digest, config):
+        raise ConfigError(
+            f"{place}: {_data_of(config)} changed since {start.path} was written; put it back, or resume "
+            f"with the changed data: train.resume = {toml.dumps(str(start.path))}"
+        )
+    if start.step > steps or (start.step == steps and not auto):
         raise ConfigError(
             f"{place}: it has made {start.step} steps, and train.steps = {steps}; "
             f"give train.steps = {start.step + 1} or more"
         )
 
 
-def changes(start: Checkpoint, config: RunConfig) -> tuple[str, ...]:
-    """The keys that differ from the config of a checkpoint, with both values; none if it has no config."""
-    if "config" not in start.index.about:
-        return ()
-    texts = str(start.index.about.get("config", "")), config.to_toml()
-    before, now = (by_key(tomllib.loads(text)) for text in texts)
-    return tuple(
-        f"{key} = {toml.shown(now.get(key))}, was {toml.shown(before.get(key))}"
-        for key in sorted(before.keys() | now.keys())
-        if key not in _OWN and now.get(key) != before.get(key)
+def changes(start: Checkpoint, data: str, config: RunConfig) -> tuple[str, ...]:
+    """The keys that differ from the config of a checkpoint, with both values, and data with other contents.
+
+    Args:
+        start: the checkpoint.
+        data: digest of the data of the run.
+        config: config of the run.
+
+    Returns:
+        A text for each; none if the checkpoint has no config.
+    """
+    texts = tuple(
+        f"{key} = {toml.shown(now)}, was {toml.shown(before)}"
+        for key, (before, now) in _differing(start, config).items()
+        if key not in _OWN
     )
+    return (*texts, f"{_data_of(config)} changed") if has_other_data(start, data, config) else texts
+
+
+def _differing(start: Checkpoint, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that differ from the config of a checkpoint, with the value before and now."""
+    if "config" not in start.index.about:
+        return {}
+    texts = str(start.index.about["config"]), config.to_toml()
+    before, now = (by_key(tomllib.loads(text)) for text in texts)
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if now.get(key) != before.get(key)
+    }
+
+
+def has_other_data(start: Checkpoint, data: str, config: RunConfig) -> bool:
+    """Whether data have other contents than at a checkpoint, although the config asks for the same.
+
+    Args:
+        start: the checkpoint; one without a digest of the data has no other data.
+        data: digest of the data of the run.
+        config: config of the run.
+    """
+    if start.index.about.get(DATA) in {None, data}:
+        return False
+    return not any(key.partition(".")[0] in _DATA_SECTIONS for key in _differing(start, config))
+
+
+def _data_of(config: RunConfig) -> str:
+    path = config.data.path
+    return "the text that ships with Python" if path is None else f"data.path = {toml.dumps(str(path))}"
 
 
 def history(start: Checkpoint | None) -> bytes:

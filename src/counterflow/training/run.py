@@ -15,8 +15,8 @@ from typing import Literal, cast
 
 import torch
 
+from counterflow.checkpoints.index import DamagedError
 from counterflow.checkpoints.memory import forget
-from counterflow.checkpoints.reader import DamagedError
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
@@ -95,7 +95,7 @@ def run(
     if placed is not None:
         config = _of_those_here(config, folder.path)
     config = with_memory(config, max_restarts)
-    job = prepare(config, again=bool(attempt))
+    job = prepare(config)
     with listening(), STOP.during(Phase.NOTE):
         if placed is None or not world.rank():
             reporter = Callbacks([*callbacks, *loggers(config)])
@@ -221,7 +221,11 @@ def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Resta
         config = job.config
         if job.about.processes > 1 and absence.over(failed):
             config = _without(failed["worker"], job, folder, reporter)
-        job = prepare(going_on(config, folder), again=True)
+        try:
+            job = prepare(going_on(config, folder))
+        except ConfigError as error:
+            note(folder.path, GAVE_UP, message=str(error))
+            raise
     raise AssertionError  # a count that never ends
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.checkpoints import memory
+from counterflow.checkpoints.index import CHECKPOINT, INDEX, complete
 from counterflow.checkpoints.memory import Memory, choose
 from counterflow.checkpoints.memory_parts import Part
 from counterflow.data.batches import NextByte
@@ -150,6 +151,30 @@ def test_without_memory_it_goes_on_from_its_checkpoint(
     ((step, source),) = sources(tmp_path / "again")
     assert source == "checkpoint"
     assert step in (2, 4)  # the second one may not have been complete
+
+
+@pytest.mark.parametrize(
+    ("memory_every", "expected"), [(0, {(2, "checkpoint"), (0, "beginning")}), (1, {(5, "memory")})]
+)
+def test_a_damaged_checkpoint_ends_no_run_that_restarts(
+    train: Train,
+    fails: Callable[..., None],
+    tmp_path: Path,
+    memory_every: int,
+    expected: set[tuple[int, str]],
+) -> None:
+    more = OPTIONS | {"train__checkpoint_every": 2}
+    train("whole", **more)
+
+    def damage() -> None:
+        path = complete(tmp_path / "again" / CHECKPOINT)[-1] / INDEX
+        path.write_bytes(path.read_bytes()[:-20])
+
+    fails(before=damage)
+    train("again", max_restarts=1, train__memory_every=memory_every, **more)
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert set(sources(tmp_path / "again")) <= expected
 
 
 def test_as_often_as_time_allows(
@@ -355,8 +380,11 @@ def test_ended_while_it_starts_again_the_copies_stay(
     """There is no checkpoint: what was made until then is in memory alone, and the same command finds it."""
     fails()
 
+    starts: list[None] = []
+
     def prepare_(*arguments: Any, **options: Any) -> Any:
-        if options.get("again"):
+        starts.append(None)
+        if len(starts) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return prepare(*arguments, **options)
 

@@ -84,7 +84,7 @@ def in_words(event: Event) -> str:
         source = {"memory": "from the workers' memory", "checkpoint": "from its checkpoint"}
         where = source.get(event["source"])
         place = f"after step {event['step']}, {where}" if where else "from the beginning"
-        return f"restart {event['attempt']}: resuming {place}"
+        return f"restart {event['attempt']}: resuming {place}" if event["attempt"] else f"resuming {place}"
     if event["event"] == FEWER:
         left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
         return f"{left}: continuing with {event['runs']}"
