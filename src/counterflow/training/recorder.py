@@ -225,7 +225,7 @@ class Recorder:
         return summary
 
     def _samples_per_second(self, made: int) -> float:
-        """Samples per second of the updates of this start; if there are none, of those timed after the end."""
+        """Samples per second of the updates of this start; of those timed after its end if it has none."""
         samples, steps = self.job.about.samples, made - self.job.first_step
         if steps:
             return steps * samples / self.training_seconds
