@@ -146,6 +146,7 @@ class Pipeline(Forwards):
             loss_function,
             execution,
             self.streams,
+            batching=batching,
             layout=layout,
             transport=transport,
             parallelize=parallelize,

@@ -322,9 +322,9 @@ class Reference:
                 module = layer.module if lower is None else partial(_lowered, layer.module, lower)
                 with drawing(layer.index):
                     value = module(value)
-        value = value if lower is None else mapped(Tensor.float, value)
-        with self._means.watching(), drawing(LOSS):
-            output = self.loss_function(value, targets)
+            value = value if lower is None else mapped(Tensor.float, value)
+            with self._means.watching(), drawing(LOSS):
+                output = self.loss_function(value, targets)
         if self.staleness is None:
             return self._means.read(output, samples_in(inputs)).with_added(added)
         found = read_loss(output)

@@ -282,6 +282,70 @@ def test_parts_of_a_loss_that_cannot_be_right_are_refused(schedule: Schedule, ba
         run(work)
 
 
+ASYNCHRONOUS = [schemes.pipedream_2bw(2, 4), schemes.wpipe(2, 4)]
+
+
+def asynchronous(
+    schedule: Schedule, loss: Any, targets: Callable[[Tensor], Tensor], **options: Any
+) -> list[tuple[float, float]]:
+    """The first step's loss, and that of an evaluation before."""
+
+    def work() -> tuple[float, float]:
+        pipeline = Pipeline(layers(), loss, schedule, optimizer=sgd, **options)
+        x, y = batch(0)
+        evaluated = pipeline.evaluate(x, targets(y)).loss
+        steps = [pipeline.step(x, targets(y)), *pipeline.flush()]
+        return evaluated, next(step.loss for step in steps if step.reports_step == 0)
+
+    return run(work)
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS, ids=str)
+def test_asynchronous_schemes_take_what_counts_alike_in_all_micro_batches(schedule: Schedule) -> None:
+    def targets(y: Tensor) -> Tensor:
+        y = y.clamp(min=0)
+        y[::2, 1] = -100
+        return y
+
+    x, y = batch(0)
+    expected = plain(nn.Sequential(*layers())(x), targets(y)).item()
+    for found in asynchronous(schedule, plain, targets):
+        assert found == pytest.approx((expected, expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS, ids=str)
+@pytest.mark.parametrize("loss", [plain, by_classes, fused, weighted, together])
+def test_asynchronous_schemes_refuse_other_shares(schedule: Schedule, loss: Any) -> None:
+    def targets(y: Tensor) -> Tensor:
+        y = y.clone()
+        y[0], y[1] = 1, 2
+        return y
+
+    with pytest.raises(ConfigError, match=r"the scheme is asynchronous.*per_micro_batch_loss=True"):
+        asynchronous(schedule, loss, targets)
+    if loss is not together:
+        x, y = batch(0)
+        output = nn.Sequential(*layers())(x)
+        parts = zip(output.chunk(4), targets(y).chunk(4), strict=True)
+        expected = sum(value(loss(*part)).item() for part in parts) / 4
+        for found in asynchronous(schedule, loss, targets, per_micro_batch_loss=True):
+            assert found == pytest.approx((expected, expected), rel=1e-9)
+
+
+def test_who_insists_has_parts_divided_by_each_micro_batch() -> None:
+    x, y = batch(0)
+    y[0] = 1
+    output = nn.Sequential(*layers())(x)
+    parts = zip(output.chunk(4), y.chunk(4), strict=True)
+    expected = sum(together(*part).item() for part in parts) / 4
+
+    def work() -> float:
+        options: dict[str, Any] = {"per_micro_batch_loss": True}
+        return Pipeline(layers(), together, SCHEMES[0], optimizer=sgd, **options).step(x, y).loss
+
+    assert run(work) == pytest.approx([expected] * 2, rel=1e-9)
+
+
 @pytest.mark.parametrize("barrier", [True, False])
 def test_replicas_that_differ_are_refused_too(barrier: bool) -> None:
     def work() -> None:

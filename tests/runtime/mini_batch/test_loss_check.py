@@ -113,7 +113,27 @@ def run(  # noqa: PLR0917
     )
 
 
-REFUSED = [total, contrasted, masked, fused, spread, no_sum]
+def correlated(output: Tensor, target: Tensor) -> Tensor:
+    """Barlow Twins: normalised by the deviations over the batch, of one sample not finite."""
+    one, other = ((x - x.mean(0)) / x.std(0) for x in (output, target))
+    return (one.T @ other / len(one) - torch.eye(WIDTH)).square().sum()
+
+
+def hard(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over hard examples, of one sample over none."""
+    errors = (output - target).square().mean(1)
+    return errors[errors > errors.mean()].mean()
+
+
+def focal(output: Tensor, target: Tensor) -> Any:
+    """A focal loss, normalised by the number of positives, with metrics."""
+    labels = (target > 0.5).float()
+    errors = functional.binary_cross_entropy_with_logits(output, labels, reduction="none")
+    count = labels.sum().clamp(min=1)
+    return {"loss": (errors * (1 - output.sigmoid()) ** 2).sum() / count, "positives": count}
+
+
+REFUSED = [total, contrasted, masked, fused, spread, no_sum, correlated, hard, focal]
 
 
 @pytest.mark.parametrize("how", ["step", "evaluate"])
@@ -160,6 +180,92 @@ def test_who_insists_trains_the_mean_of_the_micro_batches() -> None:
         assert found[0] == pytest.approx(expected, rel=1e-5)
 
 
+def balanced(output: Tensor, target: Tensor) -> Tensor:
+    """Parts balanced by their detached sizes: a mean by value, not by gradient."""
+    one, other = functional.mse_loss(output, target), functional.l1_loss(output, target)
+    return one + other * (one.detach() / other.detach())
+
+
+class Normalised(nn.Module):
+    """Divided by its detached size, times a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        loss = functional.mse_loss(output, target) * self.weight.exp()
+        return loss / loss.detach(), {"size": loss.detach()}
+
+
+def rescaled(output: Tensor, target: Tensor) -> LossSum:
+    """A sum whose gradient is clipped by its norm."""
+    loss = total(output, target)
+    return LossSum(loss / loss.detach() ** 0.5 + (loss - loss / loss**0.5).detach(), len(output))
+
+
+@pytest.mark.parametrize("loss", [balanced, Normalised(), rescaled], ids=["balanced", "a module", "a sum"])
+@pytest.mark.parametrize(
+    ("schedule", "options", "samples", "workers"),
+    [
+        (ONE, {}, 16, 2),
+        (ONE, {"recompute": "stage"}, 13, 2),
+        (ONE, {"dtype": torch.float64}, 4, 2),  # of one sample each
+        (schemes.zb_h1(2, 4), {}, 16, 2),
+        (schemes.chimera(2, 4, concat="backward-halving"), {"recompute": "stage"}, 16, 2),
+        (schemes.dapple(2, 1), {}, 8, 4),
+    ],
+    ids=str,
+)
+def test_what_is_no_mean_by_its_gradient_is_refused(
+    loss: Any, schedule: Schedule, options: dict[str, Any], samples: int, workers: int
+) -> None:
+    with pytest.raises(ConfigError, match=r"its value is, but the gradient.*per_micro_batch_loss=True"):
+        run(loss, schedule, options, samples, workers=workers)
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("loss", [correlated, hard])
+@pytest.mark.parametrize("samples", [8, 11, 12])
+def test_whole_units_are_compared_where_parts_are_not_finite(loss: Any, samples: int) -> None:
+    for how in ("step", "evaluate"):
+        with pytest.raises(ConfigError, match="no mean over samples: of"):
+            run(loss, samples=samples, how=how)
+
+
+def step_with(*chosen: list[int]) -> int:
+    """Steps of two replicas with a unit each, whose targets have these numbers of positive elements."""
+    steps: list[int] = []
+
+    def work() -> None:
+        with Pipeline(layers(), masked, schemes.dapple(2, 1), optimizer=sgd) as pipeline:
+            for number, counts in enumerate(chosen):
+                x, y = batch(len(counts))
+                signs = torch.tensor([[1.0] * count + [-1.0] * (WIDTH - count) for count in counts])
+                pipeline.step(x, y.abs() * signs)
+                steps.append(number)
+
+    with pytest.raises(ConfigError, match="no mean over samples: of"):
+        launch(work, workers=4, transport="local")
+    return len({*steps})
+
+
+def test_other_parts_are_tried_where_that_of_a_half_is_not_finite() -> None:
+    assert step_with([0, 0, 0, 1, 3, 0]) == 0
+
+
+def test_a_kind_that_was_not_decided_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:
+    assert step_with([0, 1], [0, 1], [0, 1], [1, 4]) == 3
+    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    assert "of some of the samples is not finite" in found[0]
+
+
+def test_a_worker_that_has_one_sample_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    run(functional.mse_loss, schemes.dapple(2, 1), samples=1, workers=4)
+    found = [r.getMessage() for r in caplog.records if "could not be seen whether the loss" in r.getMessage()]
+    assert "(a worker has the loss of one sample alone)" in found[0]
+
+
 def entropy(output: Tensor, target: Tensor) -> Tensor:
     classes = target.argmax(1)
     classes[target[:, 0] > 0.5] = -100
@@ -187,7 +293,7 @@ def summed(output: Tensor, target: Tensor) -> LossSum:
     ids=["mse", "l1", "huber", "entropy", "own mean", "chosen", "a sum"],
 )
 def test_means_pass(loss: Any, samples: int) -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         run(loss, options={"dtype": dtype}, samples=samples)
     run(loss, samples=samples, how="evaluate")
 
@@ -222,16 +328,17 @@ def counted(function: Callable[[Tensor, Tensor], Any], calls: list[int]) -> Call
     return loss
 
 
-def test_it_costs_the_first_mini_batch_of_a_kind_alone() -> None:
+def test_it_costs_the_first_mini_batch_of_a_kind_and_a_unit_of_some_steps() -> None:
     calls: list[int] = []
 
     def steps() -> None:
         with Pipeline(layers(), counted(own_mean, calls), ONE, optimizer=sgd) as pipeline:
-            for samples in (16, 16, 12, 16):
+            for samples in (16, 16, 12, 16):  # the second step is one that is checked again
                 pipeline.step(*batch(samples))
 
     launch(steps, workers=2, transport="local")
-    assert calls == [2, 2, 4] * 4 + [4] * 4 + [1, 2, 3] * 4 + [4] * 4
+    first, second, third = [4, 2, 2, 4] * 4 + [16], [4, 2, 2] + [4] * 4, [3, 1, 2, 3] * 4 + [12]
+    assert calls == first + second + third + [4] * 4
 
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:

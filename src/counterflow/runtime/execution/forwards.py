@@ -91,6 +91,8 @@ class RunForward(RunOp):
                 for unit, piece in zip(self.units, pieces, strict=True):
                     batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
         elif self.ends_losses:
+            for check in batch.checks:
+                check.finish()
             batch.losses.ask()
 
     def _in_context(self, batch: Batch, given: Sequence[ForwardInput]) -> Sequence[Output]:

@@ -21,6 +21,7 @@ from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.added import apart as without_added
+from ..stages.added import taken
 from ..stages.graph_check import check_graph
 from ..stages.joints import Joints
 from ..stages.randomness import SampleRows
@@ -149,8 +150,9 @@ class Outputs:
             found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for check in checks:
-            if check.end(found.entered(unit, share, divisor, size)):
-                batch.checks.remove(check)
+            check.end()
+        if terms := taken():  # the loss function adds to itself as layers do
+            found = found.with_added(terms)
         if added:
             found = found.with_added(added)
         batch.losses.note_graph(found.loss, again=again)

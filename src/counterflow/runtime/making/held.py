@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from counterflow.errors import ConfigError
-from counterflow.execution import Execution
+from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
 from ..mesh.layout import WORKER, Layout
@@ -84,6 +84,7 @@ def held_stages(
     execution: Execution,
     streams: RandomStreams,
     *,
+    batching: Batching,
     layout: Layout,
     transport: Transport,
     parallelize: Parallelize | None,
@@ -97,6 +98,7 @@ def held_stages(
         loss_function: the loss function as the user passed it.
         execution: options of the run.
         streams: streams of random draws.
+        batching: options of the mini-batches.
         layout: layout of the mesh.
         transport: transport to the other workers.
         parallelize: the user's function that shards; None: nothing is sharded.
@@ -143,7 +145,7 @@ def held_stages(
             last=stage == last,
             precision=precision,
             skips=model.skips[stage],
-            means=_means(model, loss_function) if stage == last else UNWATCHED,
+            means=_means(model, loss_function, batching) if stage == last else UNWATCHED,
         )
         for stage in held
     }
@@ -192,11 +194,13 @@ def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
     return found
 
 
-def _means(model: StagedModel, loss_function: LossFunction | None) -> Means:
-    """What watches the last stage's loss; asynchronous weights change before all is known."""
-    if not model.schedule.synchronous:
+def _means(model: StagedModel, loss_function: LossFunction | None, batching: Batching) -> Means:
+    """What watches the last stage's loss."""
+    synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
+    if insists and not synchronous:
         return UNWATCHED
-    return Means(LOSS if loss_function is not None else model.layers[-1][-1].index)
+    layer = LOSS if loss_function is not None else model.layers[-1][-1].index
+    return Means(layer, divides=synchronous, compares=not insists)
 
 
 def _sharded(

@@ -202,7 +202,7 @@ class Batches:
             losses=Losses(told=self._role.tells_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            checks=self._checks_of(agreed, call, run) if self._needs_targets(call) else [],
+            checks=self._checks_of(agreed, call, step, run) if self._needs_targets(call) else [],
             sequence=sequence,
         )
 
@@ -269,7 +269,9 @@ class Batches:
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _checks_of(self, agreed: Agreed, call: Call, run: PipelineState) -> list[LossCheck | PositionCheck]:
+    def _checks_of(
+        self, agreed: Agreed, call: Call, step: int, run: PipelineState
+    ) -> list[LossCheck | PositionCheck]:
         """What sees whether the loss is a mean over samples; none where that was seen, or does not matter."""
         keeps = run.waiting > 0 or call is Call.KEEP
         sliced, evaluates = self._slices > 1 and call.trains, call is Call.EVALUATE
@@ -277,6 +279,11 @@ class Batches:
         units = self._peers.replicas * parts * sum(map(bool, agreed.sizes))
         if units == 1 and not keeps:
             return []
-        of_samples = None if self._checks is None else self._checks.of(agreed.kind, evaluates=evaluates)
+        of_samples = None
+        if self._checks is not None:
+            at_once = self._schedule.synchronous or not call.trains
+            mine = None if at_once else parts * sum(map(bool, agreed.sizes))
+            again = call.trains and not step & (step - 1)
+            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=mine, again=again)
         of_positions = self._positions.of(agreed.kind) if sliced else None
-        return [check for check in (of_samples, of_positions) if check is not None]
+        return [check for check in (of_positions, of_samples) if check is not None]

@@ -52,12 +52,16 @@ class Means(Feature):
 
     Args:
         layer: the number of the layer, or loss function, that gives the loss; None: nothing is watched.
+        divides: whether a loss that is such a mean enters as a sum, divided by all that counts in the
+            mini-batch. Where weights are updated before that is known it stays the micro-batch's mean, which
+            is right where as much of a sample counts in each.
+        compares: whether other losses are refused where more of a sample counts in some micro-batches.
     """
 
     why_apart = "it gives the loss"
 
-    def __init__(self, layer: int | None = LOSS) -> None:
-        self._layer = layer
+    def __init__(self, layer: int | None = LOSS, *, divides: bool = True, compares: bool = True) -> None:
+        self._layer, self.divides, self._compares = layer, divides, compares
         self._watch = _Watch()
 
     def watching(self) -> AbstractContextManager[object]:
@@ -90,8 +94,8 @@ class Means(Feature):
         if isinstance(output, LossSum) or not weights:
             return found
         counted: _Counted | None = getattr(found.loss, _NAME, None)
-        if counted is None:
-            return found._replace(counts=_one_of(weights, samples))
+        if counted is None or not self.divides:
+            return found._replace(counts=_one_of(weights, samples)) if self._compares else found
         weight = counted.weight
         if counted.sum is None or not isinstance(weight, Tensor):
             return found._replace(elements=int(weight))
@@ -239,4 +243,4 @@ _ARGUMENTS = {function: tuple(inspect.signature(function).parameters) for functi
 """Their arguments' names, in order."""
 
 UNWATCHED = Means(None)
-"""Means of stages without a loss, and of schemes that update before the normaliser is known."""
+"""Means of stages without a loss."""

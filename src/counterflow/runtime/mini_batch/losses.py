@@ -191,10 +191,11 @@ def refuse_other_counts(parts: Sequence[Weighed]) -> None:
     least, most = min(part.least for part in parts), max(part.most for part in parts)
     if most - least > 1e-9 * abs(most):
         raise ConfigError(
-            "the loss has a cross entropy (or negative log-likelihood) among its parts, and micro-batches "
-            "have other shares of targets that count (ignore_index), or other class weights: each would "
-            "divide by its own; return a cf.LossSum of sums (reduction='sum') and of what counts, or the "
-            "cross entropy alone"
+            "the loss has a cross entropy (or another error that is divided by what counts) among its parts, "
+            "or the scheme is asynchronous, and micro-batches have other shares of targets that count "
+            "(ignore_index, class weights, chosen elements): each would divide by its own. In a synchronous "
+            "scheme return a cf.LossSum of sums (reduction='sum') and of what counts, or the cross entropy "
+            "alone; or insist on what each divides by itself with per_micro_batch_loss=True"
         )
 
 

@@ -20,7 +20,7 @@ from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
 from .loss_check import FirstOfKind
-from .losses import Entry, LossFunction, elements_in
+from .losses import LossFunction, elements_in
 from .samples import Dims, cut, samples_in
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class PositionCheck:
             )
 
     @staticmethod
-    def end(entry: Entry) -> bool:
-        """After it was made: whether nobody need look at the next one."""
-        del entry
-        return False
+    def end() -> None:
+        """See ``LossCheck``."""
+
+    finish = end
 
     def _part(self, output: Any, target: Any, rows: slice) -> tuple[Any, Any, int]:
         """Some positions, in memory of their own."""
@@ -115,8 +115,9 @@ class PositionCheck:
 
 def _graded(copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int) -> _Graded:
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    found = copy.means.read(copy.loss_apart(function, output, target, graph=True), positions)
-    entry = found.entered(Unit(0), positions, 1.0, elements_in(output))
+    size = elements_in(output)
+    found = copy.loss_apart(function, output, target, positions, graph=True)
+    entry = found.entered(Unit(0), positions, 1.0, size)
     with torch.enable_grad():
         made = torch.autograd.grad(found.loss * entry.by, leaves, allow_unused=True)
     gradients = [

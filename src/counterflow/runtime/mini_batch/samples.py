@@ -134,7 +134,9 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     return found
 
 
-def joined(parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int]) -> Tree:
+def joined(
+    parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int], *, alike: bool = False
+) -> Tree:
     """One tree of the samples of several, in their order.
 
     Args:
@@ -142,6 +144,7 @@ def joined(parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int])
         dims: where their samples are; what has none is the first one's.
         name: what to call it: ``outputs``.
         samples: of each part.
+        alike: whether what has no samples has to be the same in all parts, and to need no gradient.
 
     Raises:
         ConfigError: they cannot be put together.
@@ -158,12 +161,26 @@ def joined(parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int])
         )
     found: Tree = pytree.tree_unflatten(
         [
-            same[0] if dim is None else _joined(same, dim, name, option)
+            _of_all(same, name, alike=alike) if dim is None else _joined(same, dim, name, option)
             for dim, same in zip(by_leaf, zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
         ],
         spec,
     )
     return found
+
+
+def _of_all(same: Sequence[Any], name: str, *, alike: bool) -> Any:
+    """What has no samples, in place of that of each part."""
+    first = same[0]
+    if not alike or all(leaf is first for leaf in same):
+        return first
+    if isinstance(first, Tensor):
+        fits = not first.requires_grad and all(torch.equal(leaf, first) for leaf in same)
+    else:
+        fits = all(leaf == first for leaf in same)
+    if not fits:
+        raise ConfigError(f"{name} have a value without samples that differs between micro-batches")
+    return first
 
 
 def _joined(same: Sequence[Any], dim: int | Entries, name: str, option: str) -> Any:

@@ -58,6 +58,15 @@ class Adding(Feature):
 ADDING = Adding()
 
 
+def taken() -> dict[str, Tensor]:
+    """What a worker's loss function has added to the loss, which collects nothing of it any more."""
+    worker = COLLECTED.get()
+    if worker is None or not worker.terms:
+        return {}
+    terms, worker.terms = worker.terms, {}
+    return {name: whole(term) if is_dtensor(term) else term for name, term in terms.items()}
+
+
 def apart(value: Value) -> tuple[Value, dict[str, Tensor]]:
     """A value, and what was added to the loss beside it."""
     if type(value) is WithAdded:

@@ -18,6 +18,7 @@ from ..mesh.parallel import StageModule, fsdp_modules
 from ..messages.mappings import know
 from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
+from ..mini_batch.losses import Found as Loss
 from ..torch_private import buffers_of
 from .added import ADDING, apart
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
@@ -192,13 +193,15 @@ class StageCopy:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within this context the modules are in evaluation mode and layers draw no keyed random numbers."""
-        training = self.forward, self.loss
+        training, divides = (self.forward, self.loss), self.means.divides
         self.forward, self.loss = self._plainly, self._loss_plainly
+        self.means.divides = True  # nothing is updated before all is known
         try:
             with evaluating([layer.module for layer in self.with_weights]):
                 yield
         finally:
             self.forward, self.loss = training
+            self.means.divides = divides
             self.end_gathering()
 
     @contextmanager
@@ -280,28 +283,37 @@ class StageCopy:
         return None if reads is not None and reads.any else output
 
     def loss_apart(
-        self, function: Callable[[Any, Any], Any], output: Any, target: Any, *, graph: bool = False
-    ) -> Any:
-        """What a loss function makes, and random state and all buffers as they were.
+        self,
+        function: Callable[[Any, Any], Any],
+        output: Any,
+        target: Any,
+        samples: float,
+        *,
+        graph: bool = False,
+    ) -> Loss:
+        """Compute a loss, and leave random state and all buffers as they were.
 
         Args:
             function: the loss function.
             output: of the last layer.
             target: what it is compared with.
-            graph: whether what it makes has a graph.
+            samples: number of samples, or positions.
+            graph: whether the loss has a graph.
 
         Raises:
-            ConfigError: it draws random numbers, so that it would be another the next time.
+            ConfigError: it is no loss, or draws random numbers, so that it would be another the next time.
         """
         then = self.buffers.now()
         mode = torch.set_grad_enabled(graph)
-        with mode, self.streams.kept(), self.buffers.as_then(then), self.means.watching():
+        kept = self.buffers.as_then(then)
+        with mode, added_losses() as terms, self.streams.kept(), kept, self.means.watching():
             found = self.streams.unless_drawn(lambda: (function(output, target),))
         if self.buffers.now() is not then:
             self.buffers.restore(then)
         if found is None:
             raise ConfigError("it draws random numbers")
-        return found[0]
+        read = self.means.read(found[0], samples)
+        return read.with_added(terms) if terms else read
 
 
 class _Mappings(Feature):
