@@ -53,6 +53,34 @@ def test_what_threads_draw_is_theirs() -> None:
     assert found == [torch.rand(1).item()] * 3
 
 
+class _Draws(nn.Module):
+    """A layer that draws from Python's and NumPy's generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.draws = nn.Linear(4, 4), list[float]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.draws += [random.random(), float(np.random.rand())]  # noqa: NPY002
+        return self.linear(x) * (1 + self.draws[-1])
+
+
+def test_layers_draw_anew_in_each_step() -> None:
+    def work() -> tuple[list[float], float]:
+        random.seed(4)
+        layers = [_Draws(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+        pipeline = Pipeline(layers, nn.MSELoss(), schemes.dapple(2, 2), optimizer=sgd)
+        for _ in range(3):
+            pipeline.step(torch.ones(4, 4), torch.ones(4, 4))
+        return layers[0].draws, random.random()  # type: ignore[return-value]
+
+    found = launch(work, workers=2, transport="local")
+    drawn = found[0][0]
+    assert len(set(drawn)) == len(drawn) == 12
+    random.seed(4)
+    assert [own for _, own in found] == [random.random()] * 2
+
+
 def test_threads_that_wait_for_each_other_end_the_turns_and_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: outside of the engine each worker's thread draws from states of its own, as a process does. It has
 the turn from the moment it leaves the engine until it enters it again or waits in it; torch's, Python's and
-NumPy's global generators then hold its states. All threads of a launch begin with those of its caller.
+NumPy's global generators then hold its states. All threads of a launch begin with those of its caller. What
+layers draw from Python's and NumPy's in the engine comes from states of the engine, so no turn repeats it.
 
 What it does not do: take the turn from a thread that draws all the time. A thread that has the turn and
 computes nothing waits for another one behind the engine's back: from then on the launch's threads share the
@@ -58,6 +59,10 @@ class RandomStates:
         torch.set_rng_state(self.host)
         for index, state in enumerate(self.devices):
             torch.cuda.set_rng_state(state, index)
+        self.restore_python()
+
+    def restore_python(self) -> None:
+        """Give Python's and NumPy's to their generators; the engine's torch draws come from streams."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
 
@@ -71,7 +76,8 @@ class Turns:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.begin = RandomStates.now()
+        self.begin = self.engine = RandomStates.now()
+        """States with which all threads begin, and those from which layers draw in the engine."""
         self.over = False
         """Whether the threads wait for each other outside of the engine, so that there are no turns."""
 
@@ -106,6 +112,7 @@ class _Turn:
         if self.turns.over or not self._acquired():
             return
         _holder, self.held = self, True
+        self.turns.engine = RandomStates.now()
         self._states.restore()
 
     def leave(self) -> None:
@@ -113,6 +120,7 @@ class _Turn:
         global _holder
         if self.held:
             self._states = RandomStates.now()
+            self.turns.engine.restore_python()
             _holder, self.held = None, False
             process_lock.release()
 
