@@ -248,6 +248,8 @@ def is_internal(error: BaseException) -> bool:
         return True
     if isinstance(error, cf.ConfigError):
         return False
+    if "lives on rank" in str(error):  # said of a weight that the user's own code touches elsewhere
+        return False
     named = [name for name in INTERNAL.findall(str(error)) if name not in OURS]
     if "AttributeError" in named and "option" in str(error):  # of a pipeline, by name
         return False

@@ -62,7 +62,8 @@ class _Draws(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.draws += [random.random(), float(np.random.rand())]  # noqa: NPY002
-        return self.linear(x) * (1 + self.draws[-1])
+        found: torch.Tensor = self.linear(x)
+        return found * (1 + self.draws[-1])
 
 
 def test_layers_draw_anew_in_each_step() -> None:
