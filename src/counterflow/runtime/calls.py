@@ -25,6 +25,7 @@ from .transport.watch import worker_error
 from .workers.lease import Lease
 
 if TYPE_CHECKING:
+    from .making.model import StagedModel
     from .pipeline import Pipeline
 
 
@@ -98,6 +99,17 @@ class Calls:
                 "another pipeline of these workers has mini-batches in flight, and over "
                 f"{self._transport.kind} its messages would be taken for this one's; flush() it before"
             )
+
+    def only_trainer(self, model: StagedModel) -> None:
+        """Refuse a step where another pipeline that trains some of the layers has weights of several versions."""
+        for other in self._lease.others():
+            busy = other._run.in_flight and not other.schedule.synchronous  # noqa: SLF001
+            shared = model.layer_in_common(other._model) if busy else None  # noqa: SLF001
+            if shared is not None:
+                raise ConfigError(
+                    f"{shared} is trained by another pipeline too, whose mini-batches in flight need earlier "
+                    "versions of its weights; call that pipeline's flush() before this one's step"
+                )
 
     def only_own(self, call: str) -> None:
         """Refuse ``call`` where the weights are their averages, or the pipeline is closed."""

@@ -184,4 +184,5 @@ class Forwards(States):
             self._calls.only_alone()
             if call.trains:
                 self._calls.only_own("step")
+            self._calls.only_trainer(self._model)
         return self._batches.made(given, call, self.steps, self._run, outputs=outputs)

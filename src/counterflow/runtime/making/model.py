@@ -20,7 +20,7 @@ from ..parameters.shared_buffers import SharedBuffer, shared_buffers
 from ..parameters.unlisted import Unlisted
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
-from ..stages.named_layer import NamedLayer, have_statistics, loss_layer
+from ..stages.named_layer import NamedLayer, have_statistics, loss_layer, place_of
 from ..stages.skip_links import StageSkips, links_of, stage_skips
 
 Model = nn.Module | Sequence[nn.Module]
@@ -67,6 +67,15 @@ class StagedModel:
     def layer_count(self) -> int:
         """Layers of all stages."""
         return sum(map(len, self.layers))
+
+    def layer_in_common(self, other: StagedModel) -> str | None:
+        """The first layer of which another model has a module with weights, as in messages."""
+        modules = {id(child) for of_stage in other.layers for x in of_stage for child in x.module.modules()}
+        for layer in (layer for of_stage in self.layers for layer in of_stage):
+            owners = (m for m in layer.module.modules() if next(m.parameters(), None) is not None)
+            if any(id(module) in modules for module in owners):
+                return place_of(layer)
+        return None
 
     @property
     def statistics(self) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ these (copies of a stage, weights that stages share) they have copies.
 
 Invariant: no two threads use one module, one tensor, or one other object that can change; and each weight of
 the user's that some worker here holds is trained itself. What the user sets in his modules (modes, freezing,
-numbers, hooks) counts for the copies from the next call on.
+numbers, hooks, contents of weights and buffers) counts for the copies from the next call on, and so does what
+another pipeline of his modules made of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from ..dtensors import is_dtensor
 from ..torch_private import hooks_of, module_hook_tables, parameters_of
 from ..transport.base import Transport
 from .remote import leave, tables
@@ -35,6 +37,11 @@ _PLAIN = {bool, int, float, str, NoneType}
 
 _CONSTANT = (torch.device, torch.Size, frozenset, partial)
 """Kinds of objects that ``copy.deepcopy`` copies and nobody changes; what they are made of is looked at."""
+
+
+_FIRST_CALLS = 4
+"""Calls after which contents are noted too, as torch does not count changes through ``.data``; then calls 4,
+8, 16, ..., and every call after which such a change was seen."""
 
 
 class _Held(NamedTuple):
@@ -67,6 +74,7 @@ class Owned:
         self._transport = transport
         self._held = {id(found) for _, module in held for found in _objects(module)}
         self._twins: list[_Twin] = []
+        self._calls = 0
         self.shared = False
         self.modules = [module for _, module in held]
         if transport.shares_process and transport.world_size > 1:
@@ -128,7 +136,17 @@ class Owned:
             twin.follow()
         self._together()  # evaluation sets modes, which others follow until here
         yield
+        self._note()
+
+    def _note(self) -> None:
+        """Note the user's tensors when all threads' calls have ended, before he may change any."""
         self._together()
+        if self.shared:
+            contents = self._calls < _FIRST_CALLS or not self._calls & (self._calls - 1)
+            for twin in self._twins:
+                twin.note(contents=contents)
+            self._calls += 1
+            self._together()
 
     def _together(self) -> None:
         if self.shared:
@@ -151,6 +169,7 @@ class Owned:
         self._together()
         leave(others, self._every, self._held, self._transport.rank)
         self._every, self._held = (), set()
+        self._note()
 
 
 class _Twin:
@@ -158,6 +177,11 @@ class _Twin:
 
     def __init__(self, own: nn.Module, twin: nn.Module) -> None:
         self._own, self._twin = own, twin
+        self._tensors = [
+            _CopiedTensor(table, twins, name)
+            for table, twins in zip(tables(own), tables(twin), strict=True)
+            for name in table
+        ]
         self._seen = _plain(own)
         self._hooks = [set(hooks) for hooks in module_hook_tables(own)]
 
@@ -178,6 +202,66 @@ class _Twin:
             mine = theirs.get(name)
             if parameter is not None and mine is not None and mine.requires_grad != parameter.requires_grad:
                 mine.requires_grad_(parameter.requires_grad)
+        for tensor in self._tensors:
+            tensor.follow()
+
+    def note(self, *, contents: bool) -> None:
+        """Note what tensors are after a call; ``contents``: also whether the copies are equal to them."""
+        for tensor in self._tensors:
+            tensor.note(contents=contents)
+
+
+class _CopiedTensor:
+    """A weight or a buffer of the user's module, and the copy of it that this worker computes with.
+
+    Args:
+        own: the table of the user's module.
+        twin: the table of its copy.
+        name: the tensor's name in both.
+    """
+
+    def __init__(
+        self, own: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
+    ) -> None:
+        self._own, self._twin, self._name = own, twin, name
+        self._noted: tuple[int, int, int] | None = None
+        self._equal = self._by_data = False
+
+    def follow(self) -> None:
+        """Let the copy have what the user's tensor was given since the call before."""
+        pair = self._pair()
+        if pair is None or self._noted is None:
+            return
+        own, twin = pair
+        state = _state(own)
+        changed = state != self._noted
+        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(own, twin))):
+            changed = self._by_data = True  # others of these may show in the contents alone
+        if changed:
+            with torch.no_grad():
+                twin.copy_(own)
+
+    def note(self, *, contents: bool) -> None:
+        """Note the user's tensor after a call."""
+        pair = self._pair()
+        self._noted = None if pair is None else _state(pair[0])
+        self._equal = (contents or self._by_data) and pair is not None and _equal(*pair)
+
+    def _pair(self) -> tuple[Tensor, Tensor] | None:
+        """Both tensors; None: there is no copy, or one of another shape."""
+        own, twin = self._own.get(self._name), self._twin.get(self._name)
+        if own is None or twin is None or own is twin or own.shape != twin.shape:
+            return None
+        return None if is_dtensor(twin) or own.is_meta or twin.is_meta else (own.detach(), twin.detach())
+
+
+def _equal(own: Tensor, twin: Tensor) -> bool:
+    return own.to(twin.device).equal(twin)
+
+
+def _state(tensor: Tensor) -> tuple[int, int, int]:
+    """Address, count of changes and offset of a tensor: others after it was changed, but through ``.data``."""
+    return tensor.data_ptr(), tensor._version, tensor.storage_offset()  # noqa: SLF001 - documented as it
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
