@@ -101,7 +101,7 @@ class Calls:
             )
 
     def only_trainer(self, model: StagedModel) -> None:
-        """Refuse a step where another pipeline that trains some of the layers has weights of several versions."""
+        """Refuse a step where another pipeline has several versions of some layers' weights in use."""
         for other in self._lease.others():
             busy = other._run.in_flight and not other.schedule.synchronous  # noqa: SLF001
             shared = model.layer_in_common(other._model) if busy else None  # noqa: SLF001

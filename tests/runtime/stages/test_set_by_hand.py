@@ -134,3 +134,12 @@ def test_layers_of_a_pipeline_in_flight_are_trained_by_it_alone() -> None:
     schedule = "pipedream-2bw(stages=2, micro_batches=2)"
     with pytest.raises(ConfigError, match=r"^layer 0 \(Sequential\) is trained by another pipeline too"):
         run(two, schedule, False, block(1), block(2), block(3))
+
+
+@pytest.mark.parametrize("change", [clamp, clamp_data, replace_data, load])
+@pytest.mark.parametrize("schedule", ["pipedream(stages=2)", "pipedream-2bw(stages=2, micro_batches=2)"])
+def test_what_is_set_while_mini_batches_are_in_flight_is_refused(
+    schedule: str, change: Callable[[nn.Module], None]
+) -> None:
+    with pytest.raises(ConfigError, match=r"was changed between steps while mini-batches are in flight"):
+        run(clamped, schedule, change, block(0))

@@ -52,6 +52,7 @@ from .. import later
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.told import Told
+from ..parameters.by_hand import ByHand
 from ..parameters.gradients import StageNorm, clip_factor
 from ..parameters.shared_buffers import SharedBuffers
 from ..parameters.weights import Weights
@@ -107,6 +108,7 @@ class Runner:
             ClipStage: self._clip_stage,
             Update: self._update,
         }
+        self._by_hand = ByHand({} if self._flushes else weights.stages, workers.transport.device)
         self._lists: dict[tuple[int, int, bool, bool], Tasks] = {}
         most = execution.max_norm
         self._limit = None if most is None else most / math.sqrt(schedule.stages)
@@ -188,7 +190,9 @@ class Runner:
             The oldest known mini-batch, this or an earlier one, that was not returned yet; None: none.
         """
         number = self._begun
-        if not number:
+        if number:
+            self._by_hand.check()
+        else:
             for versions in self._versions():
                 versions.begin()
         if self._cut.drains:  # else nothing is left when it ends
@@ -210,6 +214,7 @@ class Runner:
             if its.compared:
                 its.digests.append(later.Later(self.weights.copies.digests()))
             self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
+        self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
 
     def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
@@ -224,6 +229,7 @@ class Runner:
         """
         if not self._begun:
             return []
+        self._by_hand.check()
         self._told, self._compare = told, compare
         self._run(self._begun - 1, None)
         self.weights.detach()

@@ -224,7 +224,7 @@ class _CopiedTensor:
         self, own: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
     ) -> None:
         self._own, self._twin, self._name = own, twin, name
-        self._noted: tuple[int, int, int] | None = None
+        self._noted: tuple[int, int] | None = None
         self._equal = self._by_data = False
 
     def follow(self) -> None:
@@ -259,9 +259,9 @@ def _equal(own: Tensor, twin: Tensor) -> bool:
     return own.to(twin.device).equal(twin)
 
 
-def _state(tensor: Tensor) -> tuple[int, int, int]:
-    """Address, count of changes and offset of a tensor: others after it was changed, but through ``.data``."""
-    return tensor.data_ptr(), tensor._version, tensor.storage_offset()  # noqa: SLF001 - documented as it
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Address and count of changes of a tensor; changes through ``.data`` are not counted."""
+    return tensor.data_ptr(), tensor._version  # noqa: SLF001 - documented as it
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
