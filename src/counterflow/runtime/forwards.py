@@ -22,6 +22,7 @@ from .mini_batch.given import Given
 from .mini_batch.refusal import refusing
 from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call
+from .stages.listing import Listing
 from .states import States
 
 
@@ -33,6 +34,7 @@ class Forwards(States):
     device: torch.device
     replica: int
     _generation_check: GenerationCheck
+    _listing: Listing
 
     def evaluate(
         self,
@@ -182,6 +184,7 @@ class Forwards(States):
     def _batch(self, given: Callable[[], Given], call: Call, *, outputs: bool = False) -> Batch:
         with refusing():
             self._calls.only_alone()
+            self._listing.refuse_changes()
             if call.trains:
                 self._calls.only_own("step")
             self._calls.only_trainer(self._model)

@@ -41,6 +41,7 @@ from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
 from .parameters.weights import Weights
+from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .transport.base import Transport
 from .transport.watch import tells_who
@@ -138,6 +139,7 @@ class Pipeline(Forwards):
         )
         self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.schedule, self.cuts = its.schedule, its.cuts
+        self._listing = Listing(model, list_layers)
         agreed = {**execution.agreed(), **batching.agreed()}
         refuse_others(transport, its.schedule, layers=its.layer_count, cuts=its.cuts, **agreed)
         self._held = held = held_stages(

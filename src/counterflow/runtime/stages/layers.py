@@ -55,7 +55,7 @@ def layers_of(model: Model, list_layers: ListLayers | None = None) -> list[nn.Mo
     if isinstance(model, nn.Module):
         _refuse_missing(model, layers)
         if not any(layer is model for layer in layers):
-            _refuse_hooks(model)
+            refuse_root(model)
     return layers
 
 
@@ -222,12 +222,17 @@ def _refuse_kind(place: str, module: nn.Module) -> None:
         )
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of a model whose own forward never runs.
+def refuse_root(model: nn.Module) -> None:
+    """Refuse hooks and a forward of a model whose own forward never runs.
 
     Raises:
         ConfigError: it has some.
     """
+    if "forward" in vars(model):
+        raise ConfigError(
+            f"the {type(model).__name__} was given a forward of its own, which no stage would run; give one "
+            "to its layers"
+        )
     if hooks_of_module(model):
         raise ConfigError(
             f"the {type(model).__name__} has hooks of its own forward or backward, which no stage would run; "
