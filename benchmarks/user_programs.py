@@ -54,9 +54,9 @@ from counterflow.verification.reference import parts_of
 
 RESULTS = Path(__file__).parent / "results" / "user_programs.txt"
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 60.0
 """How long a worker waits for another."""
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 """How long a case may take before its process is ended."""
 CASES_OF_A_PROCESS = 150
 
