@@ -19,6 +19,7 @@ from counterflow.program.actions import Matching
 
 from .execution.runner import Runner
 from .mini_batch.refusal import Refusal
+from .mini_batch.told import Call, Told, refuse_other_calls
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .transport.watch import worker_error
@@ -141,6 +142,20 @@ class Calls:
         self.only_own(call)
         if self._run.in_flight:
             raise ConfigError(f"{call} while mini-batches are in flight; call flush() before, on all workers")
+
+    def agree(self, call: Call, step: int) -> None:
+        """Check that all workers make a call, each of which begins with this.
+
+        Args:
+            call: this worker's.
+            step: number of earlier steps.
+
+        Raises:
+            ConfigError: another worker makes another one.
+        """
+        mine = Told(call, step)
+        rows = [Told.unpack(row) for row in self._transport.gather(mine.pack())]
+        refuse_other_calls(mine, rows, self._transport.rank)
 
     @contextmanager
     def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:

@@ -47,6 +47,7 @@ from .transport.base import Transport
 from .transport.watch import tells_who
 from .workers import lease
 from .workers.arguments import refuse_others
+from .workers.sources import details_of_loss, details_of_model, versions
 
 
 class Pipeline(Forwards):
@@ -140,8 +141,17 @@ class Pipeline(Forwards):
         self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.schedule, self.cuts = its.schedule, its.cuts
         self._listing = Listing(model, list_layers)
-        agreed = {**execution.agreed(), **batching.agreed()}
-        refuse_others(transport, its.schedule, layers=its.layer_count, cuts=its.cuts, **agreed)
+        refuse_others(
+            transport,
+            its.schedule,
+            {"model": details_of_model(model), "loss function": details_of_loss(loss_function)},
+            **versions(),
+            layers=its.layer_count,
+            cuts=its.cuts,
+            parallelize=parallelize is not None,
+            **execution.agreed(),
+            **batching.agreed(),
+        )
         self._held = held = held_stages(
             its,
             model,
@@ -200,6 +210,7 @@ class Pipeline(Forwards):
         if not (self._lease.closed or self._calls.failed):
             self.flush()
             with self._reported():
+                self._calls.agree(Call.CLOSE, self.steps)
                 self._lease.close()
 
     def __reduce__(self) -> Never:

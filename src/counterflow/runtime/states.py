@@ -26,6 +26,8 @@ from .execution.step import Step
 from .making.held import Held
 from .making.model import StagedModel
 from .mini_batch.batches import Batches
+from .mini_batch.refusal import refusing
+from .mini_batch.told import Call
 from .parameters.saved import BY_STAGE, ParameterState
 from .parameters.weights import Weights
 from .stages.compiled import CompiledLayers
@@ -98,7 +100,9 @@ class States(ABC):
             By worker the ops in their order, with start and end in seconds. Asynchronous schemes count
             micro-batches and versions from the last flush, synchronous ones in each step from 0.
         """
-        return timelines(self.transport, self._run.interpreter, self.ranks[replica])
+        with self._reported():
+            self._calls.agree(Call.TIMELINE, self.steps)
+            return timelines(self.transport, self._run.interpreter, self.ranks[replica])
 
     @property
     def warm_up_steps(self) -> int:
@@ -207,7 +211,9 @@ class States(ABC):
         """
         self.settle("ema")
         with self._reported():
-            self.weights.follow(decay)
+            self._calls.agree(Call.EMA, self.steps)
+            with refusing():  # on all workers alike
+                self.weights.follow(decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -222,6 +228,7 @@ class States(ABC):
         self._untold = self.flush()
         with ExitStack() as shown:
             with self._reported():
+                self._calls.agree(Call.AVERAGED, self.steps)
                 shown.enter_context(self.weights.averaged())
             self._calls.shows_average = True
             try:
@@ -284,6 +291,7 @@ class States(ABC):
             raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
         self._calls.only_own("the state")
         self._untold = self.flush()
+        self._calls.agree(Call.STATE_DICT, self.steps)
         self.weights.check_copies(f"after {self.steps} steps")
         return self._averages(rank) if ema else self.weights.saved.stream(rank)
 
@@ -388,12 +396,15 @@ class States(ABC):
             chosen: a parameter's name in the model to whether it is trained.
 
         Raises:
-            ConfigError: gradients wait for an update.
+            ConfigError: gradients wait for an update; or workers that hold a parameter choose differently,
+                and then nothing is changed.
         """
         self._calls.only_updated("set_trainable")
         self._untold = self.flush()
-        self.weights.set_trainable(chosen)
-        self._batches.forget()
+        with self._reported():
+            self._calls.agree(Call.SET_TRAINABLE, self.steps)
+            self.weights.set_trainable(chosen)
+            self._batches.forget()
 
     def settle(self, call: str) -> None:
         """Flush what is in flight, for ``call``; ``flush`` returns the steps later. All workers call it.

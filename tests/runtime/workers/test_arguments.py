@@ -74,3 +74,75 @@ def test_a_pipeline_whose_other_workers_fail_is_told_so() -> None:
     (error,) = seen
     assert isinstance(error, WorkerError)
     assert str(error).startswith("rank 0, making its Pipeline: worker of rank 1 failed: ")
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Other(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x)) * self.scale
+
+
+Other.__name__, Other.__qualname__ = Scaled.__name__, Scaled.__qualname__
+
+
+def one_differs(which: str) -> float:
+    other = current_transport().rank == 1
+    if which == "weights":
+        torch.manual_seed(5 + other)
+    layers: list[nn.Module] = [Scaled(1.0) for _ in range(4)]
+    if which == "source" and other:
+        layers[2] = Other(1.0)
+    if which == "attribute" and other:
+        layers[2] = Scaled(2.0)
+    if which == "later seed":
+        torch.manual_seed(5 + other)
+    pipeline = Pipeline(
+        layers,
+        nn.functional.l1_loss if which == "loss" and other else nn.functional.mse_loss,
+        schemes.dapple(2, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        seed=1 if which == "seed" and other else 0,
+    )
+    return pipeline.step(torch.ones(8, 2), torch.ones(8, 2)).loss
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        (
+            "source",
+            r"2 of the model is .*\.Scaled \(source \w+\) on rank 0, and .*\.Scaled \(source \w+\) on",
+        ),
+        ("attribute", r"2\.scale of the model is 1\.0 on rank 0, and 2\.0 on rank 1; give all workers the"),
+        ("loss", r"the loss function is torch\.nn\.functional\.mse_loss on rank 0, and .*l1_loss on rank 1"),
+        ("seed", "rank 0 was given seed = 0, and rank 1 seed = 1"),
+        ("weights", r"ranks 0 and 1 made linear\.weight of layer 0 with other .*torch's seed is 5 on the"),
+    ],
+)
+def test_another_model_on_one_worker_is_refused(which: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        launch(one_differs, which, workers=2, transport="local", timeout_seconds=20)
+
+
+def test_seeds_may_differ_once_the_model_is_made() -> None:
+    found = launch(one_differs, "later seed", workers=2, transport="local", timeout_seconds=20)
+    assert found[0] == found[1]
+
+
+def test_another_version_on_one_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def versions() -> dict[str, object]:
+        return {"torch": "2.13.1" if current_transport().rank == 1 else "2.13.0"}
+
+    monkeypatch.setattr("counterflow.runtime.pipeline.versions", versions)
+    with pytest.raises(
+        ConfigError, match=r"rank 0 was given torch = '2\.13\.0', and rank 1 torch = '2\.13\.1'"
+    ):
+        launch(work, "nothing", workers=2, transport="local", timeout_seconds=20)

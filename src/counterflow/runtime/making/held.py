@@ -20,7 +20,7 @@ from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelized
 from ..mesh.sharding import Sharding
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
-from ..parameters.alike import start_alike
+from ..parameters.alike import refuse_other_seeds, start_alike
 from ..parameters.names import shared_names
 from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
@@ -108,6 +108,9 @@ def held_stages(
         ConfigError: a layer cannot be trained here, or options do not go together.
     """
     schedule = model.schedule
+    roots = [layer.module for layers in model.layers for layer in layers]
+    named = ((f"{n} of layer {i}", p) for i, root in enumerate(roots) for n, p in root.named_parameters())
+    refuse_other_seeds(named, transport)
     held = sorted({stage for _, stage in schedule.placement.held(layout.place(transport.rank)[WORKER])})
     last = schedule.stages - 1
     layers = [layer for stage in held for layer in model.layers[stage]]

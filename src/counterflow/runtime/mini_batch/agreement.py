@@ -20,7 +20,7 @@ from counterflow.errors import ConfigError
 from ..transport.base import Gathering, Lost, TimedOut, Transport
 from .given import Given, even
 from .refusal import Refusal, refusing
-from .told import Call, Form, OfSamples, Told
+from .told import Call, Form, OfSamples, Told, refuse_other_calls
 
 _NAMES = "inputs", "targets"
 
@@ -167,7 +167,7 @@ class Agreement:
         Raises:
             ConfigError: the reports differ.
         """
-        self._compare_calls(mine, rows)
+        refuse_other_calls(mine, rows, self._transport.rank)
         self._compare_digests(mine.step, [row.digests for row in rows])
 
     def _with_digests(self, told: Told, given: Given) -> Told:
@@ -196,7 +196,7 @@ class Agreement:
         rows = list(map(Told.unpack, gathering.wait()))
         nobody_began = not any(row.begins for row in rows)
         self._follow_refusals(rows, nobody_began=nobody_began)
-        self._compare_calls(told, rows)
+        refuse_other_calls(told, rows, self._transport.rank)
         with refusing() if nobody_began else nullcontext():
             reports = [row.of_samples for row in rows]
             if reports != self._reports:  # else it is as the last one was
@@ -269,15 +269,6 @@ class Agreement:
         ours = [rows[rank] for rank in peers.alike[peers.replica]]
         known = (tuple(map(int, row[1 + count :])) for row in ours if row[1 + count])
         return next(iter(by_replica[peers.replica])), next(known, ())
-
-    def _compare_calls(self, mine: Told, rows: Sequence[Told]) -> None:
-        same = mine.same_on_all
-        for rank, row in enumerate(rows):
-            if row.same_on_all != same:
-                raise ConfigError(
-                    f"rank {self._transport.rank} calls {mine}; rank {rank} calls {row}; "
-                    "all workers make the same calls in the same order"
-                )
 
     def _compare_digests(self, step: int, digests: Sequence[Sequence[float]]) -> None:
         """See that the workers of each replica were given the same.

@@ -11,6 +11,8 @@ from enum import IntEnum, IntFlag
 from functools import lru_cache
 from typing import NamedTuple
 
+from counterflow.errors import ConfigError
+
 
 class Call(IntEnum):
     """What a worker calls."""
@@ -23,14 +25,30 @@ class Call(IntEnum):
     FLUSH = 4
     REFUSE = -1
     """A call that the worker refuses before any work."""
+    STATE_DICT = -2
+    """Also ``model_state_dict`` and ``stream_weights``."""
+    EMA = -3
+    AVERAGED = -4
+    SET_TRAINABLE = -5
+    TIMELINE = -6
+    CLOSE = -7
+    OTHER = -8
+    """A call that begins otherwise."""
 
     def __str__(self) -> str:
-        return "step without an update" if self is Call.KEEP else self.name.lower()
+        return _IN_WORDS.get(self, self.name.lower())
 
     @property
     def trains(self) -> bool:
         """Whether it makes gradients."""
         return self in {Call.STEP, Call.KEEP}
+
+
+_IN_WORDS = {
+    Call.KEEP: "step without an update",
+    Call.REFUSE: "step, evaluate or predict, and refuses its mini-batch",
+    Call.OTHER: "something else",
+}
 
 
 class Form(IntEnum):
@@ -96,7 +114,7 @@ class Told(NamedTuple):
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Told:
         """What ``pack`` packed; a worker whose call is another one may tell more after it."""
-        return _unpacked(tuple(row[:TOLD_WIDTH]))
+        return _unpacked((*row[:TOLD_WIDTH], *[0.0] * (TOLD_WIDTH - len(row))))
 
     @property
     def same_on_all(self) -> tuple[object, ...]:
@@ -114,12 +132,32 @@ class Told(NamedTuple):
         return f"{self.call}{outputs}{follows}, after {self.step} steps"
 
 
+def refuse_other_calls(mine: Told, rows: Sequence[Told], rank: int) -> None:
+    """Refuse the reports of workers that make different calls.
+
+    Args:
+        mine: the report of this worker.
+        rows: the reports of all, by rank.
+        rank: this worker's.
+
+    Raises:
+        ConfigError: the calls differ.
+    """
+    same = mine.same_on_all
+    for other, row in enumerate(rows):
+        if row.same_on_all != same:
+            raise ConfigError(
+                f"rank {rank} calls {mine}; rank {other} calls {row}; all workers make the same calls in the "
+                "same order"
+            )
+
+
 @lru_cache(maxsize=4096)
 def _unpacked(row: tuple[float, ...]) -> Told:
     """The record of a row; many workers report the same, and all report it twice in a step."""
     call, step, outputs, follows, inputs, targets, kind, form, first, second, begins = row
     return Told(
-        Call(int(call)),
+        Call(int(call)) if call in _CALLS else Call.OTHER,
         int(step),
         bool(outputs),
         bool(follows),
@@ -209,7 +247,7 @@ def _weighed(row: tuple[float, ...]) -> Weighed:
 TOLD_WIDTH, PART_WIDTH = 11, 9
 """Number of values in a packed ``Told`` and in a packed ``Part``."""
 
-_FORMS = tuple(Form)
+_CALLS, _FORMS = frozenset(Call), tuple(Form)
 _COUNTS = tuple(map(Counts, range(1 << len(Counts))))
 """Members by number, in a table because the reports of many ranks are read each step."""
 

@@ -6,7 +6,7 @@ Invariant: what is compared are digests, so that no weights travel but those tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.owners import pieces
 
+from ..dtensors import is_dtensor
 from ..mesh.layout import REPLICA, WORKER, Layout
 from ..messages.values import number_of
 from ..stages.stage import StageCopy
@@ -79,6 +80,36 @@ def start_alike(
         send(name, holders[its[0]][0], [] if held is None else [parameters[held][name]])
     for stage, workers in enumerate(holders):
         send(stage, workers[0], tensors_of(stages[stage]) if stage in stages else [])
+
+
+def refuse_other_seeds(named: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
+    """Refuse models that workers made with other seeds of torch's generator; all workers call it.
+
+    What is made on the meta device, or the same nevertheless, passes: a seed may differ that only later draws
+    use.
+
+    Args:
+        named: the model's parameters, by name, as the user made them.
+        transport: transport between the workers.
+
+    Raises:
+        ConfigError: seeds and weights differ.
+    """
+    seed = torch.initial_seed()
+    if len({row[0] for row in transport.gather([number_of(seed)])}) == 1:
+        return
+    mine = {n: float(digest([p], p.device)) for n, p in named if not (p.is_meta or is_dtensor(p))}
+    rows = cast("list[tuple[int, dict[str, float]]]", transport.gather_objects((seed, mine)))
+    first: dict[str, tuple[int, float]] = {}
+    for rank, (other, digests) in enumerate(rows):
+        for name, found in digests.items():
+            source, known = first.setdefault(name, (rank, found))
+            if found != known:
+                raise ConfigError(
+                    f"ranks {source} and {rank} made {name} with other numbers, and torch's seed is "
+                    f"{rows[source][0]} on the one and {other} on the other; call torch.manual_seed with one "
+                    "seed on all workers before the model is made, and with others after that"
+                )
 
 
 def _is_first(layout: Layout, rank: int, worker: int) -> bool:

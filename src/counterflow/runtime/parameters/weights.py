@@ -21,12 +21,14 @@ from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
 from ..dtensors import local
 from ..mesh.sharding import Sharding
+from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams
 from ..stages.stage import StageCopy
 from ..transport.base import Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .changes import Changes
+from .choices import refuse_other_choices
 from .coupled import Coupling
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .holdings import Holdings
@@ -34,6 +36,7 @@ from .hooks import Hooks
 from .loss_scale import LossScale
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
+from .recipes import Recipes
 from .saved import SavedState
 from .sharded_updates import Owners
 from .statistics import Statistics
@@ -110,6 +113,8 @@ class Weights:
                 self.optimizers[stage] = made
                 if scheduler is not None:
                     self.schedulers[stage] = scheduler_of(stage, scheduler, made)
+        recipes = Recipes(optimizer, scheduler, streams, transport, sharded=sharded)
+        recipes.compare(self.optimizers, self.schedulers)
         self._coupling.refuse(self.optimizers, self._optimized)
         self.copies = Copies(self._compared, self.layout, transport)
 
@@ -135,17 +140,26 @@ class Weights:
         Raises:
             ConfigError: FSDP holds one that changes.
         """
-        for copy in self.stages.values():
+        choices = {
+            stage: {
+                name: bool(chosen(name)) if parameter.is_floating_point() or parameter.is_complex() else False
+                for name, parameter in named_parameters(copy, self.names).items()
+            }
+            for stage, copy in self.stages.items()
+        }
+        with refusing():
+            refuse_other_choices(choices, shared_names(self.names), self.transport)
+        for stage, copy in self.stages.items():
             for name, parameter in named_parameters(copy, self.names).items():
-                if id(parameter) in self.sharding.summed and chosen(name) != parameter.requires_grad:
+                if id(parameter) in self.sharding.summed and choices[stage][name] != parameter.requires_grad:
                     raise ConfigError(
                         f"{name} is sharded by fully_shard, which knows from the first step on what is "
                         "trained; freeze it in parallelize(), before fully_shard, or in the model"
                     )
-        for copy in self.stages.values():
+        for stage, copy in self.stages.items():
             for name, parameter in named_parameters(copy, self.names).items():
                 if parameter.is_floating_point() or parameter.is_complex():
-                    parameter.requires_grad_(chosen(name))
+                    parameter.requires_grad_(choices[stage][name])
             copy.trains = any(p.requires_grad for p in copy.parameters())
         for gradients in self.holdings.every():
             gradients.make()
@@ -371,13 +385,13 @@ class Weights:
         Raises:
             ConfigError: there is no such decay, or workers give others.
         """
-        self.average = Average(decay, self._optimized, self.stages)
         for rank, (other,) in enumerate(self.transport.gather([decay])):
             if other != decay:
                 raise ConfigError(
                     f"rank {self.transport.rank} averages weights with a decay of {decay}, rank {rank} with "
                     f"{other}; all workers make the same calls"
                 )
+        self.average = Average(decay, self._optimized, self.stages)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
