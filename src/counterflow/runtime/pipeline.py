@@ -32,7 +32,7 @@ from .making.held import held_stages, refuse_embeddings
 from .making.model import staged
 from .making.runner import batches_of, runners_of
 from .mesh.layout import WORKER, Mesh, layout_of
-from .mesh.parallel import Parallelize, further_mesh
+from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .messages.compression import Compression
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
@@ -129,6 +129,7 @@ class Pipeline(Forwards):
         refuse_unsharded(execution, schedule, further=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
+        refuse_sharded(model)
         further = further_mesh(mesh, parallelize, transport)
         layout = layout_of(transport.rank, transport.world_size, schedule, mesh)
         self.worker = layout.place(transport.rank)[WORKER]

@@ -354,6 +354,62 @@ def check_refusals() -> None:
     refused(cf.schemes.zb_h1(2, 3), summing, "makes gradients of weights after it", dims={"shard": 2})
     refused(dapple, sharded_in_part, "0.up.weight is sharded in several ways", dims={"shard": 2}, layers=tied)
 
+    shard = {"shard": 2}
+    summed = "is sharded along dimension 'shard' of the mesh, .* expert parallelism is not supported yet"
+    refused(dapple, experts, rf"0\.up\.weight {summed}", dims=shard)
+    refused(dapple, over_replicas, "up.weight of shape .* is sharded over replicas or workers", dims=shard)
+    before = "is a DTensor: it was sharded .* before the pipeline was made, .* in parallelize="
+    refused(dapple, sharded, rf"of layer 0.* {before}", dims=shard, layers=sharded_before)
+    refused(dapple, tensor_parallel, rf"weight of layer 0.up .Linear. {before}", layers=parallelized_before)
+    refused(dapple, sharded, r"layer 0 .DistributedData.* synchronises replicas", dims=shard, layers=wrapped)
+
+
+def experts(stage: StageModule, mesh: DeviceMesh) -> None:
+    """Each position of the dimension that fully_shard uses has other rows of a weight."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for layer in stage:
+        up: Any = layer.get_submodule("up")
+        up.weight = nn.Parameter(distribute_tensor(up.weight.data, mesh["shard"], [Shard(0)]))
+        fully_shard(layer, mesh=mesh["shard"], ignored_params={up.weight})
+
+
+def over_replicas(stage: StageModule, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    del mesh
+    workers = mesh_of((1, 2, 2), ("replica", "worker", "shard"))["worker"]
+    for layer in stage:
+        up: Any = layer.get_submodule("up")
+        up.weight = nn.Parameter(distribute_tensor(up.weight.data, workers, [Shard(0)]))
+
+
+def sharded_before() -> list[nn.Module]:
+    from torch.distributed.fsdp import fully_shard
+
+    found = layers()
+    for layer in found:
+        fully_shard(layer, mesh=mesh_of((1, 2, 2), ("replica", "worker", "shard"))["shard"])
+    return found
+
+
+def parallelized_before() -> list[nn.Module]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    found = layers()
+    for layer in found:
+        parallelize_module(
+            layer, mesh_of((1, 2, 2), ("replica", "worker", "tp"))["tp"], {"up": ColwiseParallel()}
+        )
+    return found
+
+
+def wrapped() -> list[nn.Module]:
+    for layer in (found := layers()):
+        layer.get_parameter("unused").requires_grad_(False)
+    return [nn.parallel.DistributedDataParallel(layer) for layer in found]
+
 
 def summing(stage: StageModule, mesh: DeviceMesh) -> None:
     stage.sums_each_backward = True

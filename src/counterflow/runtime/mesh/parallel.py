@@ -6,7 +6,7 @@ starts with depends on no mesh. Gradients that FSDP sums are sums, as those of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -172,14 +172,85 @@ def parallelized(
                     "that parallelize() is given, or dimensions of it"
                 )
             summed |= {id(one.sharded_param): dims for one in group.fsdp_params}
-    rows = cast("list[set[int]]", transport.gather_objects({dim for dims in summed.values() for dim in dims}))
-    split = frozenset[int]().union(*rows)
+    sharding = Sharding(layout, summed)
+    apart = {
+        name: sharding.along(parameter, name) - summed.get(id(parameter), frozenset())
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if is_dtensor(parameter)
+    }
+    mine = (
+        {dim for dims in summed.values() for dim in dims},
+        {name: dims for name, dims in apart.items() if dims},
+    )
+    rows = cast("list[tuple[set[int], dict[str, frozenset[int]]]]", transport.gather_objects(mine))
+    split = frozenset[int]().union(*(dims for dims, _ in rows))
+    _refuse_experts([of_rank for _, of_rank in rows], split, further)
     if split and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
             "are the last ones; take a synchronous scheme, or tensor parallelism"
         )
     return Sharding(Layout(layout.shape, layout.ranks, split), summed)
+
+
+def _refuse_experts(
+    apart: Sequence[Mapping[str, frozenset[int]]], split: frozenset[int], further: DeviceMesh
+) -> None:
+    """Refuse weights of which positions with samples of their own hold other parts: they would be summed.
+
+    Args:
+        apart: of each rank the dimensions along which positions hold other parts that FSDP does not gather,
+            by weight.
+        split: dimensions that FSDP splits the samples over.
+        further: the mesh of the further dimensions.
+
+    Raises:
+        ConfigError: there is such a weight; all workers raise it.
+    """
+    for of_rank in apart:
+        for name, dims in of_rank.items():
+            if dims & split:
+                dim = (further.mesh_dim_names or ())[min(dims & split) - 2]
+                raise ConfigError(
+                    f"{name} is sharded along dimension {dim!r} of the mesh, whose positions have samples of "
+                    "their own because fully_shard uses it, so that gradients of different parts would be "
+                    "summed; expert parallelism is not supported yet: shard it along another dimension, or "
+                    "by fully_shard"
+                )
+
+
+def refuse_sharded(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Refuse a model that the user has sharded, or wrapped for data parallelism, before the pipeline is made.
+
+    Args:
+        model: the model, or its layers.
+
+    Raises:
+        ConfigError: there is such a module.
+    """
+    roots = (
+        {"": model} if isinstance(model, nn.Module) else {f"layer {n}": each for n, each in enumerate(model)}
+    )
+    for prefix, root in roots.items():
+        for name, module in root.named_modules(prefix=prefix) if isinstance(root, nn.Module) else ():
+            place = f"{name or 'the model'} ({type(module).__name__})"
+            group = getattr(module, "process_group", None) if type(module).__name__ in _WRAPPERS else None
+            if group is not None and group.size() > 1:
+                raise ConfigError(
+                    f"{place} synchronises replicas by itself, as a pipeline does; give the module that it "
+                    "wraps, and shard it with parallelize="
+                )
+            for weight, parameter in module.named_parameters(recurse=False):
+                if is_dtensor(parameter):
+                    raise ConfigError(
+                        f"{weight} of {place} is a DTensor: it was sharded (fully_shard, parallelize_module) "
+                        "before the pipeline was made, which makes weights alike first; give plain modules, "
+                        "and shard each stage in parallelize="
+                    )
+
+
+_WRAPPERS = "DistributedDataParallel", "FullyShardedDataParallel"
 
 
 def fsdp_modules(stage: nn.Module) -> list[Any]:

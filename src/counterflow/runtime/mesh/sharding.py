@@ -48,8 +48,12 @@ class Sharding:
     layout: Layout
     summed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
-    def along(self, tensor: Tensor) -> frozenset[int]:
+    def along(self, tensor: Tensor, name: str = "a weight") -> frozenset[int]:
         """The dimensions of the mesh along which each position has another part of a tensor.
+
+        Args:
+            tensor: the tensor.
+            name: its name, for messages.
 
         Raises:
             ConfigError: it is sharded over replicas or workers, or positions have to add up what they hold.
@@ -61,7 +65,7 @@ class Sharding:
         for number, placement in enumerate(known.placements):
             if placement.is_partial():
                 raise ConfigError(
-                    f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; let parallelize() "
+                    f"{name} of shape {tuple(tensor.shape)} is laid out as {placement}; let parallelize() "
                     "lay weights out as Shard or Replicate"
                 )
             if not placement.is_replicate():
@@ -69,7 +73,7 @@ class Sharding:
                 found |= self.layout.varying(dist.get_process_group_ranks(group))
         if found & {REPLICA, WORKER}:
             raise ConfigError(
-                f"a weight of shape {tuple(tensor.shape)} is sharded over replicas or workers; let "
+                f"{name} of shape {tuple(tensor.shape)} is sharded over replicas or workers; let "
                 "parallelize() use the mesh that it is given, or dimensions of it"
             )
         return found
