@@ -263,11 +263,37 @@ def test_what_a_thread_made_for_itself_need_not_be_copied(schedule: Schedule) ->
 
 
 @pytest.mark.parametrize("schedule", [DAPPLE, CHIMERA], ids=str)
-def test_a_layer_that_cannot_be_copied_is_named(schedule: Schedule) -> None:
-    with pytest.raises(
-        ConfigError, match=r"layer \d \(Locked\) cannot be copied .*make the model in the function"
-    ):
-        threads(_locked, nn.Sequential(Locked(), Locked()), schedule)
+def test_copies_of_layers_share_their_locks(schedule: Schedule) -> None:
+    found = []
+    makes: list[Callable[[], nn.Module]] = [Locked, lambda: nn.Linear(4, 4, dtype=F)]
+    for make in makes:
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), make())
+        threads(_locked, model, schedule)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+class Opened(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4, dtype=F)
+        self.numbers = iter([1, 2])
+        self.source = (number for number in self.numbers)
+
+
+def test_a_layer_that_cannot_be_copied_and_one_thread_uses_is_itself() -> None:
+    threads(_locked, nn.Sequential(Opened(), Opened()), DAPPLE)
+
+
+def test_a_layer_that_cannot_be_copied_and_two_threads_use_is_named() -> None:
+    shared = [Opened(), Opened()]
+    for layer in shared:
+        layer.common = {"shared": shared}  # type: ignore[assignment]
+    refused = r"layer \d \(Opened\) cannot be copied .*make the model in the function"
+    with pytest.raises(ConfigError, match=refused):
+        threads(_locked, nn.Sequential(Opened(), Opened()), CHIMERA)
+    with pytest.raises(ConfigError, match=refused):
+        threads(_locked, nn.Sequential(*shared), DAPPLE)
 
 
 @pytest.mark.parametrize("make", [plain, tied])

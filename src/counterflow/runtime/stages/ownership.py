@@ -15,11 +15,14 @@ another pipeline of his modules made of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import queue
+import threading
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,7 +67,7 @@ class Owned:
         shared: whether several threads were given one model.
 
     Raises:
-        ConfigError: threads were given one model, and one of its layers cannot be copied.
+        ConfigError: threads were given one model, and one of its layers that several use cannot be copied.
     """
 
     def __init__(
@@ -94,35 +97,44 @@ class Owned:
         rank, models = self._transport.rank, [row.model for row in rows]
         self.shared = sum(map(len, models)) > len(set().union(*models))
         earlier = set().union(*(row.objects for row in rows[:rank]))
-        memo: dict[int, Any] = {
-            id(tensor): tensor
-            for _, module in held
-            for tensor in (*module.parameters(), *module.buffers())
-            if id(tensor) not in earlier
-        }
-        for _, module in held:
-            for child in module.modules():
-                for table in tables(child) if id(child) not in earlier else ():
-                    if all(id(tensor) in memo for tensor in table.values() if tensor is not None):
-                        memo[id(table)] = table  # what is set in the one is set in the other
-        copies = []
-        for place, module in held:
-            try:
+        refusal: ConfigError | None = None
+        memo, copies, place = self._memo(earlier), list[nn.Module](), ""
+        try:
+            for place, module in held:  # noqa: B007 - that of the one that fails
                 copies.append(copied(module, memo))
-            except Exception as error:
-                if self.shared:
-                    raise ConfigError(
-                        f"{place} cannot be copied ({error}), and threads that are given one model copy what "
-                        "several of them use; make the model in the function that launch() runs, or launch "
-                        "processes (transport='gloo')"
-                    ) from error
-        reached = mine.objects | _changeable(memo)
+            reached = mine.objects | _changeable(memo)
+        except Exception as error:
+            refusal = ConfigError(
+                f"{place} cannot be copied ({error}), and threads that are given one model copy what several "
+                "of them use; make the model in the function that launch() runs, or launch processes "
+                "(transport='gloo')"
+            )
+            refusal.__cause__ = error
+            reached = mine.objects | reachable(self.modules)[0]
         before = cast("list[set[int]]", self._transport.gather_objects(reached))[:rank]
-        if len(copies) == len(held) and not reached.isdisjoint(set().union(*before)):
+        common = not reached.isdisjoint(set().union(*before))
+        if common and refusal is not None and self.shared:
+            raise refusal
+        if common and refusal is None:
             pairs = [(child, memo.get(id(child))) for module in self.modules for child in module.modules()]
             self._twins = [_Twin(own, twin) for own, twin in pairs if isinstance(twin, nn.Module)]
             self.modules = copies
         self._held = set().union(*(row.objects for row in rows))
+
+    def _memo(self, earlier: Container[int]) -> dict[int, Any]:
+        """What stands for itself in copies, by identity: tensors of no earlier thread, and locks."""
+        memo: dict[int, Any] = {
+            id(tensor): tensor
+            for module in self.modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if id(tensor) not in earlier
+        }
+        for module in self.modules:
+            for child in module.modules():
+                for table in tables(child) if id(child) not in earlier else ():
+                    if all(id(tensor) in memo for tensor in table.values() if tensor is not None):
+                        memo[id(table)] = table  # what is set in the one is set in the other
+        return memo | {id(lock): lock for lock in reachable(self.modules)[1]}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -280,6 +292,61 @@ def _changeable(memo: Mapping[int, Any]) -> set[int]:
         id(vars(each)) for each in constant if hasattr(each, "__dict__")
     }
     return {id(each) for each in found} - left
+
+
+def reachable(modules: Iterable[nn.Module]) -> tuple[set[int], list[object]]:
+    """What copies of some modules would be made of, without a copy.
+
+    Returns:
+        The objects that can change, by identity; and those made for use by several threads, as locks are.
+    """
+    changeable, locks = set[int](), list[object]()
+    left: list[Any] = list(modules)
+    seen = set[int]()
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, _ATOMS):
+            continue
+        seen.add(id(each))
+        if isinstance(each, _OF_THREADS):
+            locks.append(each)
+            continue
+        if not (isinstance(each, (tuple, *_CONSTANT)) or _is_frozen(each)):
+            changeable.add(id(each))
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            left += each
+        left += getattr(each, "__dict__", {}).values()
+    return changeable, locks
+
+
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    NoneType,
+    Tensor,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+)
+"""Kinds of objects that copies share, or that are looked at elsewhere."""
+
+_OF_THREADS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    threading.Barrier,
+    threading.local,
+    queue.Queue,
+    queue.SimpleQueue,
+)
 
 
 def _is_frozen(found: object) -> bool:
