@@ -321,15 +321,15 @@ def test_compiled_layers() -> None:
 
 def _corrupted(schedule: Schedule, layers: list[nn.Module]) -> None:
     pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, digest_every=2)
-    for number in range(4):
+    for number in range(8):
         pipeline.step(*numbers(8))
-        if number == 2 and pipeline.worker == 1:
+        if number == 6 and pipeline.worker == 2:  # a copy, not the user's own
             parameter = next(pipeline.stages[1].layers[0].module.parameters())
             parameter.data[0] += 1e-9
 
 
 def test_copies_that_differ_are_found() -> None:
-    with pytest.raises(WorkerError, match=r"after step 3 the copies of stage 1 on ranks 1 and 2 differ"):
+    with pytest.raises(WorkerError, match=r"after step 7 the copies of stage 1 on ranks 1 and 2 differ"):
         run(_corrupted, schemes.chimera(4, 4), linears(4), workers=4)
 
 
