@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from counterflow import __version__
 from counterflow.errors import ConfigError, CounterflowError
 
-from .options.flags import with_flags
+from .options.flags import ENDS_PROCESS, with_flags
 from .options.wording import in_flags
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -282,7 +282,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         try:
-            application()(prog_name="counterflow")
+            application()(prog_name="counterflow", obj=ENDS_PROCESS)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output closed the pipe

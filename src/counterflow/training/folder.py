@@ -18,7 +18,7 @@ from pathlib import Path
 
 from counterflow import toml
 from counterflow.checkpoints.index import CHECKPOINT, complete
-from counterflow.errors import ConfigError, CounterflowError
+from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
@@ -195,7 +195,8 @@ class RunFolder:
 
     def remove_empty(self) -> None:
         """Remove the folder of a run that made no step, now or before."""
-        if (self.path / METRICS).stat().st_size or self.has_checkpoint:
+        metrics = self.path / METRICS
+        if not metrics.exists() or metrics.stat().st_size or self.has_checkpoint:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
             drafts = self.path.glob(f".{name}.*")  # drafts of a worker that was killed meanwhile
@@ -259,8 +260,17 @@ class RunFolder:
     # -- reading
 
     def new_records(self) -> list[Numbers]:
-        """The lines of the metrics that were added since the last call, without steps that are repeated."""
-        again, every = self._tail.read()
+        """The lines of the metrics that were added since the last call, without steps that are repeated.
+
+        Raises:
+            WorkerError: the file was removed.
+        """
+        try:
+            again, every = self._tail.read()
+        except FileNotFoundError:
+            raise WorkerError(
+                f"{self.path / METRICS} was removed while the run writes it; start the run again"
+            ) from None
         if again:  # the metrics were cut where the run resumes
             self.latest = -1
         found = [line for line in every if not again or line["step"] > self._last]
@@ -277,8 +287,11 @@ class RunFolder:
         return isinstance(found, dict) and found.get("steps") == steps and found.get("stopped") is False
 
     def steps(self) -> int:
-        """Number of updates made, according to the metrics."""
-        return last_step(self.history)
+        """Number of updates made, according to the metrics; 0 if they were removed."""
+        try:
+            return last_step(self.history)
+        except FileNotFoundError:
+            return 0
 
     def files(self) -> dict[str, str]:
         """The files that exist: each file's path and what it contains."""

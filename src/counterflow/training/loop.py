@@ -371,6 +371,8 @@ class Trainer:
         if done < self.next_look:
             return False
         self.saver.poll()
+        if self.folder is not None:
+            self.fence.check()
         mean = self.recorder.training_seconds / (done - self.job.first_step)
         rows = self.pipeline.transport.gather(
             [float(STOP.signal or 0), mean, float(self.live.due()), *self.turns.row()]

@@ -83,6 +83,7 @@ def run(
     if (attempt or config.train.resume == AUTO) and folder.finished(config.train.steps):
         if not world.rank():
             Callbacks(callbacks).happened(f"{folder.path}: all {config.train.steps:,} steps were made before")
+        STOP.ended = True
         return None
     if attempt:
         refusal = Restarts(folder.path, max_restarts).refusal()
@@ -103,6 +104,7 @@ def run(
         trainer, _ = _trained(job, folder, attempt, each_step=each_step)
     if not trainer.stopped:
         STOP.forget()
+    STOP.ended = True
     return None
 
 
@@ -163,6 +165,7 @@ def _in_folder(  # noqa: PLR0917
     folder = RunFolder.open(config, job.schedule, start, history(job.start), again=bool(attempt))
     if max_restarts and not attempt:
         note(folder.path, STARTED, restarts=max_restarts)
+    copies = run_of(folder.path) if placed is None and job.config.train.memory_every != 0 else None
     try:
         reporter.begun(job.about, folder.path)
         if placed is not None:
@@ -176,12 +179,13 @@ def _in_folder(  # noqa: PLR0917
         if summary.stopped:
             note(folder.path, STOPPED, signal=STOP.name, step=summary.steps)
         folder.fence.end()
+        STOP.ended = True
     except BaseException as error:
         steps = folder.steps()
         if placed is None:  # other workers may still note what failed
             folder.fence.end()
-            if not (STOP.early and steps):  # otherwise the metrics are newer than the last checkpoint
-                forget(run_of(folder.path))
+            if copies is not None and not (STOP.early and steps):  # else newer than the last checkpoint
+                forget(copies)
         folder.remove_empty()
         kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}" if steps else ""
         kept += ", from which train.resume can continue" if steps and folder.has_checkpoint else ""
@@ -209,7 +213,7 @@ def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Resta
         except (WorkerError, DamagedError) as error:
             step = folder.steps() + 1
             failed = note_failure(folder.path, error, attempt, step)
-            if STOP or not restarts.most:
+            if STOP or not restarts.most or not folder.path.is_dir():
                 raise
             refusal = restarts.refusal()
             if refusal is not None:

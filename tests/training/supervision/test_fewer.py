@@ -226,7 +226,7 @@ def test_the_wait_ends_a_time_after_the_failure(tmp_path: Path, monkeypatch: pyt
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     wait_for_others(tmp_path, 7.0)
-    note(tmp_path, FAILED, step=6)
+    note(tmp_path, FAILED, step=6, message="gone", lost=True)
     wait_for_others(tmp_path, 0.0)
     assert slept[0] == pytest.approx(7.0, abs=0.5)
     assert slept[1] == 0

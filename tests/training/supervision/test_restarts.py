@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,10 +26,21 @@ from counterflow.measure.storage import storage_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
+from counterflow.training import loop
 from counterflow.training.folder import METRICS, read_metrics
 from counterflow.training.job import prepare
 from counterflow.training.run import run
-from counterflow.training.supervision.events import FAILED, GAVE_UP, RESTARTED, STARTED, STOPPED, note, read
+from counterflow.training.supervision.events import (
+    BEGAN,
+    FAILED,
+    GAVE_UP,
+    RESTARTED,
+    STARTED,
+    STOPPED,
+    note,
+    read,
+    run_of,
+)
 from counterflow.training.supervision.restarts import Restarts, with_memory
 from counterflow.training.supervision.stopping import STOP
 
@@ -258,6 +271,52 @@ def test_events_survive_a_line_that_is_not_whole(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "fai')
     assert [event["event"] for event in read(tmp_path)] == [STARTED]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'["fai',
+        b"[]",
+        b'"failed"',
+        b'{"event": "another", "time": "2026-11-22T12:05:03"}',
+        b'{"event": "failed", "time": "2026-11-22T12:05:03", "step": "6", "message": "no", "lost": true}',
+        b'{"event": "failed", "time": "soon", "step": 6, "message": "no", "lost": true}',
+        b'{"event": ["failed"], "time": "2026-11-22T12:05:03"}',
+        b'{"event": "began", "time": "2026-11-22T12:05:03", "run": 7}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_events_are_left_out(tmp_path: Path, line: bytes) -> None:
+    note(tmp_path, STARTED, restarts=1)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    note(tmp_path, STOPPED, signal="SIGINT", step=3)
+    assert [event["event"] for event in read(tmp_path)] == [STARTED, STOPPED]
+
+
+def test_the_name_of_a_run_leads_to_no_other_folder(tmp_path: Path) -> None:
+    note(tmp_path, BEGAN, run="x/../../home")
+    name = run_of(tmp_path)
+    assert re.fullmatch("[0-9a-f]{32}", name)
+    assert run_of(tmp_path) == name
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_folder_that_is_removed_ends_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int
+) -> None:
+    """The copies in memory go with it; see ``kept``."""
+    monkeypatch.setattr(loop, "_LOOK_SECONDS", 0.0)
+
+    def remove(line: dict[str, float]) -> None:
+        if line["step"] == 2:
+            shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(WorkerError, match="was removed while the run writes"):
+        train("run", Watcher(remove), max_restarts, train__memory_every=1, train__steps=200)
+    assert not (tmp_path / "run").exists()
 
 
 def holding(

@@ -40,6 +40,24 @@ def test_a_signal_is_noted(number: signal.Signals, code: int) -> None:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("phase", [Phase.LEAVE, Phase.UNWIND, Phase.FINISH])
+def test_after_the_end_of_a_run_a_signal_changes_nothing(phase: Phase) -> None:
+    """Until the process is gone, if it is the command's own."""
+    before = {number: signal.getsignal(number) for number in FROM_OUTSIDE}
+    try:
+        with listening(ends_process=True), STOP.during(phase):
+            STOP.ended = True
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not STOP
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_under_nohup_a_terminal_may_go() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -10,7 +10,7 @@ import typer
 
 from counterflow.errors import WorkerError
 
-from ..options.flags import JsonFlag, schemes_from
+from ..options.flags import ENDS_PROCESS, JsonFlag, schemes_from
 from ..output.console import WIDE, Row, alike, byte_size, console, note, print_json, table_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ _SLOWER = 0.1
 
 
 def train(
+    ctx: typer.Context,
     config: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG.toml", help="Config of the training. Default: the built-in example."),
@@ -81,7 +82,11 @@ def train(
     """
     from counterflow.training.supervision.stopping import STOP, Phase, listening
 
-    with listening(), STOP.during(Phase.LEAVE):  # the run has not begun, and importing torch takes seconds
+    ends_process = ctx.find_root().obj == ENDS_PROCESS
+    with (
+        listening(ends_process=ends_process),
+        STOP.during(Phase.LEAVE),
+    ):  # the run has not begun, and importing torch takes seconds
         from counterflow.training import load_config
 
         if keys:

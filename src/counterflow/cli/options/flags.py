@@ -29,6 +29,9 @@ from counterflow.simulation.model_share import CostsOf, of_stages
 
 from .wording import flag
 
+ENDS_PROCESS = "the process ends with the command"
+"""Object of a command's context if nothing else runs in the process after it."""
+
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead.", rich_help_panel="Output")
 ]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,20 @@ BEGAN, STARTED, FAILED = "began", "started", "failed"
 RESTARTED, GAVE_UP, STOPPED = "restarted", "gave up", "stopped"
 FEWER = "fewer"
 
+_FIELDS: dict[str, dict[str, Any]] = {
+    BEGAN: {"run": str},
+    STARTED: {"restarts": int},
+    FAILED: {"step": int, "message": str, "lost": bool},
+    RESTARTED: {"attempt": int, "step": int, "source": str},
+    GAVE_UP: {"message": str},
+    STOPPED: {"signal": str, "step": int},
+    FEWER: {"workers": int, "runs": str},
+}
+"""Fields that readers of each event need, with their types."""
+
+_RUN = re.compile(r"[0-9a-f]{32}")
+"""Name of a run, which becomes that of a folder in memory."""
+
 
 def note(folder: Path, event: str, **more: Any) -> Event:
     """Add an event; an error of writing is only logged."""
@@ -53,13 +68,27 @@ def note(folder: Path, event: str, **more: Any) -> Event:
 
 
 def read(folder: Path) -> list[Event]:
-    """All events of a run, in order, without incomplete lines."""
-    found = []
+    """All events of a run, in order, without incomplete lines and those that no run can have written."""
+    events: list[Event] = []
     with contextlib.suppress(FileNotFoundError):
-        for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
+        for line in (folder / EVENTS).read_bytes().splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-    return found
+                event = json.loads(line)
+                if isinstance(event, dict) and _is_event(event):
+                    events.append(event)
+    return events
+
+
+def _is_event(event: Event) -> bool:
+    """Whether a line has all fields of its kind, with values of their types."""
+    fields = _FIELDS.get(str(event.get("event")))
+    if fields is None:
+        return False
+    try:
+        datetime.fromisoformat(str(event.get("time")))
+    except ValueError:
+        return False
+    return all(isinstance(event.get(name), kinds) for name, kinds in fields.items())
 
 
 def of_this_start(folder: Path) -> list[Event]:
@@ -71,7 +100,8 @@ def of_this_start(folder: Path) -> list[Event]:
 
 def run_of(folder: Path) -> str:
     """The name of the run in a folder; a run without a name gets one."""
-    names = [str(event["run"]) for event in read(folder) if event["event"] == BEGAN]
+    names = [event["run"] for event in read(folder) if event["event"] == BEGAN]
+    names = [name for name in names if _RUN.fullmatch(name)]
     return names[0] if names else str(note(folder, BEGAN, run=uuid.uuid4().hex)["run"])
 
 

@@ -82,6 +82,10 @@ class Fence:
             WorkerError: the attempt is over.
         """
         if self.over():
+            if not self.folder.is_dir():
+                raise WorkerError(
+                    f"{self.folder} was removed while the run writes there; start the run again"
+                )
             raise WorkerError(
                 f"this attempt at the run in {self.folder} is over: another one has begun, or the run "
                 "has ended; nothing more is written"

@@ -65,6 +65,8 @@ class Stop:
         """Whether the end was requested while workers started, so everything was unwound."""
         self.unwinds = False
         """Whether ``KeyboardInterrupt`` was raised."""
+        self.ended = False
+        """Whether the run has ended and is in its folder, so a signal changes nothing."""
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -81,8 +83,8 @@ class Stop:
         return _SIGNALLED + signal.SIGINT if by_hand else RESUBMIT
 
     def forget(self) -> None:
-        """Forget earlier requests."""
-        self.signal, self.early, self.unwinds = None, False, False
+        """Forget earlier requests and runs."""
+        self.signal, self.early, self.unwinds, self.ended = None, False, False, False
 
     def take(self, number: int) -> None:
         """Handle a signal as this phase requires.
@@ -90,6 +92,8 @@ class Stop:
         Raises:
             KeyboardInterrupt: unwind what was begun.
         """
+        if self.ended:
+            return
         self.look()
         again = self.signal is not None
         if not again:
@@ -174,8 +178,13 @@ def _leave(terminals: Sequence[int]) -> None:
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Handle signals within this context only, and end the process in time; see ``listen``."""
+def listening(*, ends_process: bool = False) -> Iterator[None]:
+    """Handle signals within this context only, and end the process in time; see ``listen``.
+
+    Args:
+        ends_process: whether the process ends after this context, so signals after the end of the run are
+            ignored until then.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -185,7 +194,7 @@ def listening() -> Iterator[None]:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if ends_process and STOP.ended else handler)
 
 
 class _Guard:
@@ -215,7 +224,7 @@ class _Guard:
         asked = False
         while data := os.read(self._reads, 1):
             number = data[0]
-            if number not in FROM_OUTSIDE:
+            if number not in FROM_OUTSIDE or STOP.ended:
                 continue
             STOP.look()
             phase = STOP.phase
