@@ -6,6 +6,11 @@ from pathlib import Path
 
 from counterflow.errors import ConfigError
 
+_MOST_BYTES = 256 * 2**20
+"""Maximum size of a file that is read whole as text; an endless one, like a device, has more."""
+
+_PIECE_BYTES = 2**20
+
 
 def read_text(path: Path | str, if_folder: str, *, place: str = "", if_missing: str = "") -> str:
     """The text of a file.
@@ -21,7 +26,7 @@ def read_text(path: Path | str, if_folder: str, *, place: str = "", if_missing: 
     """
     place = place or str(path)
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return _limited(Path(path), place).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise ConfigError(f"{place}: no such file{if_missing}") from None
     except IsADirectoryError:
@@ -30,3 +35,16 @@ def read_text(path: Path | str, if_folder: str, *, place: str = "", if_missing: 
         raise ConfigError(f"{place}: is not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
         raise ConfigError(f"{place}: cannot be read: {error.strerror}") from None
+
+
+def _limited(path: Path, place: str) -> bytes:
+    """The contents of a file that is not too large."""
+    data = bytearray()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            data += piece
+            if len(data) > _MOST_BYTES:
+                raise ConfigError(
+                    f"{place}: has more than {_MOST_BYTES // 2**20} MiB, or has no end; name a smaller file"
+                )
+    return bytes(data)

@@ -199,9 +199,7 @@ class Saver:
             return self.last
         if self._writes_index:
             shutil.rmtree(self.root / draft_of(step, self._mark), ignore_errors=True)
-            _LOG.warning(
-                "the checkpoint of step %d is not written: %s; earlier ones are whole", step, problem
-            )
+            _LOG.warning("the checkpoint of step %d is not written: %s%s", step, problem, self._earlier())
         return self.last
 
     def wait(self, limit_seconds: float | None = None) -> Outcome | None:
@@ -230,6 +228,10 @@ class Saver:
                 if rows[0][0]:
                     return None
         return None
+
+    def _earlier(self) -> str:
+        """The end of a message about a checkpoint that is not written: whether there are earlier ones."""
+        return "; earlier ones are whole" if complete(self.root) else "; there is no earlier one"
 
     # -- in a thread
 

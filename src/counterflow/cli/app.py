@@ -25,6 +25,7 @@ from counterflow.errors import ConfigError, CounterflowError
 
 from .options.flags import ENDS_PROCESS, with_flags
 from .options.wording import in_flags
+from .output.visible import VisibleFormatter, echo, visible
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "train": (
@@ -166,18 +167,18 @@ class Commands(TyperGroup):
         except CounterflowError as error:
             failure: Exception = error
             message, code = in_flags(str(error)), 2 if isinstance(error, ConfigError) else 1
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+        except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
             if _is_usage_error(error):
                 if isinstance(said := getattr(error, "message", None), str):
-                    error.message = _shortened(said)  # type: ignore[attr-defined]
+                    error.message = visible(_shortened(said))  # type: ignore[attr-defined]
                 raise
             failure = error
             message, code = _unforeseen(error)
         if ctx.params.get("debug"):
             traceback.print_exception(failure)
-        typer.echo(f"Error: {_shortened(message)}", err=True)
+        echo(f"Error: {_shortened(message)}", err=True)
         raise typer.Exit(code)
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -192,9 +193,11 @@ class Commands(TyperGroup):
 
 
 def _unforeseen(error: Exception) -> tuple[str, int]:
-    """Message and exit code of an unexpected error: an illegal file name, or a bug."""
+    """Message and exit code of an unexpected error: an illegal file name, too little memory, or a bug."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{error.filename}: this is not a legal file name; choose another", 2
+    if isinstance(error, MemoryError):
+        return "this takes more memory than this process may have; choose smaller sizes or files", 1
     text = " ".join(str(error).split())
     name = type(error).__name__
     message = f"{name}: {text}" if text else name
@@ -245,11 +248,9 @@ def _global(
     ] = False,
 ) -> None:
     """Pipeline-parallel training for PyTorch: schedules proved, timed, drawn and run."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     if debug:
         logging.getLogger("counterflow").setLevel(logging.DEBUG)
 

@@ -111,11 +111,17 @@ def _files(folder: Path) -> list[Path]:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"{path}: is no regular file and may have no end; name a text file, or a folder"
+            )
         return path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file or folder") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
     except ValueError as error:  # the path contains a NUL
         raise ConfigError(f"{str(path)!r}: is not a path: {error}") from None
 

@@ -106,9 +106,14 @@ def read_documents(
     path = Path(path)
     try:
         files = sorted(p for p in path.rglob("*") if p.suffix in _KINDS) if path.is_dir() else [path]
+        special = next((file for file in files if file.exists() and not file.is_file()), None)
+        if special is not None:
+            raise ConfigError(f"{special}: is no regular file and may have no end; name a file or a folder")
         stats = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file or folder") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     fast = getattr(tokenizer, "backend_tokenizer", None)

@@ -8,7 +8,7 @@ Depth, replicas and micro-batches for a cluster are chosen by ``search``, not he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
@@ -20,7 +20,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.placement import Placement, linear, wave
-from counterflow.schedule.scheme import DEPTH, MICRO_BATCHES, PERIODS, SPLIT, Scheme
+from counterflow.schedule.scheme import DEPTH, MICRO_BATCHES, MOST_OPS, PERIODS, SPLIT, Scheme
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Costs, Simulation, simulate
 from counterflow.simulation.model_share import CostsOf, of_stages
@@ -34,6 +34,12 @@ COMPUTED = "computed"
 
 ROUNDING = 1e-9
 """Share by which a limit may be exceeded, because sums of fractions of activations round."""
+
+_MOST_STAGES_A_WORKER = 1_024
+"""More stages than any model has layers."""
+
+_MOST_OPS_TOGETHER = 20_000_000
+"""Maximum ops of all schedules of a comparison: each takes about 0.7 kB and 16 µs."""
 
 Report = Callable[[int, int, str], None]
 """Called with the number of rows done, their total, and what follows."""
@@ -246,6 +252,7 @@ def compare(
         for scheme in dict.fromkeys(known)
         for options in _options(scheme, workers, micro_batches, stages_a_worker * workers)
     ]
+    _refuse_too_many(asked)
     placements = _placements(workers) if seconds or moves else ()
     tell = _telling(report, len(asked) + len(placements))
     given = costs, costs_of, micro_batches
@@ -314,6 +321,7 @@ def _of_placements(
     for placement in placements:
         tell("computed orders")
         try:
+            _refuse_too_large(placement, micro_batches)
             found = synthesize(
                 plain(placement, micro_batches, split=True),
                 of_stages(costs, placement, costs_of),
@@ -338,12 +346,39 @@ def _refuse(
     if costs_of is CostsOf.STAGE:
         raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
     for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: must be 1 or more")
+        most = _MOST_STAGES_A_WORKER if name == "stages_a_worker" else MOST_OPS
+        if not 1 <= value <= most:
+            raise ConfigError(f"{name}={value}: must be 1 or more, and at most {most:,}")
     if peak is not None and not peak > 0:
         raise ConfigError(f"peak={peak:g}: must be above 0")
     if memory_bytes is not None and costs.memory is None:
         raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
+
+
+def _refuse_too_many(asked: Sequence[tuple[Scheme, Mapping[str, OptionValue]]]) -> None:
+    """Refuse schedules that together take minutes and gigabytes; a single one that is too large is left out.
+
+    Raises:
+        ConfigError: there are too many ops.
+    """
+    counts = [scheme.least_ops(options) for scheme, options in asked]
+    ops = sum(count for count in counts if count <= MOST_OPS)
+    if ops > _MOST_OPS_TOGETHER:
+        raise ConfigError(
+            f"{len(asked):,} schedules of this size have at least {ops:,} ops, and at most "
+            f"{_MOST_OPS_TOGETHER:,} are compared; choose smaller numbers, or only some schemes"
+        )
+
+
+def _refuse_too_large(placement: Placement, micro_batches: int) -> None:
+    """Refuse to compute an order of too many ops.
+
+    Raises:
+        ConfigError: there are too many ops.
+    """
+    ops = 3 * placement.stages * micro_batches
+    if ops > MOST_OPS:
+        raise ConfigError(f"{ops:,} ops, and at most {MOST_OPS:,} are ordered")
 
 
 def _telling(report: Report | None, total: int) -> Callable[[str], None]:

@@ -7,6 +7,7 @@ a scheme. A record makes no schedule; its builder does.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -308,20 +309,29 @@ class Scheme:
         Raises:
             ConfigError: the schedule has more than ``most`` ops.
         """
-        ops, factors = 2, []  # at least a forward and a backward
-        for option in self.options:
-            value = options.get(option.name, option.default)
-            if not isinstance(value, int):
-                continue
-            if option.multiplies or option.name in (*DEPTH, "micro_batches", "periods"):
-                ops *= max(value, 0)
-                if value > 1:
-                    factors.append(f"{option.name}={_counted(value)}")
+        ops = self.least_ops(options)
         if ops > most:
+            factors = [
+                f"{name}={_counted(value)}" for name, value in self._factors(options).items() if value > 1
+            ]
             raise ConfigError(
                 f"{self.name} with {' and '.join(factors)} has at least {_counted(ops)} ops, but at most "
                 f"{most:,} are built; choose smaller numbers"
             )
+
+    def least_ops(self, options: Mapping[str, OptionValue]) -> int:
+        """Minimum number of ops of the schedule with these options, without building it."""
+        return 2 * math.prod(max(value, 0) for value in self._factors(options).values())
+
+    def _factors(self, options: Mapping[str, OptionValue]) -> dict[str, int]:
+        """Options by which the number of ops is multiplied."""
+        values = {option.name: options.get(option.name, option.default) for option in self.options}
+        return {
+            option.name: value
+            for option in self.options
+            if isinstance(value := values[option.name], int)
+            and (option.multiplies or option.name in (*DEPTH, "micro_batches", "periods"))
+        }
 
     def schedule(self, options: Mapping[str, Any]) -> Schedule:
         """The schedule with these options and with each micro-batch cut into ``slices``.

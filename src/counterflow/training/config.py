@@ -19,6 +19,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import unskippable
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.scheme import MICRO_BATCHES
 
 from . import registry
 from .sections.keys import AUTO, Section
@@ -28,6 +29,9 @@ from .sections.schedule import ScheduleSection
 from .sections.training import MOST_TOKENS, OptimizerSection, PlanSection, TrainSection
 
 _MOST_WARMUP = 2000
+
+_MANY_MICRO_BATCHES = 1000
+"""Micro-batches with which the schedule of any scheme is still built in a moment."""
 
 
 def by_key(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,6 +74,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
+        self._refuse_empty_micro_batches_of_large_schedules()
         schedule = self.build_schedule()
         if self.train.resume == AUTO and self.train.out is None:
             raise ConfigError(
@@ -168,6 +173,16 @@ class RunConfig(Section):
                 "fewer "
                 f"than the {schedule.stages} stages of {schedule.scheme}; give model.layers = {least} or "
                 f"more, or {have} stages or fewer"
+            )
+
+    def _refuse_empty_micro_batches_of_large_schedules(self) -> None:
+        """Refuse empty micro-batches before a schedule is built that takes seconds and gigabytes."""
+        samples, micro_batches = self.train.samples, self.schedule.options().get(MICRO_BATCHES.name)
+        if type(micro_batches) is int and micro_batches > max(samples, _MANY_MICRO_BATCHES):
+            raise ConfigError(
+                f"train.samples = {samples}: cannot be cut into the {micro_batches} micro-batches of "
+                f"{self.schedule.scheme}; give train.samples = {micro_batches} or more, or "
+                f"schedule.micro_batches = {samples} or fewer"
             )
 
     def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:

@@ -21,6 +21,7 @@ from counterflow.checkpoints.memory import Found
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
 from counterflow.measure.machine import cores
+from counterflow.measure.profile import kinds_of
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
@@ -268,6 +269,7 @@ def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[fl
     """Floating-point operations of each layer's forward for this many samples, estimated."""
     inputs, _ = made.batches.batch(0, samples)
     if not isinstance(inputs, dict):
-        return estimated_costs(layers, inputs)
+        listed = made.list_layers is None  # blocks of the built-in models differ in nothing but weights
+        return estimated_costs(layers, inputs, kinds=kinds_of(layers) if listed else None)
     # Layers that need keyword arguments cannot run on the meta device: they are estimated by their weights.
     return [cost * samples * made.batches.positions for cost in estimated_costs(layers)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from counterflow.checkpoints.index import CHECKPOINT
+from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.checkpoints.memory import Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
@@ -429,7 +429,8 @@ class Trainer:
         self.saver.wait()
         outcome = self.saver.last
         if outcome is not None and outcome.path is None:
+            earlier = complete(self.checkpoints)
+            place = f"earlier ones are whole, in {self.checkpoints}" if earlier else "there is no earlier one"
             raise CounterflowError(
-                f"the checkpoint of step {outcome.step} is not written: {outcome.problem}; "
-                f"earlier ones are whole, in {self.checkpoints}"
+                f"the checkpoint of step {outcome.step} is not written: {outcome.problem}; {place}"
             )

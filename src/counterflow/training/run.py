@@ -304,7 +304,7 @@ def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
     if kind is not None and kind.threads:
         raise ConfigError(
             f'pipeline.transport = "{kind}": runs in one process, but {placed} started several; '
-            "choose gloo or nccl, or start without {placed}"
+            f"choose gloo or nccl, or start without {placed}"
         )
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:

@@ -73,3 +73,15 @@ def test_a_layer_that_does_not_run_on_meta() -> None:
 
     with pytest.raises(ConfigError, match=r"layer 1 \(Peeks\) does not run on the meta device"):
         estimated_costs([nn.Linear(2, 2), Peeks()], torch.zeros(1, 2))
+
+
+def test_of_layers_of_one_kind_one_is_run() -> None:
+    """Unless its input has another shape."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+    sample = torch.empty(3, 4)
+    expected = estimated_costs(layers, sample)
+    calls = [0]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    assert estimated_costs(layers, sample, kinds=["a", "a", "b", "a", "a"]) == expected
+    assert calls == [3]

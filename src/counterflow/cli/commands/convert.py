@@ -11,6 +11,7 @@ import typer
 
 from ..options.flags import JsonFlag
 from ..output.console import byte_size, print_json
+from ..output.visible import echo
 
 
 def convert(
@@ -69,4 +70,4 @@ def convert(
     if as_json:
         print_json(ConvertedShown.model_validate(found))
     else:
-        typer.echo(f"{found.path}: {found.kind}, {found.tensors:,} tensors, {byte_size(found.bytes)}")
+        echo(f"{found.path}: {found.kind}, {found.tensors:,} tensors, {byte_size(found.bytes)}")

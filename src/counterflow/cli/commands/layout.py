@@ -15,6 +15,7 @@ from counterflow.schedule.layouts import Kind, Layout, rederive
 
 from ..options.flags import JsonFlag, Record
 from ..output.console import WIDE, alike, console, note, print_json, table_of
+from ..output.visible import echo
 
 if TYPE_CHECKING:
     from counterflow.schedule.layouts import Rederived, Stage
@@ -95,7 +96,7 @@ def _print(found: Rederived) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    typer.echo(found.layout)
+    echo(found.layout)
     now, mtp = found.layout.count(Kind.TRANSFORMER), found.layout.count(Kind.MTP)
     with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
     stages = found.pp * found.vpp
@@ -148,6 +149,6 @@ def _translate(path: Path, text: str | None, changes: Changes, *, as_json: bool)
         stages = None if found.layout is None else str(found.layout)
         print_json(TranslatedShown.of(sections=found.sections, layout=stages, notes=list(found.notes)))
         return
-    typer.echo(found.to_toml(), nl=False)
+    echo(found.to_toml(), nl=False)
     for each in found.notes:
         note(each)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import typer
-
 from counterflow.errors import ConfigError
 from counterflow.fields import asked
 from counterflow.planning.by_length import AtLength, plans_by_length
@@ -27,6 +25,7 @@ from ..options.flags import JsonFlag, Record
 from ..options.wanted import PlanLimits
 from ..output.console import note, print_json, writing
 from ..output.search_bar import order_bar, search_bar
+from ..output.visible import echo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +170,7 @@ def _print_layout(best: Plan) -> None:
         )
     schedule = best.play.schedule
     placement = schedule.placement
-    typer.echo(layout)
+    echo(layout)
     if placement != looped(schedule.workers, schedule.stages // schedule.workers):
         note(
             f"{schedule.scheme} places stages in its own way; Megatron-LM places stage k on rank k % "
@@ -210,7 +209,7 @@ def _list(as_json: bool) -> None:
         return
     width = max(len(name) for name in EXAMPLES)
     for each in known:
-        typer.echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
+        echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
 
 
 def _save(task: Task, folder: Path) -> None:

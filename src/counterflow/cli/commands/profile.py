@@ -94,10 +94,11 @@ def _numbers(text: str) -> list[int]:
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, on a terminal only."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    screen = Console(stderr=True)
+    from ..output.screen import Screen
+
+    screen = Screen(stderr=True)
     with Progress(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bar:
         tasks: dict[str, Any] = {}
 

@@ -13,6 +13,7 @@ from counterflow.errors import ConfigError, hint
 from ..options.flags import JsonFlag
 from ..output.console import WIDE, console, print_json
 from ..output.paper_figures import show_figure
+from ..output.visible import echo
 
 if TYPE_CHECKING:
     from counterflow.papers.tables.layout import Table
@@ -73,7 +74,7 @@ def _list(known: Iterable[str], as_json: bool) -> None:
         print_json(Reproducible(tables=tables, figures=figures))
         return
     for name in names:
-        typer.echo(name)
+        echo(name)
 
 
 SHOWN = ("scheme", "setting", "formula", "value", "measured", "difference", "note")

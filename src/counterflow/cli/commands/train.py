@@ -12,6 +12,7 @@ from counterflow.errors import WorkerError
 
 from ..options.flags import ENDS_PROCESS, JsonFlag, schemes_from
 from ..output.console import WIDE, Row, alike, byte_size, console, note, print_json, table_of
+from ..output.visible import echo
 
 if TYPE_CHECKING:
     from counterflow.training import RunConfig
@@ -137,7 +138,7 @@ def _list_keys(*, as_json: bool) -> None:
         return
     for key in known_keys():
         given = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
-        typer.echo(f"{given}  # {key.about}; {key.legal}")
+        echo(f"{given}  # {key.about}; {key.legal}")
 
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
@@ -158,18 +159,18 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
         print_json(prepared(job.about, folder, least))
         return
     for line in introduction(job.about):
-        typer.echo(line)
+        echo(line)
     for name, amount in alike(least):
-        typer.echo(
+        echo(
             f"worker{'s' if '–' in name else ''} {name}: {byte_size(amount)} of weights, gradients and "
             "optimizer state; activations come on top"
         )
     if job.about.on_cpu and max(least) > (each := memory_bytes("cpu", job.about.workers_here)):
-        typer.echo(
+        echo(
             f"Warning: a worker needs {byte_size(max(least))} at least, and its share of this machine's "
             f"memory is {byte_size(each)}"
         )
-    typer.echo(f"results would go to {folder}, which can be written; nothing was started")
+    echo(f"results would go to {folder}, which can be written; nothing was started")
 
 
 def _rank() -> int:

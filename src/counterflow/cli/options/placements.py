@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from counterflow.errors import ConfigError
+from counterflow.reading import read_text
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.scheme import MOST_OPS
 
@@ -92,10 +93,16 @@ def _of_user(text: str, workers: int | None) -> Placement:
 def _read(path: Path) -> list[list[int]]:
     """Read the table in a file: a JSON list of pipes, or the placement of a schedule."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = json.loads(read_text(path, "is a folder", place=f"--placement {path}"))
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(
             f"--placement {path}: {error}; give a schedule, or JSON as in [[0, 1, 1, 0]]"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"--placement {path}: nested too deeply; give a schedule, or JSON as in [[0, 1, 1, 0]]"
         ) from None
     if isinstance(data, dict):
         data = data.get("placement")

@@ -15,6 +15,8 @@ import typer
 
 from counterflow.errors import ConfigError, CounterflowError
 
+from .visible import echo, visible_json
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -30,11 +32,11 @@ WIDE = 4096
 
 def console(width: int | None = None) -> Console:
     """A console on stdout; ``width`` is assumed if there is no terminal."""
-    from rich.console import Console
+    from .screen import Screen
 
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = None
-    return Console(width=width, highlight=False, soft_wrap=False)
+    return Screen(width=width, highlight=False, soft_wrap=False)
 
 
 def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
@@ -64,12 +66,12 @@ def alike(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 def print_json(value: Result) -> None:
     """Print the JSON object of ``--json`` on one line."""
     shown = {"format": value.format} | value.model_dump(mode="json", exclude_unset=True)
-    typer.echo(json.dumps(shown, ensure_ascii=False, allow_nan=False))
+    typer.echo(visible_json(json.dumps(shown, ensure_ascii=False, allow_nan=False)))
 
 
 def note(text: str) -> None:
     """Print a remark on stderr."""
-    typer.echo(text, err=True)
+    echo(text, err=True)
 
 
 def number(value: float) -> str:

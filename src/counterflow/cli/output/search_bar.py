@@ -11,7 +11,6 @@ def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on stderr, on a terminal only; it is called with the number done, the total, and the
     current activity.
     """
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -21,7 +20,9 @@ def search_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
         TimeRemainingColumn,
     )
 
-    err = Console(stderr=True, highlight=False)
+    from .screen import Screen
+
+    err = Screen(stderr=True, highlight=False)
     if not err.is_terminal:
         yield lambda _done, _of, _what: None
         return
@@ -45,11 +46,12 @@ def order_bar(seconds: float | None) -> Iterator[Callable[[float, float, str], N
     Args:
         seconds: expected duration of the search; None: unknown.
     """
-    from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    err = Console(stderr=True, highlight=False)
+    from .screen import Screen
+
+    err = Screen(stderr=True, highlight=False)
     if not err.is_terminal:
         yield None
         return

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
@@ -22,6 +21,7 @@ from counterflow.training.callbacks import Callback
 from counterflow.training.report import About, Numbers
 
 from .console import WIDE, console
+from .screen import Screen
 
 _LINE_SECONDS = 10.0
 """Seconds between printed lines if there is no terminal."""
@@ -45,7 +45,7 @@ class Progress(Callback):
 
     def __init__(self, *, introduces: bool) -> None:
         self.introduces = introduces
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Screen(stderr=True, highlight=False)
         self.bar: Bar | None = None
         self.task: Any = None
         self.about: About

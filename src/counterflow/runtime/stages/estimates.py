@@ -8,7 +8,7 @@ Invariant: the model is left as it was. Every layer is counted, embedding and he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,12 @@ from counterflow.errors import ConfigError
 from .layers import Activation
 
 
-def estimated_costs(layers: Sequence[nn.Module], sample: Activation | None = None) -> list[float]:
+def estimated_costs(
+    layers: Sequence[nn.Module],
+    sample: Activation | None = None,
+    *,
+    kinds: Sequence[Hashable] | None = None,
+) -> list[float]:
     """Floating-point operations of each layer's forward, estimated without computing anything.
 
     With a sample the layers run on the meta device and their matrix products and convolutions are counted,
@@ -32,6 +37,8 @@ def estimated_costs(layers: Sequence[nn.Module], sample: Activation | None = Non
     Args:
         layers: the model's layers.
         sample: the first layer's input, on any device, ``meta`` too; only shapes and dtypes are used.
+        kinds: kind of each layer; layers of one kind cost the same for the same input, so only the first
+            one runs. None: each is of its own kind.
 
     Raises:
         ConfigError: a layer that does not run on the meta device with this sample.
@@ -43,9 +50,15 @@ def estimated_costs(layers: Sequence[nn.Module], sample: Activation | None = Non
     """
     if sample is None:
         return [_parameter_cost(layer) for layer in layers]
-    costs = []
+    costs: list[float] = []
     value = _on_meta(sample)
+    known: dict[Hashable, tuple[Activation, float]] = {}
     for index, layer in enumerate(layers):
+        key = (kinds[index] if kinds is not None else index, *_shapes(value))
+        if key in known:
+            value, cost = known[key]
+            costs.append(cost)
+            continue
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
         try:
@@ -58,7 +71,12 @@ def estimated_costs(layers: Sequence[nn.Module], sample: Activation | None = Non
             ) from error
         numbers = sum(tensor.numel() for tensor in _tensors(value))
         costs.append(float(counter.get_total_flops() + numbers))
+        known[key] = value, costs[-1]
     return costs
+
+
+def _shapes(value: Activation) -> tuple[Hashable, ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors(value))
 
 
 def _parameter_cost(layer: nn.Module) -> float:
