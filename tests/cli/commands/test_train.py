@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from counterflow.cli.output.screen import Screen
 from counterflow.cli.output.train_progress import Progress, introduction
 from counterflow.training import RunConfig
 from counterflow.training.folder import read_metrics
@@ -399,7 +399,7 @@ ABOUT = About(
 def test_a_bar_on_a_terminal(width: int) -> None:
     written = io.StringIO()
     progress = Progress(introduces=False)
-    progress.console = Console(file=written, force_terminal=True, width=width, color_system=None)
+    progress.console = Screen(file=written, force_terminal=True, width=width, color_system=None)
     progress.begun(ABOUT, Path("run"))
     progress.recorded([])
     assert "time their ops" not in written.getvalue()  # it has just been started

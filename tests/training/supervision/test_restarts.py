@@ -166,16 +166,15 @@ def test_without_memory_it_goes_on_from_its_checkpoint(
     assert step in (2, 4)  # the second one may not have been complete
 
 
-@pytest.mark.parametrize(
-    ("memory_every", "expected"), [(0, {(2, "checkpoint"), (0, "beginning")}), (1, {(5, "memory")})]
-)
+@pytest.mark.parametrize(("memory_every", "expected"), [(0, {"checkpoint", "beginning"}), (1, {"memory"})])
 def test_a_damaged_checkpoint_ends_no_run_that_restarts(
     train: Train,
     fails: Callable[..., None],
     tmp_path: Path,
     memory_every: int,
-    expected: set[tuple[int, str]],
+    expected: set[str],
 ) -> None:
+    """From which step depends on what was written by then."""
     more = OPTIONS | {"train__checkpoint_every": 2}
     train("whole", **more)
 
@@ -187,7 +186,7 @@ def test_a_damaged_checkpoint_ends_no_run_that_restarts(
     train("again", max_restarts=1, train__memory_every=memory_every, **more)
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     assert lines(tmp_path / "again") == lines(tmp_path / "whole")
-    assert set(sources(tmp_path / "again")) <= expected
+    assert {source for _, source in sources(tmp_path / "again")} <= expected
 
 
 def test_as_often_as_time_allows(

@@ -96,7 +96,7 @@ def _print(found: Rederived) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    echo(found.layout)
+    echo(str(found.layout))
     now, mtp = found.layout.count(Kind.TRANSFORMER), found.layout.count(Kind.MTP)
     with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
     stages = found.pp * found.vpp

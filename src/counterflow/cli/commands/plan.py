@@ -170,7 +170,7 @@ def _print_layout(best: Plan) -> None:
         )
     schedule = best.play.schedule
     placement = schedule.placement
-    echo(layout)
+    echo(str(layout))
     if placement != looped(schedule.workers, schedule.stages // schedule.workers):
         note(
             f"{schedule.scheme} places stages in its own way; Megatron-LM places stage k on rank k % "

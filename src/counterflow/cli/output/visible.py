@@ -1,7 +1,6 @@
 """Text for a terminal that contains names from files: characters that a terminal obeys are shown instead.
 
-Invariant: what commands print contains no control characters of a name, whoever wrote the file. Lengths of
-lines are those of the shown text.
+Invariant: what commands print contains no control characters of a name, whatever file it is from.
 """
 
 from __future__ import annotations
