@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+import torch
+from torch.utils import _pytree as pytree
+
 from .opening import Records
 from .record import Record
 from .values import Ref
@@ -67,7 +70,7 @@ class Living:
             alive = {ref for ref in alive if last[ref] >= place}
             alive |= {ref for ref in born[place] if last[ref] >= place}
             self._across.append(tuple(sorted(alive)))
-        self._forbidden = self._split_memory()
+        self._forbidden = self._split_memory() | self._split_gradients()
 
     def across(self, place: int) -> tuple[Ref, ...]:
         """Tensors that cross after this number of steps."""
@@ -82,7 +85,11 @@ class Living:
         )
 
     def allowed(self, place: int) -> bool:
-        """Whether a cut is allowed: not if several names of the same memory cross before it is changed."""
+        """Tell whether a cut is allowed.
+
+        It is not where several names of the same memory cross before it is changed, and not between a tensor
+        and the gradient with respect to it that the forward takes: each stage has a graph of its own.
+        """
         return place not in self._forbidden and bool(self._across[place])
 
     def _split_memory(self) -> set[int]:
@@ -94,6 +101,20 @@ class Living:
                 if len(names) > 1:
                     found.add(place)
         return found
+
+    def _split_gradients(self) -> set[int]:
+        forbidden: set[int] = set()
+        for number, step in enumerate(self._record.steps):
+            if step.function is torch.autograd.grad:
+                args, kwargs = pytree.tree_unflatten(step.takes.parts, step.takes.spec)
+                inputs = pytree.tree_leaves(args[1] if len(args) > 1 else kwargs["inputs"], is_leaf=_is_ref)
+                first = min(leaf.step if _is_ref(leaf) else -1 for leaf in inputs)
+                forbidden |= set(range(max(first + 1, 1), number + 1))
+        return forbidden
+
+
+def _is_ref(leaf: object) -> bool:
+    return isinstance(leaf, Ref)
 
 
 def cuts_of(records: Records) -> list[Cut]:

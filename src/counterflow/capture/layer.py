@@ -160,6 +160,11 @@ class CapturedLayer(nn.Module):
         """Whether the model's output in training is computed from its keyword argument of that name."""
         return name in self._parts[0].used
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether it takes gradients by ``torch.autograd.grad``."""
+        return any(step.function is torch.autograd.grad for part in self._parts for step in part.steps)
+
     def hold_unused(self, name: str, tensor: Tensor) -> None:
         """Hold a parameter or a buffer that no step takes."""
         self._hold(name, tensor)
@@ -185,10 +190,10 @@ class CapturedLayer(nn.Module):
             args, named = step.takes.filled(around)
             call = step.function if step.module is None else held[step.module]
             assert call is not None
-            if step.grad:
+            if step.within is None:
                 found = call(*args, **named)
             else:
-                with torch.no_grad():
+                with step.within.replayed(around.device):
                     found = call(*args, **named)
             leaves = [found] if isinstance(found, Tensor) else pytree.tree_leaves(found)
             if len(leaves) != step.leaves:

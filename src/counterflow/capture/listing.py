@@ -16,8 +16,10 @@ from counterflow.errors import ConfigError
 
 from .cutting import Cut, Living, cuts_of
 from .layer import CapturedLayer, Entry, Part, Sizes, groups_in, needs_dtype
+from .leaks import remove_leaks
 from .opening import Records, records_of
 from .record import Record, main_dtype
+from .unfollowed import clear_frames
 from .values import Held, Ref, Size
 
 _CAPTURING = threading.Lock()
@@ -66,8 +68,12 @@ def layers(
         before, log.disabled = log.disabled, True  # it logs each failed attempt
         try:
             records = records_of(model, example, dict(kwargs or {}), input_dims)
+        except ConfigError as error:
+            clear_frames(error)
+            raise
         finally:
             log.disabled = before
+            remove_leaks()
     cuts = cuts_of(records)
     total = records.training.costs.get("", 0.0)
     edges = [

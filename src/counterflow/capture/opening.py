@@ -15,8 +15,10 @@ from torch import nn
 from counterflow.errors import ConfigError
 
 from .asked import Example, example_of
-from .record import Record
-from .recorder import MARKS, Recorder
+from .effects import globals_of, lru_caches
+from .marks import MARKS, with_named_dtypes
+from .record import Record, main_dtype
+from .recorder import Recorder
 from .sizes import Varies, merged, other_sizes, sizes_of
 from .torch_private import has_hooks
 from .unfollowed import Unfollowed
@@ -63,6 +65,8 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
             return _Opening(model, example, mark=mark).records()
         except Unfollowed as error:
             errors.append(error)
+        except Varies as error:
+            errors.append(Unfollowed("", f"depends on the dtype of the weights: {error}"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
 
 
@@ -92,6 +96,9 @@ class _Opening:
         self._opened = {""}
         self._closed: set[str] = set()
         self._costs: Mapping[str, float] | None = None
+        self._grad_in_evaluation = False
+        self._reachable = globals_of(model)
+        self._caches = lru_caches(self._reachable)
 
     def records(self) -> Records:
         """Both records, with all modules opened that are to be.
@@ -107,7 +114,7 @@ class _Opening:
                 self._opened |= more
                 continue
             before = set(self._opened)
-            evaluation = self._record(training=False)
+            evaluation = self._evaluation()
             if self._opened != before:
                 continue
             try:
@@ -122,6 +129,16 @@ class _Opening:
                 for path in error.paths:
                     self._close(path)
 
+    def _evaluation(self) -> Record:
+        """A record in evaluation, without gradients, unless the model fails then."""
+        try:
+            return self._record(training=False)
+        except Unfollowed:
+            if self._grad_in_evaluation:
+                raise
+            self._grad_in_evaluation = True
+            return self._record(training=False)
+
     @property
     def _in_training(self) -> bool | None:
         return None if self._model.training else True
@@ -132,24 +149,30 @@ class _Opening:
             try:
                 return self._run({}, training=training)
             except Unfollowed as error:
-                if not error.path or error.path not in self._opened:
+                if error.opens and self._may_trace(error.opens):
+                    self._opened.add(error.opens)
+                elif not error.path or error.path not in self._opened:
                     raise
-                self._close(error.path)
+                else:
+                    self._close(error.path)
 
     def _close(self, path: str) -> None:
         inside = {p for p in self._opened if p == path or p.startswith(f"{path}.")}
         self._opened -= inside
         self._closed |= inside
 
-    def _run(self, sizes: Mapping[int, int], *, training: bool | None) -> Record:
+    def _run(self, sizes: Mapping[int, int], *, training: bool | None, marked: bool = True) -> Record:
         found = Recorder(
             self._model,
             self._example,
             self._opened,
             sizes,
             training=training,
-            mark=self._mark,
+            grad=training is not False or self._grad_in_evaluation,
+            mark=self._mark if marked else None,
             costs=self._costs,
+            reachable=self._reachable,
+            caches=self._caches,
         ).run()
         self._costs = found.costs
         return found
@@ -165,7 +188,15 @@ class _Opening:
             found = [self._run(sizes, training=training) for sizes in others]
         except Unfollowed as error:
             raise Varies(str(error)) from error
-        return merged([record, *found], [sizes_of(self._example), *others]) if others else record
+        if others:
+            record = merged([record, *found], [sizes_of(self._example), *others])
+        if self._mark is None:
+            return record
+        try:
+            own = self._run({}, training=training, marked=False)
+        except Unfollowed:  # a function of torch that accepts fewer dtypes without values than with them
+            return record
+        return with_named_dtypes(record, own, main_dtype(self._model))
 
     def _large(self, record: Record) -> Collection[str]:
         limit = record.costs.get("", 0.0) * _SHARE
@@ -180,12 +211,17 @@ class _Opening:
 
     def _may_open(self, path: str) -> bool:
         module = self._by_path[path]
-        if isinstance(module, torch.jit.ScriptModule) or not any(True for _ in module.children()):
-            return False
-        parents = path.split(".")
-        if any(".".join(parents[:n]) in self._closed for n in range(1, len(parents))):
+        if not any(True for _ in module.children()):
             return False
         own = type(module).forward
         if own.__module__.startswith("torch.nn") and not isinstance(module, _OPENED_OF_TORCH):
             return False
-        return not has_hooks(module)
+        return self._may_trace(path)
+
+    def _may_trace(self, path: str) -> bool:
+        """Tell whether nothing but its cost keeps a module from being opened."""
+        parents = path.split(".")
+        if any(".".join(parents[:n]) in self._closed for n in range(1, len(parents) + 1)):
+            return False
+        module = self._by_path[path]
+        return not isinstance(module, torch.jit.ScriptModule) and not has_hooks(module)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .contexts import Change
 from .values import Ref, Template
 
 
@@ -23,7 +24,7 @@ class Step:
         takes: positional and keyword arguments.
         leaves: number of leaves of its result.
         gives: which of these are tensors, and their references.
-        grad: whether it ran with gradients.
+        within: contexts in which it ran, where they differ from those around the forward.
         inside: path of the opened module whose forward made the call.
     """
 
@@ -32,7 +33,7 @@ class Step:
     takes: Template
     leaves: int
     gives: tuple[tuple[int, Ref], ...]
-    grad: bool
+    within: Change | None
     inside: str
 
 
@@ -52,6 +53,7 @@ class Record:
         called: paths of the modules that ran.
         constants: tensors that are neither parameter nor buffer.
         mark: dtype of the weights.
+        reads: attributes of modules that the forwards of opened modules read, each with the module's path.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -65,6 +67,7 @@ class Record:
     called: set[str] = field(default_factory=set)
     constants: dict[str, Tensor] = field(default_factory=dict)
     mark: torch.dtype | None = None
+    reads: set[tuple[str, str]] = field(default_factory=set)
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:

@@ -10,12 +10,9 @@ record: the module whose forward made it is ``Unfollowed``.
 
 from __future__ import annotations
 
-import copy
-import enum
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -24,36 +21,38 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from counterflow.added_loss import added_losses
-from counterflow.trees import tensors_in, version_of
+from counterflow.trees import version_of
 
+from .arguments import (
+    ABSENT,
+    DRAWING,
+    UNSEEN,
+    is_constant,
+    same,
+    sizes_as_tuples,
+    versions,
+)
 from .asked import Example
+from .contexts import Context, process_settings, restore_process_settings
 from .counting import OperationCounter, numbers_in, size_of
-from .record import Record, Step, main_dtype
+from .effects import Effects, LruCache
+from .fake_model import DEVICE, FakeModel
+from .marks import following
+from .record import Record, Step
+from .state import State
 from .torch_private import (
+    OF_TORCH,
+    WEIGHT,
     FakeTensor,
-    FakeTensorMode,
+    RecordingMode,
     ShapeEnv,
     attributes_of,
-    drop_hooks,
+    is_of_transform,
     memory_of,
     state_of,
 )
 from .unfollowed import Unfollowed, failed, line_of
-from .values import Held, OfDevice, OfDtype, Ref, Span, Template
-
-DEVICE = torch.device("cpu")
-"""Device that fake tensors report."""
-
-MARKS = (torch.float64, torch.bfloat16, None)
-"""Dtypes of fake weights; everything of this dtype then depends on the weights' dtype.
-
-Modules may not accept the first; None: weights have their own dtype, and dtypes are those of the example.
-"""
-
-_LIMITS = ("min", "max", "eps", "tiny")
-"""Numbers of a dtype that ``torch.finfo`` provides."""
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+from .values import Held, OfDevice, Ref, Span, Template
 
 
 class Recorder(TorchFunctionMode):
@@ -65,9 +64,12 @@ class Recorder(TorchFunctionMode):
         opened: paths of the modules that are traced.
         sizes: by group of free dimensions, its size in this run; others have the example's.
         training: whether all modules are in training mode; None: each in its own mode.
-        mark: one of ``MARKS``, which distinguishes the weights' dtype from a float32 that the user's code
-            asks for.
+        grad: whether gradients are recorded around the forward.
+        mark: one of ``marks.MARKS``, which distinguishes the weights' dtype from a float32 that the user's
+            code asks for.
         costs: costs that a run has counted, which takes time; None: this run counts them.
+        reachable: globals and closures that the model's forwards can reach.
+        caches: functions with a cache.
     """
 
     def __init__(
@@ -78,81 +80,37 @@ class Recorder(TorchFunctionMode):
         sizes: Mapping[int, int],
         *,
         training: bool | None,
+        grad: bool,
         mark: torch.dtype | None,
         costs: Mapping[str, float] | None,
+        reachable: State,
+        caches: Collection[LruCache],
     ) -> None:
         super().__init__()
-        self._opened, self._example, self._sizes, self._mark = opened, example, sizes, mark
+        self._opened, self._example, self._sizes = opened, example, sizes
         self._mode = "evaluation" if training is False else "training"
+        self._grad = grad
         self._record = Record(mark=mark, costs=dict(costs or {}))
         self._counts = costs is None
-        self._of_mark: dict[Any, OfDtype] = {}
-        if mark is not None:
-            told = {getattr(torch.finfo(mark), name): OfDtype(name) for name in _LIMITS}
-            self._of_mark = {mark: OfDtype(), **told}
+        self._of_mark = following(mark)
         self._origin: dict[int, Ref | Held] = {}
         self._alive: list[Any] = []
         self._stack: list[str] = [""]
         self._atoms = 0  # nesting depth within an atom
         self._unit: dict[int, bool | None] = {}
-        self._classes: dict[type, type] = {}
         self._costs: list[str] = []
         self._graphs: dict[int, type] = {}
         # Values of tensors are unknown symbols.
-        self._fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        self._model_dtype = main_dtype(model)
-        self._model = self._copied(model)
-        if training is not None:
-            self._model.train(training)
-        self._paths = {id(m): path for path, m in self._model.named_modules()}
+        self._fake = RecordingMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._model = FakeModel(
+            model, self._fake, mark=mark, training=training, called=self._called, read=self._note_read
+        )
+        self._origin |= self._model.origins
+        self._paths = self._model.paths
         self._left: dict[int, dict[str, Any]] = {}
-        self._class = type(self._model)
-        for module in list(self._model.modules()):
-            self._watch(module)
-
-    # -- the copy
-
-    def _copied(self, model: nn.Module) -> nn.Module:
-        memo: dict[int, Any] = {}
-        named = (*model.named_parameters(), *model.named_buffers())
-        with self._fake:
-            for name, tensor in named:
-                if id(tensor) not in memo:
-                    memo[id(tensor)] = made = self._fake_of(tensor)
-                    self._origin[id(made)] = Held(name)
-                    self._alive.append(made)
-        for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and not value.is_leaf:
-                    memo[id(value)] = value.detach().clone()
-        return copy.deepcopy(model, memo)
-
-    def _fake_of(self, tensor: Tensor) -> Tensor:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self._dtype_of(tensor), device=DEVICE)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
-
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return self._mark if self._mark and tensor.dtype == self._model_dtype else tensor.dtype
-
-    def _watch(self, module: nn.Module) -> None:
-        """Make a module of the copy report its calls."""
-        if isinstance(module, (torch.jit.ScriptModule, *_CONTAINERS)):
-            return
-        drop_hooks(module)  # these are the user's, who would see the calls
-        cls = type(module)
-        if cls not in self._classes:
-
-            def called(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return self._called(this, cls, args, kwargs)
-
-            body = {"__call__": called, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            self._classes[cls] = type(cls.__name__, (cls,), body)
-        try:
-            module.__class__ = self._classes[cls]
-        except TypeError:  # its class does not allow plain objects
-            return
+        self._running = False
+        self._settings = process_settings()
+        self._effects = Effects(self._model.module, opened, reachable, caches, self._lasts)
 
     # -- the run
 
@@ -162,22 +120,59 @@ class Recorder(TorchFunctionMode):
         Raises:
             Unfollowed: the forward of an opened module cannot be traced.
         """
+        try:
+            return self._ran()
+        finally:
+            self._effects.undo()
+            restore_process_settings(self._settings)
+            self._model.close()
+            self._alive.clear()
+            self._origin.clear()
+
+    def _ran(self) -> Record:
         record, example = self._record, self._example
         with self._fake:
             leaves = self._inputs()
         before = self._attributes()
-        self._leave(self._model)
+        model = self._model
+        self._leave(model.module)
         args, kwargs = pytree.tree_unflatten(leaves, example.spec)
         try:
-            with self._fake, self._counting(), self, torch.enable_grad(), added_losses():
-                result = self._through(self._model, self._class, args, kwargs)
+            with self._fake, self._counting(), self, torch.set_grad_enabled(self._grad), added_losses():
+                self._around = Context.current()
+                self._running = True
+                result = self._through(model.module, model.kind, args, kwargs)
+                self._running = False
             record.output = self._template(result)
+            self._refuse_effects()
         except Unfollowed:
             raise
         except Exception as error:  # a model may raise anything
             raise failed(self._stack[-1], error) from error
         self._refuse_changed(before)
         return record
+
+    def _refuse_effects(self) -> None:
+        """Refuse effects of the code of opened modules, which no step repeats."""
+        why = self._effects.refusal()
+        if why is None and process_settings() != self._settings:
+            why = "changes a setting of the process (the default dtype, deterministic algorithms)"
+        if why is not None:
+            raise Unfollowed(self._stack[-1], why)
+
+    def _lasts(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor comes from no input, no weight and no random draw."""
+        refs = [self._origin.get(id(tensor))]
+        while refs:
+            ref = refs.pop()
+            if not isinstance(ref, Ref) or ref.step < 0:
+                return False
+            step = self._record.steps[ref.step]
+            held = any(isinstance(leaf, Held) for leaf in step.takes.leaves())
+            if held or step.module is not None or getattr(step.function, "__name__", "") in DRAWING:
+                return False
+            refs += step.takes.refs
+        return True
 
     def _inputs(self) -> list[Any]:
         """Fake tensors for the example's, in the sizes of this run."""
@@ -188,7 +183,7 @@ class Recorder(TorchFunctionMode):
             shape = list(leaf.shape)
             for dim, group in self._example.free[index]:
                 shape[dim] = self._sizes.get(group, shape[dim])
-            made = torch.empty(shape, dtype=self._dtype_of(leaf), device=DEVICE)
+            made = torch.empty(shape, dtype=self._model.dtype_of(leaf), device=DEVICE)
             leaves[index] = made.requires_grad_(leaf.requires_grad)
             ref = self._record.inputs[index] = Ref(-1, len(self._record.inputs))
             self._know(made, ref)
@@ -229,8 +224,9 @@ class Recorder(TorchFunctionMode):
 
     def _noted_module(self, path: str, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
         self._refuse_switched(path, module)
+        self._refuse_effects()
         takes = self._template((args, kwargs))
-        before = _versions((args, kwargs))
+        before = versions((args, kwargs))
         self._atoms += 1
         try:
             with self._costing(path):
@@ -240,6 +236,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._atoms -= 1
         self._leave(module)
+        self._effects.accept()
         self._noted(path, None, takes, found, before)
         return found
 
@@ -256,9 +253,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if (known := self._of_draws(func, name, args)) is not None:
             return known
-        if name in _UNSEEN:
+        if name in UNSEEN:
             raise self._unfollowed(f"calls Tensor.{name}")
-        before = _versions((args, kwargs))
+        before = versions((args, kwargs))
         takes = self._template((tuple(args), kwargs)) if before else None
         found = func(*args, **kwargs)
         has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found))
@@ -310,14 +307,15 @@ class Recorder(TorchFunctionMode):
                 self._know(leaf, ref)
                 if leaf.grad_fn is not None:
                     self._graphs[id(leaf)] = type(leaf.grad_fn)
+        within = self._around.change_to(Context.current())
         self._record.steps.append(
-            Step(module, function, takes, len(leaves), tuple(gives), torch.is_grad_enabled(), self._stack[-1])
+            Step(module, function, takes, len(leaves), tuple(gives), within, self._stack[-1])
         )
         if changed:
             self._record.changes[number] = {memory_of(tensor) for tensor in changed}
 
     def _template(self, tree: Any) -> Template:
-        leaves, spec = pytree.tree_flatten(_sizes_as_tuples(tree))
+        leaves, spec = pytree.tree_flatten(sizes_as_tuples(tree))
         return Template([self._stand_in(leaf) for leaf in leaves], spec)
 
     def _stand_in(self, leaf: Any) -> Any:
@@ -331,13 +329,15 @@ class Recorder(TorchFunctionMode):
             return OfDevice()
         if isinstance(leaf, (torch.dtype, float)):
             return self._of_mark.get(leaf, leaf)
-        if _is_constant(leaf):
+        if is_constant(leaf):
             return leaf
         raise self._unfollowed(f"passes a {type(leaf).__name__} to what it calls")
 
     def _of_tensor(self, tensor: Tensor) -> Ref | Held:
         known = self._origin.get(id(tensor))
         if known is None:
+            if is_of_transform(tensor):
+                raise self._unfollowed("calls a transform of torch.func")
             if isinstance(tensor, FakeTensor):
                 raise self._unfollowed("uses a tensor of a call that is not traced")
             known = Held(f"constant {len(self._record.constants)} of {self._mode}")
@@ -354,14 +354,17 @@ class Recorder(TorchFunctionMode):
         return known
 
     def _unfollowed(self, why: str) -> Unfollowed:
-        return Unfollowed(self._stack[-1], why, line_of(traceback.extract_stack()))
+        return Unfollowed(self._stack[-1], why, self._line())
+
+    def _line(self) -> str:
+        return line_of(traceback.extract_stack())
 
     # -- attributes
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """Attributes of the opened modules."""
         found: dict[str, dict[str, Any]] = {}
-        for path, module in self._model.named_modules():
+        for path, module in self._model.module.named_modules():
             if path in self._opened:
                 found[path] = attributes_of(module)
         return found
@@ -376,15 +379,25 @@ class Recorder(TorchFunctionMode):
             now = state_of(one)
             before = self._left.get(id(one), now)
             for name in now.keys() | before.keys():
-                if not _same(now.get(name, _ABSENT), before.get(name, _ABSENT)):
+                if not same(now.get(name, ABSENT), before.get(name, ABSENT)):
                     inside = self._paths.get(id(one), path)
+                    if name.startswith(WEIGHT):
+                        why = f"calls {inside!r} with another {name.removeprefix(WEIGHT)}"
+                        raise Unfollowed(self._stack[-1], why, self._line(), opens=path)
                     raise self._unfollowed(f"changes the attribute {name!r} of {inside!r}, which it calls")
 
     def _refuse_changed(self, before: dict[str, dict[str, Any]]) -> None:
         for path, now in self._attributes().items():
             for name, value in now.items():
-                if not _same(value, before[path].get(name, _ABSENT)):
+                if not same(value, before[path].get(name, ABSENT)):
                     raise Unfollowed(path, f"sets its attribute {name!r}")
+
+    def _note_read(self, module: nn.Module, name: str) -> None:
+        """Note an attribute that the code of opened modules reads."""
+        if self._running and not self._atoms and name not in OF_TORCH:
+            path = self._paths.get(id(module))
+            if path is not None:
+                self._record.reads.add((path, name))
 
     @contextmanager
     def _costing(self, path: str) -> Iterator[None]:
@@ -402,47 +415,3 @@ class Recorder(TorchFunctionMode):
         costs = self._record.costs
         for path in {"", *self._costs}:
             costs[path] = costs.get(path, 0.0) + cost
-
-
-_ABSENT = object()
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
-    *(torch.layout, torch.memory_format, torch.dtype, torch.device),
-)
-
-
-def _same(value: object, old: object) -> bool:
-    return value is old or (isinstance(value, _PLAIN) and value == old)
-
-
-_UNSEEN = {
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "retain_grad",
-    "backward",
-    "numpy",
-    "data_ptr",
-}
-"""Methods of tensors whose effect no step contains."""
-
-
-def _is_constant(leaf: Any) -> bool:
-    """Whether it is the same in every run of the model: numbers, texts, types, functions of modules."""
-    if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
-        return not getattr(leaf, "__closure__", None)
-    return isinstance(leaf, (*_PLAIN, type)) or leaf is Ellipsis
-
-
-def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [(tensor, version_of(tensor)) for tensor in tensors_in(tree)]
-
-
-def _sizes_as_tuples(tree: Any) -> Any:
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return kind(map(_sizes_as_tuples, tree))
-    if kind is dict:
-        return {name: _sizes_as_tuples(part) for name, part in tree.items()}
-    if isinstance(tree, (Tensor, *_PLAIN)):
-        return tree
-    return pytree.tree_map_only(torch.Size, tuple, tree, is_leaf=lambda x: isinstance(x, torch.Size))

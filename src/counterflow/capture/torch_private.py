@@ -13,7 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "ShapeEnv", "TorchDispatchMode"]
+__all__ = ["FakeTensor", "FakeTensorMode", "RecordingMode", "ShapeEnv", "TorchDispatchMode"]
+
+
+class RecordingMode(FakeTensorMode):
+    """Mode of the tensors of recordings, of which none is left after these."""
+
 
 # FakeTensorMode: tensors with shapes but no values that report a device. Without it: the
 # meta device, whose tensors report that device.
@@ -46,12 +51,22 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return own | module._buffers | module._parameters
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, besides its mode."""
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """What a module's own forward may depend on, besides its tensors. Without it: ``attributes_of``."""
-    found = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    found = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
     hooks = {name: len(vars(module).get(name, ())) for name in _HOOKS}
-    return found | hooks | {"training": module.training}
+    weights = {f"{WEIGHT}{name}": tensor for name, tensor in (module._buffers | module._parameters).items()}
+    return found | hooks | weights
+
+
+WEIGHT = "weight: "
+"""Prefix of the names of parameters and buffers in ``state_of``."""
+
+
+def is_of_transform(tensor: Tensor) -> bool:
+    """Tell whether a transform of ``torch.func`` made a tensor. Without it: its results are constants."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

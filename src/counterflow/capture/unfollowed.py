@@ -16,11 +16,12 @@ class Unfollowed(Exception):  # noqa: N818 - nothing is wrong with the model
         path: path of the opened module; empty: the model itself.
         why: what it does, in words that continue "the forward ...".
         line: line of the user's code; empty: unknown.
+        opens: path of a module whose own forward has to be traced for this one; empty: there is none.
     """
 
-    def __init__(self, path: str, why: str, line: str = "") -> None:
+    def __init__(self, path: str, why: str, line: str = "", *, opens: str = "") -> None:
         super().__init__(f"{path or 'the model'}: {why} ({line})")
-        self.path, self.why, self.line = path, why, line
+        self.path, self.why, self.line, self.opens = path, why, line, opens
 
 
 def _first_line(error: Exception) -> str:
@@ -47,3 +48,10 @@ def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
         if not frame.filename.startswith((*_NOT_USERS, "<")):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Free the variables of all frames that an error and its causes passed, which contain tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -124,7 +124,9 @@ class Pipeline(Forwards):
         self.execution, self.batching = execution, batching
         schedule = schedule_of(schedule, {})
         if example is not None:
-            list_layers, costs = found_layers(model, example, list_layers, costs, self.batching)
+            list_layers, costs = found_layers(
+                model, example, list_layers, costs, self.batching, stages=schedule.stages
+            )
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)

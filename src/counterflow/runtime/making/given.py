@@ -40,6 +40,8 @@ def found_layers(
     list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
     costs: Sequence[float] | None,
     batching: Batching,
+    *,
+    stages: int,
 ) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
     """What lists the layers that are found automatically, and their costs.
 
@@ -57,4 +59,10 @@ def found_layers(
             f"is {dims!r}; call cf.layers with what fits, and give its layers by list_layers"
         )
     layers = capture.layers(cast("nn.Module", model), example, input_dims=dims)
+    if len(layers) < stages and any(layer.differentiates for layer in layers):
+        raise ConfigError(
+            f"the {type(model).__name__} is {len(layers)} layer{'s' * (len(layers) != 1)} for {stages} "
+            "stages, as its forward calls torch.autograd.grad, and a gradient through two stages would be "
+            "that of the second; choose fewer stages"
+        )
     return lambda _: layers, [layer.cost for layer in layers] if costs is None else costs

@@ -1,0 +1,135 @@
+"""A copy of a model whose weights have shapes but no values, and whose modules report calls and reads.
+
+Invariant: the user's model is not changed, and other threads may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .record import main_dtype
+from .torch_private import FakeTensorMode, drop_hooks
+from .values import Held
+
+DEVICE = torch.device("cpu")
+"""Device that fake tensors report."""
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+Called = Callable[[nn.Module, type, Any, Any], Any]
+"""Function of a called module, its class and the call's arguments."""
+
+Read = Callable[[nn.Module, str], None]
+"""Function of a module and the name of an attribute that is read."""
+
+
+class FakeModel:
+    """The copy.
+
+    Args:
+        model: the user's model.
+        fake: mode of the tensors without values.
+        mark: dtype of the copy's weights; None: they keep theirs.
+        training: whether all modules are in training mode; None: each keeps its mode.
+        called: makes the calls of modules.
+        read: notes the attributes that are read.
+
+    Attributes:
+        module: the copy.
+        kind: class of the user's model.
+        paths: by identity of a module, its path.
+        origins: by identity of a tensor, the parameter or buffer of the user's model.
+        tensors: the tensors of ``origins``, so identities stay theirs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fake: FakeTensorMode,
+        *,
+        mark: torch.dtype | None,
+        training: bool | None,
+        called: Called,
+        read: Read,
+    ) -> None:
+        self._fake, self._mark, self._called, self._read = fake, mark, called, read
+        self._dtype = main_dtype(model)
+        self._classes: dict[type, type] = {}
+        self.origins: dict[int, Held] = {}
+        self.tensors: list[Tensor] = []
+        self.module = self._copied(model)
+        if training is not None:
+            self.module.train(training)
+        self.kind = type(self.module)
+        self.paths = {id(module): path for path, module in self.module.named_modules()}
+        for module in list(self.module.modules()):
+            self._watch(module)
+
+    def close(self) -> None:
+        """Drop the copy, so its tensors are freed at once."""
+        self._classes.clear()
+        self.origins.clear()
+        self.tensors.clear()
+        self.paths.clear()
+        del self.module, self._called, self._read
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Dtype in which a tensor of the user's appears in the copy's run."""
+        return self._mark if self._mark and tensor.dtype == self._dtype else tensor.dtype
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        named = (*model.named_parameters(), *model.named_buffers())
+        with self._fake:
+            for name, tensor in named:
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = made = self._fake_of(tensor)
+                    self.origins[id(made)] = Held(name)
+                    self.tensors.append(made)
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()
+        return copy.deepcopy(model, memo)
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device=DEVICE)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def _watch(self, module: nn.Module) -> None:
+        """Make a module of the copy report its calls, and reads of its attributes."""
+        if isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
+            return
+        drop_hooks(module)  # these are the user's, who would see the calls
+        kind = type(module)
+        if kind not in self._classes:
+            self._classes[kind] = self._reporting(kind)
+        try:
+            module.__class__ = self._classes[kind]
+        except TypeError:  # its class does not allow plain objects
+            return
+
+    def _reporting(self, kind: type) -> type:
+        of_kind: Any = kind.__getattribute__
+
+        def called(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._called(this, kind, args, kwargs)
+
+        def read(this: nn.Module, name: str) -> Any:
+            self._read(this, name)
+            return of_kind(this, name)
+
+        body = {
+            "__call__": called,
+            "__getattribute__": read,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        }
+        return type(kind.__name__, (kind,), body)

@@ -1,0 +1,67 @@
+"""Tensors without values that a recording left in an object of the user's, and their removal.
+
+Invariant: after ``remove_leaks`` no such tensor is left, or an error names the object that has it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from types import CellType, FrameType, ModuleType
+from typing import Any
+
+from counterflow.errors import ConfigError
+
+from .torch_private import FakeTensor, RecordingMode
+from .walk import LRU_CACHE
+
+_DEEPEST = 4
+"""Largest number of tuples, lists and dicts around a tensor that a cache has as one entry."""
+
+
+def remove_leaks() -> None:
+    """Remove the tensors of recordings, of which none is in progress, from caches.
+
+    Raises:
+        ConfigError: an object that is no cache has one.
+    """
+    if not _leaks():
+        return
+    gc.collect()
+    leaks = _leaks()
+    for leak in leaks:
+        _remove(leak, leaks, 0)
+
+
+def _leaks() -> list[FakeTensor]:
+    return [o for o in gc.get_objects() if type(o) is FakeTensor and type(o.fake_mode) is RecordingMode]
+
+
+def _remove(leak: Any, known: Any, depth: int) -> None:
+    for owner in gc.get_referrers(leak):
+        if owner is known or isinstance(owner, FrameType) or type(owner) is FakeTensor:
+            continue
+        if type(owner) is LRU_CACHE:
+            owner.cache_clear()
+        elif isinstance(owner, dict):
+            _remove_entry(owner, leak)
+        elif isinstance(owner, (list, tuple, set, deque, CellType)) and depth < _DEEPEST:
+            _remove(owner, known, depth + 1)
+
+
+def _remove_entry(entries: dict[Any, Any], leak: Any) -> None:
+    owners = [o for o in gc.get_referrers(entries) if getattr(o, "__dict__", None) is entries]
+    names = [name for name, value in list(entries.items()) if value is leak]
+    caches = [o for o in gc.get_referrers(entries) if type(o) is LRU_CACHE]
+    for cache in caches:
+        cache.cache_clear()
+    if not owners:
+        for name in names:
+            entries.pop(name, None)
+        return
+    owner = owners[0]
+    place = f"module {owner.__name__}" if isinstance(owner, ModuleType) else f"a {type(owner).__name__}"
+    raise ConfigError(
+        f"a forward sets {', '.join(map(repr, names))} of {place} to a tensor that it computes, which no "
+        "layers found automatically would do; keep it in the module whose forward makes it"
+    )

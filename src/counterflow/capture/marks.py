@@ -1,0 +1,78 @@
+"""Dtypes and limits of dtypes that follow the weights, told from those that the user's code names.
+
+A run whose weights have another dtype (a mark) shows which dtypes follow the weights. A run in the weights'
+own dtype shows the dtypes that the user's code names itself, which may be the mark's: these stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import starmap
+from typing import Any
+
+import torch
+
+from .record import Record, Step
+from .sizes import Varies
+from .values import OfDtype, Span, Template
+
+MARKS = (torch.float64, torch.bfloat16, None)
+"""Dtypes of fake weights; everything of this dtype then depends on the weights' dtype.
+
+Modules may not accept the first; None: weights have their own dtype, and dtypes are those of the example.
+"""
+
+_LIMITS = ("min", "max", "eps", "tiny")
+"""Numbers of a dtype that ``torch.finfo`` provides."""
+
+
+def following(mark: torch.dtype | None) -> dict[Any, OfDtype]:
+    """Dtype and limits that appear in a marked run, and what each stands for."""
+    if mark is None:
+        return {}
+    return {mark: OfDtype(), **{getattr(torch.finfo(mark), name): OfDtype(name) for name in _LIMITS}}
+
+
+def with_named_dtypes(marked: Record, own: Record, dtype: torch.dtype) -> Record:
+    """A marked record, with the dtypes that the user's code names.
+
+    Args:
+        marked: record of a run with marked weights.
+        own: record of a run whose weights have their own dtype.
+        dtype: this dtype.
+
+    Raises:
+        Varies: the runs take different steps, so these depend on the weights' dtype.
+    """
+    if len(marked.steps) != len(own.steps):
+        raise Varies("it takes other steps")
+    names = _Names(dtype)
+    steps = list(starmap(names.step, zip(marked.steps, own.steps, strict=True)))
+    return replace(marked, steps=steps, output=names.template(marked.output, own.output))
+
+
+class _Names:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def step(self, marked: Step, own: Step) -> Step:
+        kinds = {(s.module, s.function, s.inside, s.leaves, s.gives, s.within) for s in (marked, own)}
+        if len(kinds) > 1:
+            raise Varies("it takes other steps", marked.inside)
+        return replace(marked, takes=self.template(marked.takes, own.takes))
+
+    def template(self, marked: Template, own: Template) -> Template:
+        if marked.spec != own.spec:
+            raise Varies("it returns another structure")
+        if not any(isinstance(leaf, (OfDtype, torch.dtype)) for leaf in marked.leaves()):
+            return marked
+        return Template(list(starmap(self._leaf, zip(marked.parts, own.parts, strict=True))), marked.spec)
+
+    def _leaf(self, marked: Any, own: Any) -> Any:
+        if isinstance(marked, Span) or isinstance(own, Span):
+            return marked
+        if isinstance(marked, OfDtype):
+            limits = torch.finfo(self._dtype)
+            expected = getattr(limits, marked.limit) if marked.limit else self._dtype
+            return marked if own == expected else own
+        return own if isinstance(own, torch.dtype) else marked

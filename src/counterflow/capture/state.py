@@ -1,0 +1,264 @@
+"""Python values that a forward can read beside its tensors, their fast comparison, and their restoration.
+
+A ``State`` is the result of a walk (``walk``): every value by its name, and the containers in which they are.
+Whether a container has the same objects takes nanoseconds an entry; only if one has not are values compared.
+
+Invariant: a state keeps all objects that it names alive, so identities stay theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_
+from types import CellType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from counterflow.trees import version_of
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
+"""Value of a name that does not exist."""
+
+
+class Same:
+    """An object that equals only itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"another {type(self.value).__name__}"
+
+
+class Plain:
+    """A number or a text, which equals one of the same type and value."""
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+        self.value = repr(value) if isinstance(value, (float, complex)) else value  # nan is nan, 0.0 not -0.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and self.kind is other.kind and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.value))
+
+    def __repr__(self) -> str:
+        return str(self.value) if self.kind in (float, complex) else repr(self.value)
+
+
+class Watch(Protocol):
+    """A container whose entries are compared and restored."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+
+
+class Names:
+    """Some names of a mapping: globals of a module, attributes of an object or a class.
+
+    Args:
+        mapping: the mapping.
+        labels: by name, the name for messages.
+        owner: class whose attributes the mapping has; None: names are set in the mapping.
+    """
+
+    __slots__ = ("_get", "_labels", "_mapping", "_names", "_owner", "_values")
+
+    def __init__(self, mapping: Mapping[str, Any], labels: Mapping[str, str], owner: object = None) -> None:
+        self._mapping, self._labels, self._owner = mapping, labels, owner
+        self._get = mapping.get
+        self._names = tuple(labels)
+        self._values = tuple(map(self._get, self._names, repeat(ABSENT)))
+
+    @property
+    def label(self) -> str:
+        """The first name with another value, for messages."""
+        pairs = zip(self._names, self._values, strict=True)
+        return next((self._labels[n] for n, v in pairs if self._get(n, ABSENT) is not v), "")
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return all(map(is_, map(self._get, self._names, repeat(ABSENT)), self._values))
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        for name, value in zip(self._names, self._values, strict=True):
+            now = self._get(name, ABSENT)
+            if now is value:
+                continue
+            if self._owner is not None:
+                delattr(self._owner, name) if value is ABSENT else setattr(self._owner, name, value)
+            elif value is ABSENT:
+                del self._mapping[name]  # type: ignore[attr-defined]
+            else:
+                self._mapping[name] = value  # type: ignore[index]
+
+
+class Entries:
+    """All entries of a dict."""
+
+    __slots__ = ("_dict", "_keys", "_values", "label")
+
+    def __init__(self, label: str, entries: dict[Any, Any]) -> None:
+        self.label, self._dict = label, entries
+        self._keys, self._values = tuple(entries), tuple(entries.values())
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        now = self._dict
+        return (
+            len(now) == len(self._keys)
+            and all(map(is_, now.values(), self._values))
+            and all(map(is_, now, self._keys))
+        )
+
+    def added(self) -> list[Any]:
+        """Values of new keys, if all others are as before; else none."""
+        now = self._dict
+        if len(now) <= len(self._keys) or any(
+            now.get(key, ABSENT) is not value for key, value in zip(self._keys, self._values, strict=True)
+        ):
+            return []
+        return [value for key, value in now.items() if key not in set(self._keys)]
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        self._dict.clear()
+        self._dict.update(zip(self._keys, self._values, strict=True))
+
+
+class Items:
+    """All items of a list, a deque or a set."""
+
+    __slots__ = ("_items", "_values", "label")
+
+    def __init__(self, label: str, items: list[Any] | deque[Any] | set[Any]) -> None:
+        self.label, self._items = label, items
+        self._values = tuple(items)
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return len(self._items) == len(self._values) and all(map(is_, self._items, self._values))
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        self._items.clear()
+        add: Callable[[Any], None] = getattr(self._items, "append", None) or self._items.add  # type: ignore[union-attr]
+        for value in self._values:
+            add(value)
+
+
+class Cell:
+    """A variable of a closure."""
+
+    __slots__ = ("_cell", "_value", "label")
+
+    def __init__(self, label: str, cell: CellType) -> None:
+        self.label, self._cell = label, cell
+        self._value = content_of(cell)
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return content_of(self._cell) is self._value
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        if self._value is ABSENT:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = self._value
+
+
+class Version:
+    """Content of a tensor, by torch's count of its changes; it cannot be restored."""
+
+    __slots__ = ("_tensor", "_version", "label")
+
+    def __init__(self, label: str, tensor: Tensor) -> None:
+        self.label, self._tensor, self._version = label, tensor, version_of(tensor)
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return version_of(self._tensor) == self._version
+
+    def restore(self) -> None:
+        """Leave the tensor as it is: a run without values changes none that has some."""
+
+
+class Content:
+    """Content of a small array of NumPy."""
+
+    __slots__ = ("_array", "_bytes", "label")
+
+    def __init__(self, label: str, array: Any) -> None:
+        self.label, self._array, self._bytes = label, array, array.tobytes()
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return bool(self._array.tobytes() == self._bytes)
+
+    def restore(self) -> None:
+        """Leave the array as it is."""
+
+
+def content_of(cell: CellType) -> Any:
+    """Value of a closure's variable; ``ABSENT``: it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+@dataclass(slots=True)
+class State:
+    """Values by name, and the containers in which they are.
+
+    Attributes:
+        tokens: by name, what stands for the value: two states are equal if these are.
+        watches: the containers.
+        iterators: values that give another value each time they are asked: path of the module that reads
+            one, and its name.
+        mentions: names of the Python modules that the walked functions mention.
+        caches: functions with a cache of ``functools``, by identity.
+    """
+
+    tokens: dict[str, object] = field(default_factory=dict)
+    watches: list[Watch] = field(default_factory=list)
+    iterators: list[tuple[str, str]] = field(default_factory=list)
+    mentions: set[str] = field(default_factory=set)
+    caches: dict[int, Any] = field(default_factory=dict)
+
+    def unchanged(self) -> bool:
+        """Compare all containers with the saved entries, by identity."""
+        return all(watch.unchanged() for watch in self.watches)
+
+    def changed(self) -> list[Watch]:
+        """Containers whose entries are other objects than the saved ones."""
+        return [watch for watch in self.watches if not watch.unchanged()]
+
+    def differences(self, other: State) -> list[str]:
+        """Names whose values differ from those of another state."""
+        names = [*self.tokens, *(name for name in other.tokens if name not in self.tokens)]
+        return [n for n in names if self.tokens.get(n, ABSENT) != other.tokens.get(n, ABSENT)]
