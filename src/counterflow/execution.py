@@ -278,7 +278,11 @@ class Batching(Options):
     """Dimension of the targets' tensors that contains the samples."""
 
     kwarg_dims: Any = option(0, "dimensions of samples")
-    """Dimension of the samples in keyword arguments to the first layer."""
+    """Dimension of the samples in keyword arguments to the first layer.
+
+    A tensor that is as long as the mini-batch by coincidence is refused by name in the first one, until
+    ``{"cu_seqlens": None}`` or ``{"position_ids": 1}`` says how it is cut.
+    """
 
     output_dims: Any = option(0, "dimensions of samples")
     """Dimension of the samples in the last layer's outputs, if outputs are asked for."""

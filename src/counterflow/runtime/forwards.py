@@ -13,6 +13,7 @@ from torch import Tensor
 from counterflow.execution import Batching
 from counterflow.schedule.ir import Schedule
 
+from .cut_probe import CutProbe
 from .execution.evaluation import Found, PendingEvaluation
 from .execution.step import Evaluation
 from .generation import GenerationCheck, Sampling, generated
@@ -35,6 +36,7 @@ class Forwards(States):
     replica: int
     _generation_check: GenerationCheck
     _listing: Listing
+    _cut_probe: CutProbe
 
     def evaluate(
         self,
@@ -188,4 +190,6 @@ class Forwards(States):
             if call.trains:
                 self._calls.only_own("step")
             self._calls.only_trainer(self._model)
-        return self._batches.made(given, call, self.steps, self._run, outputs=outputs)
+        batch = self._batches.made(given, call, self.steps, self._run, outputs=outputs)
+        self._cut_probe.check(batch)
+        return batch

@@ -24,6 +24,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
 
 from .calls import Calls
+from .cut_probe import CutProbe
 from .execution.step import Step, Workers, place
 from .forwards import Forwards
 from .generation import GenerationCheck
@@ -203,6 +204,7 @@ class Pipeline(Forwards):
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._untold: list[Step] = []
         self._generation_check = GenerationCheck()
+        self._cut_probe = CutProbe(self.schedule, workers, self._evaluation, self._batches.probe)
 
     def close(self) -> None:
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.

@@ -96,6 +96,15 @@ class EvaluationRunner:
             self._shared.check()
         self._interpreter.leave(batch)
 
+    def probe(self, batch: Batch) -> None:
+        """Run the forwards of a check, which leave buffers as they were; outputs are the batch's then."""
+        with ExitStack() as probing:
+            for stage in self._stages.values():
+                probing.enter_context(stage.probing())
+            self._interpreter.run(self._tasks, batch, drains=False)
+            self._interpreter.in_flight.messages.drain()
+        self._interpreter.leave(batch)
+
     def start(self, batch: Batch, read: Callable[[Found], None]) -> PendingEvaluation:
         """Run the forwards, and begin to gather their losses; all workers have run earlier ones by then.
 

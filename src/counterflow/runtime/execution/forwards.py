@@ -24,6 +24,7 @@ from ..mini_batch.feed import Feed
 from ..stages.joints import Joints
 from ..stages.recomputation import copied, mapped, same_tensors
 from ..stages.skips import Carried
+from ..transport.base import Lost, TimedOut
 from .in_flight import NOTHING
 from .meters import Kept
 from .outputs import part
@@ -133,6 +134,8 @@ class RunForward(RunOp):
         copy, rows = self.copy, given.rows
         if rows.start == rows.stop:
             return self._without_samples(batch, given)
+        if batch.guarded:
+            return self._forward_guarded(batch, given)
         if not batch.training:
             found, tensors = self._read(batch, copy.forward(given.value, batch.step, rows), given.unit)
             self._messages.give_back(given.buffers)
@@ -161,6 +164,21 @@ class RunForward(RunOp):
         self._in_flight.over.append(stash)
         self._in_flight.stashes[self.stage, given.unit] = stash
         return found, self._outputs.handed_on(tensors)
+
+    def _forward_guarded(self, batch: Batch, given: ForwardInput) -> Output:
+        """One unit's forward, skipped if a layer fails, or failed in an earlier stage."""
+        value = given.value.value if type(given.value) is Carried else given.value
+        if value is None:
+            return self._without_samples(batch, given)
+        try:
+            output = self.copy.forward(given.value, batch.step, given.rows)
+        except (Lost, TimedOut):
+            raise
+        except Exception:  # it is the outcome of the check for which the unit runs
+            return self._without_samples(batch, given)
+        structure, tensors = self._read(batch, output, given.unit)
+        self._messages.give_back(given.buffers)
+        return structure, self._outputs.handed_on(tensors)
 
     def _read(self, batch: Batch, output: Any, unit: Unit) -> Output:
         """A stage's output taken apart; what it saves once in a mini-batch is on its way."""

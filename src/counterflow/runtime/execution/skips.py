@@ -178,7 +178,7 @@ class OpSkips:
             if its.link.once:
                 value = self._taken_once(its)
                 for one, rows in zip(found, map(batch.rows.__getitem__, self.units), strict=True):
-                    if value is None and rows.start != rows.stop:
+                    if value is None and rows.start != rows.stop and not batch.guarded:
                         raise ConfigError(_NO_SAMPLES.format(its.link.source))
                     one.skips.update(value or {})
                 continue

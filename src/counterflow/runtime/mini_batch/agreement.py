@@ -34,6 +34,7 @@ class Agreed(NamedTuple):
         total: samples of all replicas.
         sizes: samples by micro-batch.
         kinds: signatures of the micro-batches, if they were ready; empty: nobody knows them.
+        ways: number of other ways to cut its inputs; 0: the cut needs no check.
     """
 
     samples: int = 0
@@ -41,6 +42,7 @@ class Agreed(NamedTuple):
     total: int = 0
     sizes: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()
+    ways: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +212,9 @@ class Agreement:
                 sizes = even(samples, self._micro_batches)
             self._compare_digests(told.step, [row.digests for row in rows])
         peers = self._peers
-        kind = max(reports[rank].kind for rank in peers.alike[peers.replica])  # 0 where there are no inputs
-        return Agreed(samples, kind, total, sizes, agreed_kinds)
+        alike = peers.alike[peers.replica]
+        kind = max(reports[rank].kind for rank in alike)  # 0 where there are no inputs
+        return Agreed(samples, kind, total, sizes, agreed_kinds, max(rows[rank].ways for rank in alike))
 
     def _follow_refusals(self, rows: Sequence[Told], *, nobody_began: bool) -> None:
         """Refuse a mini-batch that another worker refuses.

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..messages.values import Shapes, Unit
 from ..stages.randomness import SampleRows
+from .cut_check import CutCheck
 from .feed import Feed
 from .loss_check import LossCheck
 from .losses import Losses
@@ -86,6 +87,9 @@ class Batch:
         has_loss: whether losses are computed.
         compared: whether the copies of stages are compared after this mini-batch.
         sequence: how it is cut in slices; None: it is not cut.
+        cut_check: check of how its inputs are cut, on workers that are given them; None: no check is due.
+        ways: number of other ways to cut them, known to all workers of the replica; 0: no check is due.
+        guarded: whether a unit whose layer fails is passed on like one without samples.
     """
 
     step: int
@@ -111,6 +115,9 @@ class Batch:
     has_loss: bool = True
     compared: bool = False
     sequence: SequenceDims | None = None
+    cut_check: CutCheck | None = None
+    ways: int = 0
+    guarded: bool = False
 
     @property
     def feeds(self) -> list[Feed]:

@@ -16,6 +16,7 @@ from counterflow.schedule.ir import Schedule
 
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
+from .cut_check import CutCheck, CutChecks, compared_rows
 from .entries import Settled
 from .feed import CopyStream, Feed
 from .given import Given, even, ready, whole
@@ -105,6 +106,8 @@ class Batches:
         along = batching.target_sequence_dims
         outputs = along if isinstance(along, int) else 1
         self._positions = PositionChecks(outputs, along)
+        self._cuts = None if role.split else CutChecks()
+        """Checks of how inputs are cut; None: samples are split further, so that no unit may be empty."""
         self._shapes = KnownShapes(schedule.workload)
         self._settled: Settled = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
@@ -150,6 +153,7 @@ class Batches:
         try:
             given = make()
             told, sizes, kinds = self._report(given, call, step, outputs=outputs, follows=follows)
+            check = self._cut_check(given, told, sizes)
         except Exception as error:
             refusal = error if follows else agreement.refuse(error, step)
             if refusal is error:
@@ -164,6 +168,7 @@ class Batches:
             # This worker knows enough to begin; what the others say is read before it sends.
             samples, known_kind = sum(sizes), told.kind in self._shapes
             known = known_kind and samples > 0 and told.targets in (samples, None) and not given.ready
+            told, known = told._replace(ways=0 if check is None else len(check.ways)), known and check is None
             await_total = agreement.begin(told, given, sizes, kinds, known=known)
             told = Told(call, step, outputs, follows=True)
         agreed = agreement.last
@@ -204,7 +209,48 @@ class Batches:
             compared=call.trains and self._compares(step),
             checks=self._checks_of(agreed, call, step, run) if self._needs_targets(call) else [],
             sequence=sequence,
+            cut_check=check,
+            ways=0 if follows else agreed.ways,
         )
+
+    def probe(self, batch: Batch, which: int, way: int | None) -> Batch:
+        """Some samples of a mini-batch in its first micro-batch, for their outputs alone.
+
+        Args:
+            batch: the mini-batch.
+            which: number of the samples among those that are compared.
+            way: number of the way to cut the inputs; None: as their dimensions say.
+        """
+        rows = compared_rows(batch.samples, self._parts)
+        assert rows is not None, "otherwise nothing is cut"
+        count, check = rows[which].stop - rows[which].start, batch.cut_check
+        others = self._schedule.micro_batches - 1
+        samples = (count, *([0] * others))
+        inputs = None
+        if self._role.takes_inputs and check is not None:
+            inputs = Feed([check.cut(rows[which], way), *([None] * others)], self._copies, at_once=False)
+        return Batch(
+            step=batch.step,
+            inputs=inputs,
+            targets=None,
+            samples=samples,
+            total=count,
+            rows=rows_of(self._peers.replica * self._schedule.micro_batches, samples),
+            training=False,
+            input_dims=batch.input_dims,
+            target_dims=batch.target_dims,
+            known=None,
+            told=batch.told,
+            compare=batch.compare,
+            outputs={},
+            has_loss=False,
+            guarded=True,
+        )
+
+    def _cut_check(self, given: Given, told: Told, sizes: Sequence[int]) -> CutCheck | None:
+        if self._cuts is None or not sizes or not told.kind:
+            return None
+        return self._cuts.of(given, told.kind, sizes, self._parts)
 
     def _report(
         self, given: Given, call: Call, step: int, *, outputs: bool, follows: bool

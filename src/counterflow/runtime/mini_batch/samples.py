@@ -6,7 +6,7 @@ is, unless the user says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 
 from ..messages.mappings import PLAIN, flat_with_paths, names_of
+from ..messages.values import Keyworded
 from ..torch_private import spread
 from .entries import (
     ENTRIES,
@@ -60,8 +61,8 @@ def samples_in(
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
         return tree.shape[0]
     option = f"{name.removesuffix('s')}_dims"
-    with_paths, spec = flat_with_paths(tree, _leaves_of(tree, dims))
-    by_leaf = _spread(dims, spec)
+    with_paths, spec = flat_with_paths(tree, leaves_of(tree, dims))
+    by_leaf = spread_dims(dims, spec)
     if by_leaf is None or not all(dim is None or isinstance(dim, (int, Entries)) for dim in by_leaf):
         raise ConfigError(
             f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}; give an int, None, "
@@ -77,9 +78,10 @@ def samples_in(
             found.setdefault(size, path)
     if len(sizes) > 1:
         found_in = " and ".join(f"{size} in {path}" for size, path in sorted(sizes.items()))
+        options = "input_dims and kwarg_dims" if isinstance(tree, Keyworded) else option
         raise ConfigError(
-            f"{name} must have one number of samples; found {found_in}; say with {option} which dimension of "
-            "each tensor they are (None: it has none), or cf.ENTRIES for a list with an entry a sample"
+            f"{name} must have one number of samples; found {found_in}; say with {options} which dimension "
+            "of each tensor they are (None: it has none), or cf.ENTRIES for a list with an entry a sample"
         )
     if not sizes:
         raise ConfigError(f"{name} must have a tensor with samples; found {_shown(spec)}")
@@ -122,8 +124,8 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     """Some samples of a mini-batch, whatever its structure."""
     if dims == 0 and isinstance(tree, Tensor) and tree.dim():
         return tree[rows]  # type: ignore[return-value]
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_leaves_of(tree, dims))
-    by_leaf = _spread(dims, spec)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=leaves_of(tree, dims))
+    by_leaf = spread_dims(dims, spec)
     assert by_leaf is not None, "samples_in has refused it"
     whole = (list, tuple) if isinstance(dims, int) else ()
     parts = [
@@ -132,6 +134,27 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     ]
     found: Tree = pytree.tree_unflatten(parts, spec)
     return found
+
+
+def cut_leaves(tree: Tree, rows: slice, dims: Dims, others: Mapping[int, int | None]) -> Tree:
+    """Some samples of a mini-batch, of which some leaves are cut in other dimensions.
+
+    Args:
+        tree: its tensors.
+        rows: the samples.
+        dims: where they are.
+        others: dimensions of some leaves, by number; None: these are whole.
+    """
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=leaves_of(tree, dims))
+    by_leaf = spread_dims(dims, spec)
+    assert by_leaf is not None, "samples_in has refused it"
+    whole = (list, tuple) if isinstance(dims, int) else ()
+    parts = []
+    for number, (leaf, dim) in enumerate(zip(leaves, by_leaf, strict=True)):
+        own = others.get(number, dim)
+        parts.append(leaf if own is None or isinstance(leaf, whole) else _cut(leaf, own, rows))
+    result: Tree = pytree.tree_unflatten(parts, spec)
+    return result
 
 
 def joined(
@@ -152,9 +175,9 @@ def joined(
     option = f"{name.removesuffix('s')}_dims"
     if len({*samples}) == 1 and samples[0] > 1:
         Lists(samples[0], option, [], (list,)).refuse_either(parts[0], dims, name)
-    flat = [pytree.tree_flatten(part, is_leaf=_leaves_of(part, dims)) for part in parts]
+    flat = [pytree.tree_flatten(part, is_leaf=leaves_of(part, dims)) for part in parts]
     spec = flat[0][1]
-    by_leaf = _spread(dims, spec)
+    by_leaf = spread_dims(dims, spec)
     if by_leaf is None or any(other != spec for _, other in flat):
         raise ConfigError(
             f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}, or they differ"
@@ -230,7 +253,7 @@ def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
     return found
 
 
-def _leaves_of(tree: object, dims: Dims) -> Callable[[object], bool]:
+def leaves_of(tree: object, dims: Dims) -> Callable[[object], bool]:
     """What of a tree is cut as one thing."""
     lists = cut_by_entries(tree, dims)
     return (lambda node: id(node) in lists or is_leaf(node)) if lists else is_leaf
@@ -243,7 +266,7 @@ def _no_entries(path: str, leaf: object, option: str) -> str:
     )
 
 
-def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None] | None:
+def spread_dims(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None] | None:
     """Dimensions of each leaf from a tree of dimensions; None if the trees do not match."""
     if dims is None or isinstance(dims, int):
         return [dims] * spec.num_leaves
@@ -252,7 +275,7 @@ def _spread(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None] | N
     of = of_children(dims, spec)
     if of is None:
         return None if names_of(spec) is not None else spread(dims, spec)
-    found = [_spread(one, child) for one, child in zip(of, spec.children(), strict=True)]
+    found = [spread_dims(one, child) for one, child in zip(of, spec.children(), strict=True)]
     return None if None in found else [dim for its in found if its is not None for dim in its]
 
 

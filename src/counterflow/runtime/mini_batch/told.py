@@ -83,6 +83,7 @@ class Told(NamedTuple):
         form: form in which the mini-batch was passed.
         digests: digests of the contents of inputs and targets; 0: they are not compared.
         begins: whether the worker begins before it receives the other reports.
+        ways: number of other ways to cut the inputs, which are to be tried if outputs say so; 0: no check.
     """
 
     call: Call
@@ -95,6 +96,7 @@ class Told(NamedTuple):
     form: Form = Form.NOTHING
     digests: tuple[float, float] = (0.0, 0.0)
     begins: bool = False
+    ways: int = 0
 
     def pack(self) -> tuple[float, ...]:
         """Pack the record as numbers."""
@@ -109,6 +111,7 @@ class Told(NamedTuple):
             self.form,
             *self.digests,
             self.begins,
+            self.ways,
         )
 
     @classmethod
@@ -155,7 +158,7 @@ def refuse_other_calls(mine: Told, rows: Sequence[Told], rank: int) -> None:
 @lru_cache(maxsize=4096)
 def _unpacked(row: tuple[float, ...]) -> Told:
     """The record of a row; many workers report the same, and all report it twice in a step."""
-    call, step, outputs, follows, inputs, targets, kind, form, first, second, begins = row
+    call, step, outputs, follows, inputs, targets, kind, form, first, second, begins, ways = row
     return Told(
         Call(int(call)) if call in _CALLS else Call.OTHER,
         int(step),
@@ -167,6 +170,7 @@ def _unpacked(row: tuple[float, ...]) -> Told:
         _FORMS[int(form)],
         (first, second),
         bool(begins),
+        int(ways),
     )
 
 
@@ -244,7 +248,7 @@ def _weighed(row: tuple[float, ...]) -> Weighed:
     return Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
 
 
-TOLD_WIDTH, PART_WIDTH = 11, 9
+TOLD_WIDTH, PART_WIDTH = 12, 9
 """Number of values in a packed ``Told`` and in a packed ``Part``."""
 
 _CALLS, _FORMS = frozenset(Call), tuple(Form)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from counterflow.added_loss import added_losses
 from counterflow.errors import ConfigError
+from counterflow.probing import PROBING
 from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule, fsdp_modules
@@ -152,8 +153,8 @@ class StageCopy:
         streams = self._drawing if compiles else self.streams
         self.features = _there(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        plain = _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
-        self._plainly = composed(self.layers, plain, self._compiled)
+        self._plain = _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plainly = composed(self.layers, self._plain, self._compiled)
         self._around = self._within(_there(self.entry, hooks, splitting), _there(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
         loss = NamedLayer(LOSS, {}, _NO_MODULE)
@@ -203,6 +204,19 @@ class StageCopy:
             self.forward, self.loss = training
             self.means.divides = divides
             self.end_gathering()
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Within this context the stage is in evaluation mode, without compiled code; buffers stay."""
+        contents, token = self.buffers.now(), PROBING.set(True)
+        try:
+            with self.evaluating():
+                self.forward = composed(self.layers, self._plain)
+                yield
+        finally:
+            PROBING.reset(token)
+        if self.buffers.now() is not contents:
+            self.buffers.restore(contents)
 
     @contextmanager
     def remembering(self) -> Iterator[Remembering]:

@@ -1,0 +1,105 @@
+"""Runs some samples apart and together, to see whether inputs are cut where their samples are.
+
+All samples go through the same stages, as the first micro-batch of an evaluation, so that one worker compares
+all outputs; it tells the other workers of its replica what it found.
+
+Invariant: nothing is trained, and layers' buffers and modes are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from counterflow.schedule.ir import Schedule
+
+from .execution.evaluation import EvaluationRunner
+from .execution.step import Workers
+from .mini_batch.batch import Batch
+from .mini_batch.cut_check import Verdict, compare
+
+_UNITS = 3
+"""Number of runs by way to cut: two units, and both together."""
+
+
+class CutProbe:
+    """One worker's part.
+
+    Args:
+        schedule: schedule of the pipeline.
+        workers: where this worker is.
+        evaluation: runs forwards.
+        probe: makes a batch of some samples.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: Workers,
+        evaluation: EvaluationRunner,
+        probe: Callable[[Batch, int, int | None], Batch],
+    ) -> None:
+        self._workers, self._evaluation, self._probe = workers, evaluation, probe
+        last, count = schedule.stages - 1, schedule.micro_batches
+        self._judge = next(
+            worker
+            for worker, order in enumerate(schedule.orders)
+            for op in order
+            if op.kind.whole and op.stage == last and any(m % count == 0 for m in op.micro_batches)
+        )
+        """Worker that has the outputs of the first micro-batch."""
+        count = len(workers.ranks[0])
+        tags = workers.transport.reserve_tags(2 * count)
+        self._reports, self._answers = range(tags, tags + count), range(tags + count, tags + 2 * count)
+
+    def check(self, batch: Batch) -> None:
+        """Check how the inputs of a mini-batch are cut, if that is due; all workers of the replica call it.
+
+        Raises:
+            ConfigError: a tensor is cut where it has no samples.
+        """
+        if not batch.ways:
+            return
+        others: list[Verdict] = []
+        with torch.no_grad():
+            first = self._verdict(batch, None)
+            if first in {Verdict.DIFFERENT, Verdict.FAILED}:
+                for way in range(batch.ways):
+                    others.append(self._verdict(batch, way))
+                    if others[-1] is Verdict.SAME:
+                        break
+        if batch.cut_check is not None:
+            batch.cut_check.end(first, others, warns=batch.inputs is not None)
+
+    def _verdict(self, batch: Batch, way: int | None) -> Verdict:
+        """Verdict on a way to cut, on all workers of the replica."""
+        outputs, sizes = list[Any](), list[int]()
+        verdict = Verdict.UNKNOWN
+        for which in range(_UNITS):
+            probe = self._probe(batch, which, way)
+            self._evaluation.probe(probe)
+            outputs += (probe.outputs or {}).values()
+            sizes.append(probe.total)
+            if which == _UNITS - 1 and self._workers.worker == self._judge:
+                failed = len(outputs) < _UNITS
+                verdict = Verdict.FAILED if failed else compare(outputs[:2], outputs[2], sizes[:2])
+            verdict = self._meet(verdict)
+        return verdict
+
+    def _meet(self, verdict: Verdict) -> Verdict:
+        """Wait until all workers of the replica have run; returns the verdict of the one with the outputs."""
+        workers = self._workers
+        ranks, worker, control = workers.ranks[workers.replica], workers.worker, workers.transport.control
+        number = torch.tensor([int(verdict)])
+        if worker != self._judge:
+            control.send_described([number], ranks[self._judge], self._reports[worker]).wait()
+            (answer,) = control.receive_described(ranks[self._judge], self._answers[worker]).wait()
+            return Verdict(int(answer.item()))
+        others = [each for each in range(len(ranks)) if each != worker]
+        for arrival in [control.receive_described(ranks[each], self._reports[each]) for each in others]:
+            arrival.wait()
+        for sent in [control.send_described([number], ranks[each], self._answers[each]) for each in others]:
+            sent.wait()
+        return verdict
