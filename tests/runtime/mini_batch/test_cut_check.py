@@ -57,6 +57,13 @@ class Rotary(Packed):
         return self.attend(self.table(x) + angles.double().sin(), torch.zeros(1))
 
 
+class RotaryPacked(Rotary):
+    """Three axes of positions, and offsets of documents."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.attend(super().forward(x, position_ids), cu_seqlens)
+
+
 class Biased(Packed):
     """Attention of as many heads as there are samples, each with a bias of its own."""
 
@@ -174,6 +181,13 @@ COINCIDENCES: tuple[tuple[tuple[Any, ...], int, dict[str, Tensor], str, dict[str
     ((Packed,), 6, {"cu_seqlens": OFFSETS}, "cu_seqlens", {"kwarg_dims": {"cu_seqlens": None}}),
     ((Passing, Attending), 6, {"cu_seqlens": OFFSETS}, "cu_seqlens", {"kwarg_dims": {"cu_seqlens": None}}),
     ((Rotary,), 3, {"position_ids": AXES}, "position_ids", {"kwarg_dims": {"position_ids": 1}}),
+    (
+        (RotaryPacked,),
+        3,
+        {"position_ids": AXES, "cu_seqlens": torch.tensor([0, 5, 9])},
+        "position_ids",
+        {"kwarg_dims": {"position_ids": 1, "cu_seqlens": None}},
+    ),
     ((Biased,), 6, {"bias": BIAS}, "bias", {"kwarg_dims": {"bias": None}}),
     (
         (Both,),
@@ -253,6 +267,30 @@ def test_layers_found_with_an_example_of_equal_sizes_are_checked_too() -> None:
         cf.launch(captured, SAMPLES, **said, **job)
     expected = by_hand(make(Packed), SAMPLES, {"cu_seqlens": OFFSETS})
     assert cf.launch(captured, 4, **said, **job)[0] == pytest.approx(expected, rel=1e-10)
+
+
+def halved(layers: tuple[Callable[[], nn.Module], ...], more: dict[str, Tensor]) -> list[float]:
+    """Losses of micro-batches that are ready, each with arguments of its own, which the scheme halves."""
+    pipeline = cf.Pipeline(
+        make(*layers), token_loss, "chimera(stages=2, micro_batches=2, concat=backward-halving)",
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )  # fmt: skip
+    return [
+        pipeline.step(micro_batches=[(*mini_batch(number, SAMPLES), more) for number in range(2)]).loss
+        for _ in range(2)
+    ]
+
+
+def test_micro_batches_that_are_ready_and_halved_are_checked_too() -> None:
+    found = cf.launch(halved, (Lengths,), {"lengths": LENGTHS}, workers=2, transport="local")[0]
+    layers = make(Lengths)
+    losses = [
+        token_loss(nn.Sequential(*layers[1:])(layers[0](tokens, LENGTHS)), targets).item()
+        for tokens, targets in (mini_batch(number, SAMPLES) for number in range(2))
+    ]
+    assert found[0] == pytest.approx(sum(losses) / 2, rel=1e-10)
+    with pytest.raises(cf.ConfigError, match=r"say kwarg_dims=\{'cu_seqlens': None\}"):
+        cf.launch(halved, (Packed,), {"cu_seqlens": OFFSETS}, workers=2, transport="local")
 
 
 def test_a_model_that_mixes_samples_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

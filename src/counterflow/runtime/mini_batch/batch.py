@@ -89,6 +89,7 @@ class Batch:
         sequence: how it is cut in slices; None: it is not cut.
         cut_check: check of how its inputs are cut, on workers that are given them; None: no check is due.
         ways: number of other ways to cut them, known to all workers of the replica; 0: no check is due.
+        ready: whether its micro-batches were ready.
         guarded: whether a unit whose layer fails is passed on like one without samples.
     """
 
@@ -117,6 +118,7 @@ class Batch:
     sequence: SequenceDims | None = None
     cut_check: CutCheck | None = None
     ways: int = 0
+    ready: bool = False
     guarded: bool = False
 
     @property

@@ -211,6 +211,7 @@ class Batches:
             sequence=sequence,
             cut_check=check,
             ways=0 if follows else agreed.ways,
+            ready=bool(agreed.kinds),
         )
 
     def probe(self, batch: Batch, which: int, way: int | None) -> Batch:
@@ -221,7 +222,7 @@ class Batches:
             which: number of the samples among those that are compared.
             way: number of the way to cut the inputs; None: as their dimensions say.
         """
-        rows = compared_rows(batch.samples, self._parts)
+        rows = compared_rows(batch.samples, self._parts, ready=batch.ready)
         assert rows is not None, "otherwise nothing is cut"
         count, check = rows[which].stop - rows[which].start, batch.cut_check
         others = self._schedule.micro_batches - 1

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from typing import Any, NamedTuple
 
 import torch
@@ -95,14 +95,15 @@ class CutChecks:
             sizes: samples by micro-batch.
             parts: number of units into which the scheme cuts each micro-batch.
         """
-        if given.ready or given.inputs is None or isinstance(given.inputs[0], Tensor):
+        if given.inputs is None or isinstance(given.inputs[0], Tensor) or kind in self._settled:
             return None
-        if kind in self._settled or compared_rows(sizes, parts) is None:
+        if compared_rows(sizes, parts, ready=given.ready) is None:
             return None
-        tree = given.inputs[0]
-        leaves = _cut_leaves(tree, given.input_dims, sum(sizes))
+        first = next(number for number, size in enumerate(sizes) if size)
+        tree, samples = (given.inputs[first], sizes[first]) if given.ready else (given.inputs[0], sum(sizes))
+        leaves = _cut_leaves(tree, given.input_dims, samples)
         key = frozenset((leaf.path, leaf.dim, len(leaf.shape)) for leaf in leaves)
-        ways = () if key in self._settled else tuple(islice(_ways(leaves, sum(sizes)), _WAYS))
+        ways = () if key in self._settled else tuple(islice(_ways(leaves, samples), _WAYS))
         if not ways:
             if len(self._settled) < _KINDS:
                 self._settled.add(kind)
@@ -159,14 +160,14 @@ class CutCheck:
 
     def _refusal(self, way: Mapping[int, int | None]) -> str:
         by_number = {leaf.number: leaf for leaf in self.leaves}
-        named = [by_number[number] for number in way]
-        sizes = " and ".join(f"{leaf.path} of shape {(*leaf.shape,)}" for leaf in named)
-        dims = next(iter(way.values()))
-        where = "has no samples" if dims is None else f"has its samples in dimension {dims}"
-        one = named[0]
+        facts, first = list[str](), by_number[next(iter(way))]
+        for number, dim in way.items():
+            leaf = by_number[number]
+            where = "has no samples" if dim is None else f"has its samples in dimension {dim}"
+            facts.append(f"{leaf.path} of shape {(*leaf.shape,)} {where}")
         return (
-            f"{sizes} {where}, though it is {one.shape[one.dim]} long in dimension {one.dim}, as many as the "
-            "mini-batch has samples: cut there, it gives other outputs than the whole does; say "
+            f"{' and '.join(facts)}, though it is as long in dimension {first.dim} as the mini-batch has "
+            "samples: cut there, it gives other outputs than the whole does; say "
             + " and ".join(self._statements(way))
         )
 
@@ -187,20 +188,21 @@ class CutCheck:
             yield f"kwarg_dims={stated.kwargs!r}"
 
 
-def compared_rows(sizes: Sequence[int], parts: int) -> tuple[slice, slice, slice] | None:
-    """Samples of two units of a mini-batch, and of both together; None: it has one unit.
+def compared_rows(sizes: Sequence[int], parts: int, *, ready: bool) -> tuple[slice, slice, slice] | None:
+    """Samples of two units of a mini-batch, and of both together; None: nothing is cut.
 
     Args:
         sizes: samples by micro-batch.
         parts: number of units into which the scheme cuts each micro-batch.
+        ready: whether micro-batches were ready, so that only the scheme cuts them.
 
-    >>> compared_rows((3, 2, 2), 1)
+    >>> compared_rows((3, 2, 2), 1, ready=False)
     (slice(0, 3, None), slice(3, 5, None), slice(0, 5, None))
-    >>> compared_rows((3,), 2)
+    >>> compared_rows((3, 2, 2), 2, ready=True)
     (slice(0, 1, None), slice(1, 3, None), slice(0, 3, None))
     """
-    first, *others = (size for size in sizes if size)
-    if others:
+    first, *others = [size for size in sizes if size] or [0]
+    if others and not ready:
         ends = first, first + others[0]
     elif parts > 1 and first > 1:
         ends = first // 2, first
@@ -313,9 +315,17 @@ def _ways(leaves: Sequence[_Leaf], samples: int) -> Iterator[Mapping[int, int | 
         return
     free = [group for group in groups.values() if not any(leaf.stated for leaf in group)]
     single = [leaf for group in free for leaf in group]
-    for leaf in single:
-        yield from ({leaf.number: d} for d, n in enumerate(leaf.shape) if n == samples and d != leaf.dim)
-    yield from ({leaf.number: None} for leaf in single)
+    elsewhere: list[dict[int, int | None]] = [
+        {leaf.number: dim}
+        for leaf in single
+        for dim, size in enumerate(leaf.shape)
+        if size == samples and dim != leaf.dim
+    ]
+    whole: list[dict[int, int | None]] = [{leaf.number: None} for leaf in single]
+    yield from (*elsewhere, *whole)
+    for one, other in (*combinations(elsewhere, 2), *product(elsewhere, whole)):
+        if one.keys() != other.keys():
+            yield one | other
     for count in range(1, len(groups)):
         for some in combinations(free, count):
             together = [leaf for group in some for leaf in group]
