@@ -252,6 +252,16 @@ def test_auto_goes_on_from_the_checkpoint_before_a_damaged_one(  # noqa: PLR0917
     assert any("step-4" in line and "renamed to damaged-step-4" in line for line in caplog.messages)
 
 
+def test_metrics_that_are_missing_are_those_of_the_checkpoint(
+    begun: Path, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(begun / "run", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    train(train__steps=6, train__resume="auto", **BEGUN)
+    assert losses(tmp_path / "run")[:4] == losses(begun / "run")
+    assert len(losses(tmp_path / "run")) == 6
+
+
 def test_damage_of_several_checkpoints(begun: Path, train: Train, tmp_path: Path) -> None:
     shutil.copytree(begun / "run", tmp_path / "run")
     root = tmp_path / "run" / "checkpoint"

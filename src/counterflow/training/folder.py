@@ -173,7 +173,8 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         whole(self.path / CONFIG, config.to_toml().encode())
         self.put_schedule(schedule)
-        if not goes_on or not taken:  # only the others know where a resumed run begins
+        begun = goes_on and METRICS in taken
+        if not begun:  # only the others know where a resumed run begins
             self.rewind(history)
         self._last = last_step(history)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from counterflow.runtime.workers.meeting import Meeting, meet
+from counterflow.runtime.workers import meeting
+from counterflow.runtime.workers.meeting import Meeting, meet, wait_for_store
 
 
 def met(store: HashStore, restarts: list[int]) -> list[Meeting]:
@@ -50,3 +52,12 @@ def test_the_name_of_workers_that_are_gone_is_not_taken() -> None:
 def test_who_does_not_come_is_not_waited_for_for_ever(rank: int, missing: str) -> None:
     with pytest.raises(RuntimeError, match=missing):
         meet(HashStore(), rank, 2, 0, 0.1)
+
+
+def test_a_store_whose_launcher_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_GONE_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        wait_for_store("127.0.0.1", port, 300.0)
+    with pytest.raises(RuntimeError, match="nothing listens there, so the launcher has ended"):
+        wait_for_store("127.0.0.1", port, 300.0)

@@ -295,6 +295,12 @@ def test_damaged_events_are_left_out(tmp_path: Path, line: bytes) -> None:
     assert [event["event"] for event in read(tmp_path)] == [STARTED, STOPPED]
 
 
+def test_events_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"events\.jsonl: cannot be read: Is a directory"):
+        read(tmp_path)
+
+
 def test_the_name_of_a_run_leads_to_no_other_folder(tmp_path: Path) -> None:
     note(tmp_path, BEGAN, run="x/../../home")
     name = run_of(tmp_path)

@@ -10,6 +10,7 @@ Invariant: workers that return have the same name and number of the attempt, and
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _OFFER, _COUNT = "counterflow/attempt", "counterflow/attempts"
+
+_GONE_SECONDS = 10.0
+"""Time after which a store that refuses connections is gone."""
+
+_CONNECTS_SECONDS = 5.0
+"""Time for a connection; one that takes longer says nothing."""
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2
 """How often the store is looked at: the longer it takes, the less often."""
@@ -54,6 +61,32 @@ def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_second
     if rank == 0:
         return _invite(store, world_size, restarts, deadline)
     return _join(store, rank, restarts, deadline)
+
+
+def wait_for_store(host: str, port: int, timeout_seconds: float) -> None:
+    """Wait until the store of a launcher listens, which did before it started this worker.
+
+    torch asks a store that is gone for up to two timeouts.
+
+    Args:
+        host: host of the store.
+        port: port of the store.
+        timeout_seconds: maximum time to wait.
+
+    Raises:
+        RuntimeError: nothing listens there.
+    """
+    deadline = time.monotonic() + min(timeout_seconds, _GONE_SECONDS)
+    pause = _SHORTEST_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), _CONNECTS_SECONDS).close()
+        except ConnectionRefusedError:
+            pause = _wait(pause, deadline, "nothing listens there, so the launcher has ended")
+        except OSError:  # torch tries for longer, and says what is wrong
+            return
+        else:
+            return
 
 
 def _invite(store: Store, world_size: int, restarts: int, deadline: float) -> Meeting:

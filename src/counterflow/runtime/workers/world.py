@@ -27,7 +27,7 @@ from ..transport.control import ProcessControl
 from ..transport.gpu_environment import before_cuda
 from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from . import interface
-from .meeting import Meeting, meet
+from .meeting import Meeting, meet, wait_for_store
 from .place import Place, place
 
 
@@ -282,6 +282,8 @@ def _met(here: Place, timeout_seconds: float) -> tuple[Store, Meeting]:
         limit = timedelta(seconds=timeout_seconds)
         where = f"tcp://{_in_url(here.address)}:{here.port}"
         with _told_who_is_missing(here, timeout_seconds):
+            if here.keeps_store:
+                wait_for_store(here.address, here.port, timeout_seconds)
             store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
             _process.met = store, meet(store, here.rank, here.world_size, here.restarts, timeout_seconds)
     return _process.met

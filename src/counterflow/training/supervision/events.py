@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from counterflow.errors import ConfigError
+
 from ..folder import EVENTS
 
 _LOG = logging.getLogger(__name__)
@@ -68,14 +70,23 @@ def note(folder: Path, event: str, **more: Any) -> Event:
 
 
 def read(folder: Path) -> list[Event]:
-    """All events of a run, in order, without incomplete lines and those that no run can have written."""
+    """All events of a run, in order, without incomplete lines and those that no run can have written.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        lines = (folder / EVENTS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder / EVENTS}: cannot be read: {error.strerror}") from None
     events: list[Event] = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / EVENTS).read_bytes().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if isinstance(event, dict) and _is_event(event):
-                    events.append(event)
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and _is_event(event):
+                events.append(event)
     return events
 
 
