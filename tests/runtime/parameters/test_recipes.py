@@ -67,6 +67,28 @@ def test_other_optimizers_are_refused_where_their_state_is_sharded() -> None:
         )
 
 
+def _by_group() -> float:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        groups = [[p for p in parameters if (p.dim() > 1) is matrices] for matrices in (True, False)]
+        return SGD([{"params": group} for group in groups if group], lr=0.1)
+
+    def scheduler(made_: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return LambdaLR(made_, lambda step: 1 / (1 + step))
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (nn.Linear(4, 4, bias=False), nn.LayerNorm(4))]
+    pipeline = cf.Pipeline(
+        layers, nn.MSELoss(), CHIMERA, optimizer=optimizer, scheduler=scheduler, zero_stage=1
+    )
+    return pipeline.step(X, X).loss
+
+
+def test_owners_of_other_groups_have_as_many_functions_of_a_scheduler() -> None:
+    """With sharded state, a worker may own matrices alone."""
+    losses = cf.launch(_by_group, workers=2, transport="local", timeout_seconds=20)
+    assert losses[0] == losses[1]
+
+
 def _by_stage(which: str) -> float:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         if which == "picky" and any(not name[0].isdigit() for name, _ in parameters.named):

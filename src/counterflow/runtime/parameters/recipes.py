@@ -52,11 +52,16 @@ class Recipe(NamedTuple):
         """The recipe of an optimiser that a user's function made."""
         options = {"optimizer": source_of_name(type(optimizer))}
         options |= dict(_in_words(getattr(optimizer, "defaults", {})))
+        groups = [dict(_in_words(g, without={"params", "initial_lr"})) for g in optimizer.param_groups]
         if scheduler is not None:
             options["scheduler"] = source_of_name(type(scheduler))
             state = {k: v for k, v in vars(scheduler).items() if k not in _OF_GROUPS and k != "optimizer"}
-            options |= {f"scheduler's {name}": text for name, text in _in_words(state)}
-        groups = [dict(_in_words(g, without={"params", "initial_lr"})) for g in optimizer.param_groups]
+            by_group = {k: v for k, v in state.items() if isinstance(v, list) and len(v) == len(groups)}
+            options |= _of_scheduler({k: v for k, v in state.items() if k not in by_group})
+            groups = [
+                _of_scheduler({k: v[number] for k, v in by_group.items()}) | group
+                for number, group in enumerate(groups)
+            ]
         return cls(options, groups)
 
 
@@ -140,6 +145,10 @@ def _refuse_other(known: Recipe, recipe: Recipe, first: int, rank: int, where: s
                     f"of rank {rank} {name} = {other.get(name, 'none')}; give all workers the same optimizer "
                     "and scheduler"
                 )
+
+
+def _of_scheduler(state: Mapping[str, Any]) -> dict[str, str]:
+    return {f"scheduler's {name}": text for name, text in _in_words(state)}
 
 
 def _in_words(values: Mapping[str, Any], without: set[str] | None = None) -> Iterator[tuple[str, str]]:
