@@ -18,7 +18,7 @@ from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Program
 
 from ..mini_batch.batch import Batch
-from ..parameters.shared_buffers import SharedBuffers
+from ..parameters.shared_state import SharedState
 from ..stages.stage import StageCopy
 from .gathers import Asked, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
@@ -62,7 +62,7 @@ class EvaluationRunner:
         make: makes the interpreter of a schedule.
         stages: this worker's.
         workers: where this worker is.
-        shared: buffers that stages share.
+        shared: what stages share.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EvaluationRunner:
         make: Callable[..., Interpreter],
         stages: Mapping[int, StageCopy],
         workers: Workers,
-        shared: SharedBuffers,
+        shared: SharedState,
     ) -> None:
         self._shared = shared
         self._interpreter, self._stages, self._workers = make(program.schedule), stages, workers
@@ -91,10 +91,11 @@ class EvaluationRunner:
             for stage in self._stages.values():
                 evaluating.enter_context(stage.evaluating())
             self.in_flight = True
-            self._shared.note()
+            self._shared.note(training=False)
             self._interpreter.run(self._tasks, batch, drains=False)
             self._shared.check()
         self._interpreter.leave(batch)
+        self._shared.end()
 
     def probe(self, batch: Batch) -> None:
         """Run the forwards of a check, which leave buffers as they were; outputs are the batch's then."""

@@ -54,7 +54,7 @@ from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.told import Told
 from ..parameters.by_hand import ByHand
 from ..parameters.gradients import StageNorm, clip_factor
-from ..parameters.shared_buffers import SharedBuffers
+from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
 from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers, refuse_other_steps
@@ -75,7 +75,7 @@ class Runner:
         execution: whether and how it clips and skips. Asynchronous: a stage's gradients are scaled down to
             the largest norm divided by the square root of the number of stages, so that those of all stages
             together never exceed it.
-        shared: buffers that stages share.
+        shared: what stages share.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Runner:
         weights: Weights,
         execution: Execution,
         *,
-        shared: SharedBuffers,
+        shared: SharedState,
     ) -> None:
         schedule = cut.schedule
         self._shared = shared
@@ -204,7 +204,7 @@ class Runner:
             its.loss_scale = batch.loss_scale = scaling.scale
         self._run(number, batch, update=update)
         self.weights.commit_statistics()
-        self._shared.check()
+        self._shared.end()
         if update and not self._skipped:
             self.weights.share()
         self.waiting = 0 if update else self.waiting + batch.total
@@ -252,7 +252,7 @@ class Runner:
             self._told, self._compare = batch.told, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()
-        self._shared.note(step=True)
+        self._shared.note(training=True)
         shown = self._offset if self.interpreter.tracing or not self._flushes else 0
         try:
             self.interpreter.run(

@@ -21,6 +21,7 @@ from ..parameters.unlisted import Unlisted
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
 from ..stages.named_layer import NamedLayer, have_statistics, loss_layer, place_of
+from ..stages.sharing.watch import SharedObjects, shared_objects
 from ..stages.skip_links import StageSkips, links_of, stage_skips
 
 Model = nn.Module | Sequence[nn.Module]
@@ -42,6 +43,7 @@ class StagedModel:
         order: the names in the model's ``state_dict``; none of a list of layers.
         holders: by stage, the workers of a group that hold it.
         shared_buffers: buffers that several stages have.
+        shared_objects: Python objects that several stages reach.
     """
 
     schedule: Schedule
@@ -55,6 +57,7 @@ class StagedModel:
     order: tuple[str, ...]
     holders: tuple[tuple[int, ...], ...]
     shared_buffers: tuple[SharedBuffer, ...]
+    shared_objects: SharedObjects
 
     @property
     def runs_in_order(self) -> bool:
@@ -130,6 +133,7 @@ def staged(
         tuple(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else (),
         tuple(program.holders(stage) for stage in range(stages)),
         tuple(shared_buffers(layers, loss)),
+        shared_objects(layers, loss, loss_function),
     )
 
 

@@ -23,7 +23,11 @@ from ..mini_batch.agreement import Peers
 from ..mini_batch.batches import Batches, Role
 from ..mini_batch.feed import CopyStream, order_of_use
 from ..parameters.shared_buffers import SharedBuffers
+from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
+from ..stages.named_layer import LOSS
+from ..stages.sharing.reach import Root
+from ..stages.sharing.watch import ObjectWatch
 from ..transport.base import Transport
 from .held import Held
 from .model import StagedModel
@@ -69,12 +73,25 @@ def runners_of(
         compression=compression,
         saved=SavedBytes(tensor for stage in held.stages.values() for tensor in stage.constant()),
     )
-    shared = SharedBuffers(model.shared_buffers, held.stages, exact=model.runs_in_order)
+    exact, flushes = model.runs_in_order, model.schedule.synchronous
+    buffers = SharedBuffers(model.shared_buffers, held.stages, exact=exact)
+    objects = ObjectWatch(model.shared_objects, _roots(held), transport, exact=exact)
+    shared = SharedState(buffers, objects, flushes=flushes)
     lists = _segments(model, execution, workers, weights)
     runner = Runner(lists, make, workers, weights, execution, shared=shared)
     with _ONE:
         forwards = _forwards(model.schedule, matching=transport.matching)
     return runner, EvaluationRunner(forwards, make, held.stages, workers, shared)
+
+
+def _roots(held: Held) -> dict[int, list[Root]]:
+    """By stage what a worker runs of it: layers and, with the last stage, the loss function."""
+    found: dict[int, list[Root]] = {}
+    for stage, copy in held.stages.items():
+        found[stage] = [(layer.index, layer.module) for layer in copy.layers]
+        if copy.last and held.loss_function is not None:
+            found[stage].append((LOSS, held.loss_function))
+    return found
 
 
 def _segments(model: StagedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:

@@ -1,0 +1,44 @@
+"""Buffers and Python objects that stages share, watched around the forwards of a worker."""
+
+from __future__ import annotations
+
+from ..stages.sharing.watch import ObjectWatch
+from .shared_buffers import SharedBuffers
+
+
+class SharedState:
+    """A worker's watch over what its stages share with others.
+
+    Args:
+        buffers: shared buffers.
+        objects: shared Python objects.
+        flushes: whether all forwards of a mini-batch are run when its losses are gathered.
+    """
+
+    def __init__(self, buffers: SharedBuffers, objects: ObjectWatch, *, flushes: bool) -> None:
+        self._buffers, self._objects, self._flushes = buffers, objects, flushes
+
+    def note(self, *, training: bool) -> None:
+        """Note what is shared, before forwards."""
+        self._buffers.note(step=training)
+        self._objects.note(training=training)
+
+    def check(self) -> None:
+        """Refuse a forward that changed since ``note`` what other stages have.
+
+        Raises:
+            ConfigError: one did.
+        """
+        self._buffers.check()
+        self._objects.check()
+
+    def end(self) -> None:
+        """At the end of a step or an evaluation: compare workers, the first times; all workers call it.
+
+        Raises:
+            ConfigError: a forward changed what other stages have.
+        """
+        self._buffers.check()
+        if not self._flushes:
+            self._objects.check()
+        self._objects.compare()
