@@ -48,6 +48,14 @@ class Options(BaseModel):
             except ValidationError as error:
                 raise ConfigError(_wrong(type(self), error, given)) from None
 
+        def __setattr__(self, name: str, value: object) -> None:
+            kind = type(self).__name__
+            known = "" if name in type(self).model_fields else hint(name, type(self).model_fields)
+            raise AttributeError(
+                f"{name} cannot be set: {'an' if kind[0] in 'AEIO' else 'a'} {kind} is what a pipeline was "
+                f"made with{known}; give the option to cf.Pipeline(...), or make another {kind}"
+            )
+
     @classmethod
     def about(cls, name: str) -> str:
         """Meaning of an option, as a phrase."""

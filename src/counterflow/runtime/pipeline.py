@@ -6,6 +6,7 @@ and the end of a step (samples, shapes, loss, norm) take one small gather each.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import time
@@ -99,6 +100,9 @@ class Pipeline(Forwards):
         ScheduleError: the checker does not accept the schedule.
         WorkerError: another worker failed.
     """
+
+    _sealed = False
+    """Whether the pipeline is made, and its options are what they are."""
 
     @tells_who
     def __init__(
@@ -203,6 +207,7 @@ class Pipeline(Forwards):
         held.leave_others(its, self.ranks[self.replica])
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._untold: list[Step] = []
+        self._sealed = True
         self._generation_check = GenerationCheck()
         self._cut_probe = CutProbe(self.schedule, workers, self._evaluation, self._batches.probe)
 
@@ -217,6 +222,16 @@ class Pipeline(Forwards):
             with self._reported():
                 self._calls.agree(Call.CLOSE, self.steps)
                 self._lease.close()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set what a pipeline lets its user set: ``keeps_gradients`` and ``steps``.
+
+        Raises:
+            AttributeError: it is an option, which is given when the pipeline is made, or no attribute.
+        """
+        if self._sealed:
+            refuse_setting(self, name, value)
+        super().__setattr__(name, value)
 
     def __reduce__(self) -> Never:
         """Pipelines cannot be copied or pickled."""
@@ -342,3 +357,34 @@ class Pipeline(Forwards):
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)
 """What ``Pipeline`` is given beside options."""
+
+SETTABLE = frozenset({"keeps_gradients", "steps"})
+"""Attributes that a user may set."""
+
+
+def refuse_setting(pipeline: Pipeline, name: str, value: object) -> None:
+    """Refuse to set an attribute of a pipeline that would change nothing.
+
+    Names that begin with an underscore are the engine's own, methods may be wrapped, and a class derived from
+    ``Pipeline`` may have further attributes.
+
+    Raises:
+        AttributeError: the attribute is one of those.
+    """
+    of_class = getattr(type(pipeline), name, None)
+    if name in SETTABLE or name.startswith("_") or (callable(of_class) and callable(value)):
+        return
+    options = dict.fromkeys([*Flat.__annotations__, *PARAMETERS])
+    if name in options and name != "options":
+        raise AttributeError(
+            f"{name} is an option of a pipeline that is made, and setting it would change nothing; give it "
+            f"to cf.Pipeline(..., {name}=...)"
+        )
+    if of_class is not None or name in vars(pipeline):
+        raise AttributeError(f"{name} of a pipeline follows from how it was made, and cannot be set")
+    if type(pipeline) is Pipeline:
+        near = difflib.get_close_matches(name, [*options, *SETTABLE], n=1)
+        raise AttributeError(
+            f"a pipeline has no attribute {name!r} to set{f'; did you mean {near[0]!r}?' if near else '.'} "
+            f"Only {' and '.join(sorted(SETTABLE))} are set, and options are given to cf.Pipeline(...)"
+        )
