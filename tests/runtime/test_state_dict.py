@@ -81,3 +81,59 @@ def test_weights_alone_are_no_state_to_resume_from() -> None:
 
     with pytest.raises(cf.ConfigError, match=r"no 'model'.*alone are loaded by load_model_state_dict"):
         cf.launch(work, workers=2, transport="local")
+
+
+class Renamed(nn.Module):
+    """Its state is another library's: ``kernel`` is the weight, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_state_dict_post_hook(_to_kernel)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_from_kernel)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def _to_kernel(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}linear.weight").t()
+
+
+def _from_kernel(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    state[f"{prefix}linear.weight"] = state.pop(f"{prefix}kernel").t()
+
+
+def _renaming(schedule: str) -> tuple[list[float], dict[str, Any], list[str]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Renamed(), nn.Linear(4, 4), Renamed())
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    pipeline = cf.Pipeline(model, nn.MSELoss(), schedule, optimizer=optimizer)
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    losses = [pipeline.step(x, x).loss for _ in range(2)]
+    state = pipeline.state_dict()
+    pipeline.step(x, x)
+    pipeline.load_state_dict(state)
+    losses.append(pipeline.step(x, x).loss)
+    return losses, pipeline.model_state_dict(), sorted(state["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "scheme", ["dapple(stages=2, micro_batches=2)", "chimera(stages=2, micro_batches=2)"]
+)
+def test_a_layers_state_may_have_other_names_than_its_parameters(scheme: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), Renamed(), nn.Linear(4, 4), Renamed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, expected = torch.linspace(-1, 1, 32).view(8, 4), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses, state, names in cf.launch(_renaming, scheme, workers=2, transport="local"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert list(state) == list(model.state_dict())
+        torch.testing.assert_close(state, dict(model.state_dict()))
+        assert names == sorted(name for name, _ in model.named_parameters())

@@ -115,7 +115,10 @@ def test_workers_whose_models_differ_take_that_of_rank_0() -> None:
     def work() -> tuple[list[float], list[float]]:
         from counterflow.runtime.workers.world import current_transport
 
-        model = made(3 + current_transport(None, device=None, timeout_seconds=None).rank)
+        model = made(3)
+        rank = current_transport(None, device=None, timeout_seconds=None).rank
+        model.get_buffer("mean").add_(rank)
+        model.contact.weight.data.add_(rank)
         state = piped(model).model_state_dict(local=True)
         return state["mean"].tolist(), state["contact.weight"].tolist()
 
@@ -169,3 +172,16 @@ def test_copies_in_memory_have_it(tmp_path: Path, zero_stage: int) -> None:
     for state, found, number in launch(work, workers=2, transport="local", timeout_seconds=30):
         assert number == 7
         _same(found["model"], state["model"])
+
+
+def test_a_hook_of_the_whole_states_names_is_refused() -> None:
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}body.0.weight").t()
+
+    def work() -> None:
+        model = made()
+        model.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]
+        piped(model)
+
+    with pytest.raises(ConfigError, match="kernel in the state_dict of the Model is none of its parameters"):
+        launch(work, workers=2, transport="local", timeout_seconds=30)

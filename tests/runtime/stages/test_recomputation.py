@@ -498,3 +498,53 @@ def test_what_cannot_be_computed_again_is_said(layer: type[nn.Linear], recompute
     layers = seeded(lambda: [layer(8, 8)])
     with pytest.raises(ConfigError, match=message):
         launch(_trained, layers, recompute, workers=1, transport="local")
+
+
+class Gives(nn.Module):
+    """Gives a tensor with gaps, and one that the next layer changes in place."""
+
+    def __init__(self, gaps: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.gaps = nn.Linear(8, 8), gaps
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.fc(x)
+        return self.gaps(y), y * 2
+
+
+class TakesGaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = given
+        other += self.fc(one)
+        return other
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        lambda y: functional.pad(y, (0, 0, 1, 0))[:, :-1],
+        lambda y: torch.cat([y, y], -1)[..., ::2],
+        lambda y: y.mean(1, keepdim=True).expand(y.shape),
+        lambda y: torch.cat([y, y], -1)[:, :1, 8:].expand(y.shape),
+        lambda y: y.transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+    ids=["cut", "strided", "expanded", "cut and expanded", "transposed"],
+)
+def test_a_layer_is_computed_again_with_the_strides_of_its_inputs(gaps: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    layers = [Gives(gaps), TakesGaps(), nn.Linear(8, 8), nn.Linear(8, 8)]
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+
+    def work(recompute: str) -> list[float]:
+        made = deepcopy(layers)
+        pipeline = Pipeline(made, mean_square, schemes.dapple(2, 2), optimizer=sgd, recompute=recompute)
+        return [pipeline.step(x, x.flip(1)).loss for _ in range(2)]
+
+    plain, *others = (
+        launch(work, how, workers=2, transport="local", timeout_seconds=30)[0] for how in RECOMPUTE
+    )
+    assert others == [plain, plain]

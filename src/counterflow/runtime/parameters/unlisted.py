@@ -50,13 +50,23 @@ class Unlisted:
         layers: what ``state_names`` gives.
 
     Raises:
-        ConfigError: some of it is on the meta device.
+        ConfigError: some of it is on the meta device, or made by a hook of the model's ``state_dict``.
     """
 
     def __init__(self, model: Model, layers: Sequence[Mapping[str, str]]) -> None:
         self._model = model if isinstance(model, nn.Module) else nn.Module()
         self.names = unlisted_names(model, layers)
+        every = (self._model.named_parameters, self._model.named_buffers)
+        registered = (
+            {name for named in every for name, _ in named(remove_duplicate=False)} if self.names else {}
+        )
         for name, value in self._state().items():
+            if isinstance(value, Tensor) and name not in registered:
+                raise ConfigError(
+                    f"{name} in the state_dict of the {type(model).__name__} is none of its parameters and "
+                    "buffers: a hook of its state_dict makes it, of weights that live on several workers; "
+                    "register the hook on the layer whose weights it renames"
+                )
             if isinstance(value, Tensor) and value.is_meta:
                 raise ConfigError(
                     f"{name} of the {type(model).__name__} is in none of the listed layers and on the meta "

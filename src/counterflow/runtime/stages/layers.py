@@ -104,7 +104,7 @@ def _refuse_layer(index: int, layer: object) -> None:
 
 
 def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dict[str, str]]:
-    """For each layer, the model's name of each entry of the layer's ``state_dict``.
+    """For each layer, the model's name of each entry of the layer's ``state_dict``, and of each parameter.
 
     A layer that only wraps parts of the model has the names of those parts.
 
@@ -131,7 +131,9 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
     for index, (layer, prefix) in enumerate(zip(layers, _prefixes(model, layers, list_layers), strict=True)):
         entries = layer.state_dict(keep_vars=True)
         if prefix is not None:
-            names.append({name: prefix + name for name in entries})
+            # A state_dict hook may rename a parameter, which is updated under its own name.
+            every = [*entries, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
+            names.append({name: prefix + name for name in every})
             continue
         mine = {}
         for name, tensor in entries.items():

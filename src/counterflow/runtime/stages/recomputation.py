@@ -90,8 +90,26 @@ class InputGuard(Feature):
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A leaf of its own with the same content."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """A leaf of its own with the same content, and the same strides: kernels save what fits these."""
+    plain = tensor.detach()
+    same = plain.clone()
+    if same.stride() != plain.stride() and plain.layout is torch.strided and not is_dtensor(plain):
+        same = _with_strides(plain, same)
+    return same.requires_grad_(tensor.requires_grad)
+
+
+def _with_strides(tensor: Tensor, dense: Tensor) -> Tensor:
+    """``dense`` in memory with the gaps of ``tensor``; ``dense`` itself if elements of that share memory."""
+    apart = tuple(
+        slice(0, 1) if size > 1 and not stride else slice(None)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    part = tensor[apart]  # without what an expand repeats
+    gaps = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+    try:
+        return gaps.copy_(part).expand(tensor.shape)
+    except RuntimeError:
+        return dense
 
 
 def _no_leaf(tensor: Tensor) -> Tensor:

@@ -35,6 +35,17 @@ class Lost(Exception):  # noqa: N818 - internal: the interpreter turns it into a
         self.rank = rank
 
 
+class Returned(Lost):
+    """A rank that others wait for has returned from its function."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            rank,
+            f"worker {rank} has returned from its function, and others wait for it; let all workers make "
+            "the same calls",
+        )
+
+
 class TimedOut(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
     """What was waited for did not come within the timeout."""
 
@@ -48,13 +59,15 @@ class Status:
     """What a worker is doing, for workers that wait for it too long.
 
     ``str(doing)`` describes its action. ``waiting_for`` is the rank it waits for, -1 if it waits for several
-    (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``.
+    (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``. ``returned`` says that
+    its function is over.
     """
 
     rank: int
     doing: object = "starting"
     waiting_for: int | None = None
     since: float = field(default_factory=time.monotonic)
+    returned: bool = False
 
     def now(self, doing: object) -> None:
         """Note that the worker begins something that needs nobody else."""
@@ -168,6 +181,10 @@ class Control(ABC):
     def statuses(self) -> list[Status | None]:
         """What every rank does as far as is known; for messages about a worker that hangs."""
 
+    def has_returned(self) -> None:
+        """Report to the other ranks that this one's function has returned: it sends nothing more."""
+        self.status.now("its end")
+
     @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that this one cannot continue; only the first failure counts."""
@@ -210,6 +227,10 @@ class Transport(ABC):
     def running(self) -> AbstractContextManager[None]:
         """Around all that a worker does that is a thread."""
         return nullcontext()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Wait for anything so long, where a pipeline says it first and the transport was made before."""
+        del seconds  # processes make theirs with it
 
     # The data plane
 
@@ -300,6 +321,10 @@ class Transport(ABC):
     def statuses(self) -> list[Status | None]:
         """See ``Control.statuses``."""
         return self.control.statuses()
+
+    def has_returned(self) -> None:
+        """See ``Control.has_returned``."""
+        self.control.has_returned()
 
     def fail(self, error: BaseException) -> None:
         """See ``Control.fail``."""

@@ -304,8 +304,8 @@ class ProcessControl(Control):
         # A worker that fails says so before its connections close; the news may still be in flight.
         failure = self._watch.failure(0.0 if late else _ROOT_CAUSE_SECONDS)
         self._watch.told = True
-        if self.late is not None:
-            return self.late
+        if (known := self.late or self._watch.returned) is not None:
+            return known
         if failure is not None:
             return Lost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
         if self._watch.device_error is not None:
@@ -338,6 +338,10 @@ class ProcessControl(Control):
     def statuses(self) -> list[Status | None]:
         """See ``Control.statuses``; the other ranks' are as old as their last post."""
         return self._watch.statuses()
+
+    def has_returned(self) -> None:
+        """See ``Control.has_returned``."""
+        self._watch.post_return()
 
     def fail(self, error: BaseException) -> None:
         """See ``Control.fail``; only the first failure counts."""

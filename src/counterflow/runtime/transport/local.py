@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from counterflow.program.actions import Matching
 
-from .base import Control, Group, Lost, Status, TimedOut, Transport
+from .base import Control, Group, Lost, Returned, Status, TimedOut, Transport
 from .kinds import LOCAL
 from .pending import DONE, Transfer
 from .turns import elsewhere
@@ -29,6 +30,20 @@ _HOST = torch.device("cpu")
 
 _POLL_SECONDS = 0.05
 """How soon a waiting thread sees that another one failed."""
+
+
+class Waited(NamedTuple):
+    """What a thread waits for.
+
+    Attributes:
+        rank: the rank that sends it; -1: several.
+        seconds: how long it is waited for.
+        missing: the ranks of which something is missing.
+    """
+
+    rank: int
+    seconds: float
+    missing: Callable[[], Collection[int]]
 
 
 class Hub:
@@ -52,6 +67,8 @@ class Hub:
         self.pairs: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.statuses = [Status(rank) for rank in range(world_size)]
         self.failed: tuple[int, BaseException] | None = None
+        self.returned: set[int] = set()
+        """Ranks whose function has returned: they send nothing more."""
 
     def transport(self, rank: int, device: torch.device | str = "cpu") -> Transport:
         """The transport of worker ``rank``; call it once for each."""
@@ -71,27 +88,30 @@ class Hub:
                 del self.messages[key]  # both sides have it now
             return found
 
-    def wait(self, event: threading.Event, status: Status, rank: int) -> None:
+    def wait(self, event: threading.Event, status: Status, waited: Waited) -> None:
         """Wait for an event on behalf of a worker.
 
         Raises:
-            Lost: another worker failed.
+            Lost: another worker failed, or one that is waited for has returned.
             TimedOut: it took longer than the timeout.
         """
         if event.is_set():
             return
         with elsewhere():
-            self._wait(event, status, rank)
+            self._wait(event, status, waited)
 
-    def _wait(self, event: threading.Event, status: Status, rank: int) -> None:
-        status.waiting_for = rank
-        deadline = time.monotonic() + self.timeout_seconds
+    def _wait(self, event: threading.Event, status: Status, waited: Waited) -> None:
+        status.waiting_for = waited.rank
+        deadline = time.monotonic() + waited.seconds
         while not event.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.failed is not None:
                 failed, error = self.failed
                 raise Lost(failed, f"worker of rank {failed} failed: {error}")
+            gone = self.returned & set(waited.missing())
+            if gone and not event.is_set():  # what they sent before was there
+                raise Returned(min(gone))
             if time.monotonic() >= deadline:
-                raise TimedOut(rank if rank >= 0 else None, self.timeout_seconds)
+                raise TimedOut(waited.rank if waited.rank >= 0 else None, waited.seconds)
         status.waiting_for = None
 
     def keep_order(self, me: int, peer: int, entry: tuple[int, int, int]) -> None:
@@ -130,9 +150,10 @@ class _Message:
 class _Collective:
     """One collective: everybody brings a value; the last one to come works the result out."""
 
-    __slots__ = ("done", "left", "result", "values")
+    __slots__ = ("came", "done", "left", "result", "values")
 
     def __init__(self, size: int) -> None:
+        self.came: set[int] = set()
         self.values: dict[int, object] = {}
         self.result: object = None
         self.left = size
@@ -152,6 +173,8 @@ class ThreadControl(Control):
         self.hub, self.rank, self.device = hub, rank, device
         self.world_size = hub.world_size
         self.timeout_seconds = hub.timeout_seconds
+        self.limit: float | None = None
+        """How long this thread waits; None: as long as its launch says."""
         self.status = hub.statuses[rank]
         self._calls: dict[tuple[int, ...], int] = {}
 
@@ -163,7 +186,7 @@ class ThreadControl(Control):
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
         if self.hub.strict:
-            self.hub.wait(message.posted, self.status, peer)
+            self._wait(message.posted, peer)
         with message.lock:
             if message.buffers is not None:
                 _copy(tensors, message.buffers)
@@ -206,9 +229,17 @@ class ThreadControl(Control):
             self.hub.keep_order(self.rank, peer, (peer, self.rank, tag))
         return self.hub.message(peer, self.rank, tag)
 
-    def _coming(self, event: threading.Event, rank: int) -> Transfer[None]:
+    def _coming(
+        self, event: threading.Event, rank: int, missing: Callable[[], Collection[int]] | None = None
+    ) -> Transfer[None]:
         """What has come when an event is set, by a rank or (-1) several."""
-        return Transfer(lambda: self.hub.wait(event, self.status, rank), event.is_set)
+        return Transfer(lambda: self._wait(event, rank, missing), event.is_set)
+
+    def _wait(
+        self, event: threading.Event, rank: int, missing: Callable[[], Collection[int]] | None = None
+    ) -> None:
+        seconds = self.hub.timeout_seconds if self.limit is None else self.limit
+        self.hub.wait(event, self.status, Waited(rank, seconds, missing or (lambda: (rank,))))
 
     # Collectives
 
@@ -246,6 +277,7 @@ class ThreadControl(Control):
             if collective is None:
                 collective = self.hub.collectives[key] = _Collective(len(group.ranks))
             collective.values[self.rank] = value
+            collective.came.add(self.rank)
             collective.left -= 1
             last = not collective.left
             if last:
@@ -254,7 +286,8 @@ class ThreadControl(Control):
             collective.result = reduce([cast("T", collective.values[rank]) for rank in group.ranks])
             collective.values.clear()
             collective.done.set()
-        return self._coming(collective.done, -1).then(lambda _: cast("U", collective.result))
+        missing = partial(set(group.ranks).difference, collective.came)
+        return self._coming(collective.done, -1, missing).then(lambda _: cast("U", collective.result))
 
     # Failing
 
@@ -269,6 +302,12 @@ class ThreadControl(Control):
     def statuses(self) -> list[Status | None]:
         """See ``Control.statuses``."""
         return list(self.hub.statuses)
+
+    def has_returned(self) -> None:
+        """See ``Control.has_returned``."""
+        self.status.now("its end")
+        with self.hub.lock:
+            self.hub.returned.add(self.rank)
 
     def fail(self, error: BaseException) -> None:
         """See ``Control.fail``."""
@@ -287,6 +326,11 @@ class LocalTransport(Transport):
         super().__init__(ThreadControl(hub, rank, device), device)
         self.hub, self.kind = hub, hub.kind
         self.matching = Matching.ORDER if hub.strict else Matching.TAG
+
+    def wait_at_most(self, seconds: float) -> None:
+        """See ``Transport.wait_at_most``."""
+        if self.control.limit is None:
+            self.control.limit = self.control.timeout_seconds = self.timeout_seconds = seconds
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
         """See ``Transport.send``."""

@@ -24,8 +24,9 @@ from torch.distributed.distributed_c10d import Store
 
 from counterflow.errors import CounterflowError, WorkerError
 
-from .base import Lost, Status, TimedOut, Transport
+from .base import Lost, Returned, Status, TimedOut, Transport
 from .neighbour import Neighbour, nobody_else_looks
+from .returns import Posted, Returns
 from .side_thread import SideThread
 
 _T = TypeVar("_T")
@@ -165,6 +166,9 @@ class Watch:
         # Everybody asks one store: the more workers, the less often.
         self._look_seconds = min(self._post_seconds, max(0.25, world_size / 2000))
         self._failure: Failure | None = None
+        self._returns = Returns(status.rank)
+        self.returned: Returned | None = None
+        """That this worker waits for one whose function has returned."""
         self._store_gone = False
         self._stop = threading.Event()
         self._began = time.monotonic()
@@ -193,6 +197,13 @@ class Watch:
         mine = json.dumps([self._rank, why])
         posted = self._ask(self._main, lambda: self._store.compare_set("failure", "", mine), None)
         self._failure = Failure(*json.loads(posted or mine))
+
+    def post_return(self) -> None:
+        """Report to the others that this worker's function has returned."""
+        self._host_status.now("its end")
+        self._host_status.returned = True
+        self._ask(self._main, lambda: self._post(self._store), None)
+        self._ask(self._main, lambda: self._store.set("returned", "1"), None)
 
     def failure(self, within_seconds: float = 0.0) -> Failure | None:
         """The failure another worker posted; it may be waited for a moment."""
@@ -239,7 +250,8 @@ class Watch:
     def _post(self, store: Store) -> None:
         status = self._status()
         now = time.monotonic()
-        posted = [str(status.doing), status.waiting_for, now - status.since, now - self._began]
+        over = self._host_status.returned
+        posted = [str(status.doing), status.waiting_for, now - status.since, now - self._began, over]
         store.set(f"status/{self._rank}", json.dumps(posted))
 
     def _read(self, rank: int) -> Status | None:
@@ -249,7 +261,7 @@ class Watch:
         )
         if found is None:
             return None
-        doing, waiting_for, age, posted = json.loads(found)
+        doing, waiting_for, age, posted, _ = json.loads(found)
         now = time.monotonic()
         silent = max(0.0, now - self._began - posted)
         if silent > 2 * self._post_seconds + 1:
@@ -271,10 +283,13 @@ class Watch:
         while not self._rest(self._look_seconds):
             found = self._ask(self._line, lambda: _posted(self._own), None)
             wrong = self._wrong()
-            if time.monotonic() - posted >= self._post_seconds:
+            someone_returned = self._someone_returned()
+            if someone_returned or time.monotonic() - posted >= self._post_seconds:
                 posted = time.monotonic()
                 self._ask(self._line, lambda: self._post(self._own), None)
                 found = self._miss() or found
+                if someone_returned:
+                    self._end_vain_wait()
             if self._store_gone:
                 return self._without_store()
             if found is None and wrong is not None:
@@ -285,6 +300,32 @@ class Watch:
                 self._failure = found
                 return self._after(found)
         return None
+
+    def _someone_returned(self) -> bool:
+        """Whether this worker has waited for a moment, and a worker's function has returned."""
+        status = self._status()
+        waits = status.waiting_for is not None and time.monotonic() - status.since > 1.0
+        if not waits or self.returned is not None or self._failure is not None:
+            return False
+        return self._ask(self._line, lambda: self._own.check(["returned"]), otherwise=False)
+
+    def _end_vain_wait(self) -> None:
+        """End the wait of the main thread for a worker whose function has returned."""
+        posted = {
+            rank: found for rank in range(self._world_size) if (found := self._posted(rank)) is not None
+        }
+        rank = self._returns.awaited(posted) if self._rank in posted else None
+        if rank is not None:
+            self.returned = Returned(rank)
+            self._break_waits()
+
+    def _posted(self, rank: int) -> Posted | None:
+        key = f"status/{rank}"
+        found = self._ask(self._line, lambda: self._own.get(key) if self._own.check([key]) else None, None)
+        if found is None:
+            return None
+        doing, waiting_for, age, at, returned = json.loads(found)
+        return Posted(doing, waiting_for, at - age, at, returned)
 
     def _status(self) -> Status:
         """What the device does; the host, where the device answers with an error."""

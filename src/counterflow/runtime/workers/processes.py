@@ -171,7 +171,7 @@ def _work(sent: _Sent, variables: Mapping[str, str], line: Connection) -> None:
         _give_up(Path(folder), error, rank)
     transport = world.existing_transport()
     if transport is not None:
-        transport.status.now("its end")
+        transport.has_returned()
     _leave(Path(folder), f"result-{rank}", result)
     stay(line)
 

@@ -79,7 +79,7 @@ class ThreadLaunch:
         try:
             with self.turns.worker(), transport.running():
                 self.results[rank] = self.call()
-            transport.status.now("its end")
+            transport.has_returned()
         except BaseException as error:  # reported to the launcher
             self.causes[rank] = error
             self.failures.append(failed_by(error, rank, transport))

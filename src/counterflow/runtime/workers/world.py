@@ -92,6 +92,8 @@ def current_transport(
             raise ConfigError(
                 f'this worker is a thread of launch(…, transport="{local.kind}"); it has no {kind}'
             )
+        if timeout_seconds is not None:
+            local.wait_at_most(timeout_seconds)
         return local
     if wanted is not None and wanted.threads:
         raise ConfigError(f'transport "{kind}" is for workers started by launch(…, transport="{kind}")')

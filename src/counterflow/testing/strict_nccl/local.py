@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.transport.base import Status, TimedOut
-from counterflow.runtime.transport.local import Hub, ThreadControl
+from counterflow.runtime.transport.local import Hub, ThreadControl, Waited
 from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.pending import Transfer
 from counterflow.runtime.transport.progress import Event
@@ -55,10 +55,10 @@ class NcclHub(Hub):
         if left := self.fabric.unfinished():
             raise NcclRuleError("at the end these had not run: " + "; ".join(left))
 
-    def _wait(self, event: Any, status: Status, rank: int) -> None:
-        who = f"word of rank {rank}" if rank >= 0 else "word of all"
+    def _wait(self, event: Any, status: Status, waited: Waited) -> None:
+        who = f"word of rank {waited.rank}" if waited.rank >= 0 else "word of all"
         with self.fabric.elsewhere(status.rank, event.is_set, f"waits in {status.doing} for {who}"):
-            super()._wait(event, status, rank)
+            super()._wait(event, status, waited)
 
 
 class StrictControl(ThreadControl):
