@@ -5,18 +5,63 @@ Invariant: nothing is frozen or unfrozen before all workers know that they agree
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import cast
+
+from torch import nn
 
 from counterflow.errors import ConfigError
 
 from ..messages.values import number_of
 from ..transport.base import Transport
 
+Parameters = Mapping[int, Mapping[str, nn.Parameter]]
+"""A worker's parameters, by stage and by name."""
 
-def refuse_other_choices(
-    choices: Mapping[int, Mapping[str, bool]], tied: Container[str], transport: Transport
-) -> None:
+Choices = Mapping[int, Mapping[str, bool]]
+"""For each of them, whether it is trained."""
+
+
+def choices_of(parameters: Parameters, chosen: Callable[[str], bool]) -> Choices:
+    """A user's choices; what has no gradient in any case is not asked for.
+
+    Args:
+        parameters: those of this worker.
+        chosen: the user's function of a name.
+    """
+    return {
+        stage: {
+            name: (p.is_floating_point() or p.is_complex()) and bool(chosen(name))
+            for name, p in named.items()
+        }
+        for stage, named in parameters.items()
+    }
+
+
+def choose(parameters: Parameters, choices: Choices, summed: Container[int]) -> None:
+    """Freeze and unfreeze parameters.
+
+    Args:
+        parameters: those of this worker.
+        choices: what is chosen for each.
+        summed: by identity, those that FSDP sums.
+
+    Raises:
+        ConfigError: FSDP holds one that changes; nothing is changed then.
+    """
+    pairs = [(name, p, choices[stage][name]) for stage, its in parameters.items() for name, p in its.items()]
+    for name, parameter, on in pairs:
+        if id(parameter) in summed and on != parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is sharded by fully_shard, which knows from the first step on what is trained; "
+                "freeze it in parallelize(), before fully_shard, or in the model"
+            )
+    for _, parameter, on in pairs:
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(on)
+
+
+def refuse_other_choices(choices: Choices, tied: Container[str], transport: Transport) -> None:
     """Refuse choices that differ by worker; all workers call it.
 
     Args:

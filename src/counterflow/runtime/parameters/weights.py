@@ -28,7 +28,7 @@ from ..transport.base import Transport
 from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .changes import Changes
-from .choices import refuse_other_choices
+from .choices import choices_of, choose, refuse_other_choices
 from .coupled import Coupling
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .holdings import Holdings
@@ -140,26 +140,12 @@ class Weights:
         Raises:
             ConfigError: FSDP holds one that changes.
         """
-        choices = {
-            stage: {
-                name: bool(chosen(name)) if parameter.is_floating_point() or parameter.is_complex() else False
-                for name, parameter in named_parameters(copy, self.names).items()
-            }
-            for stage, copy in self.stages.items()
-        }
+        parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
+        choices = choices_of(parameters, chosen)
         with refusing():
             refuse_other_choices(choices, shared_names(self.names), self.transport)
-        for stage, copy in self.stages.items():
-            for name, parameter in named_parameters(copy, self.names).items():
-                if id(parameter) in self.sharding.summed and choices[stage][name] != parameter.requires_grad:
-                    raise ConfigError(
-                        f"{name} is sharded by fully_shard, which knows from the first step on what is "
-                        "trained; freeze it in parallelize(), before fully_shard, or in the model"
-                    )
-        for stage, copy in self.stages.items():
-            for name, parameter in named_parameters(copy, self.names).items():
-                if parameter.is_floating_point() or parameter.is_complex():
-                    parameter.requires_grad_(choices[stage][name])
+        choose(parameters, choices, self.sharding.summed)
+        for copy in self.stages.values():
             copy.trains = any(p.requires_grad for p in copy.parameters())
         for gradients in self.holdings.every():
             gradients.make()
