@@ -44,10 +44,11 @@ COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses",
 def add_loss(loss: Tensor, name: str = "added_loss") -> None:
     """Add to the loss what a layer's forward makes of its own; called within the forward.
 
-    A micro-batch is trained on its loss and the sum of all that layers of any stage added to it. So what is
-    added weighs as the micro-batch's own loss does: a mean over samples by their number, a ``LossSum`` by its
-    weight. A layer adds in each forward, 0 if need be. ``Step.loss`` has it, and ``Step.metrics`` the sum of
-    each name. In one process ``cf.added_losses`` collects it.
+    A micro-batch is trained on its loss and the sum of all that layers of any stage, and the loss function,
+    added to it. What is added has to be a mean over samples of what each makes by itself; the first
+    mini-batch of each kind shows whether it is, and with ``per_micro_batch_loss=True`` it may be anything: it
+    weighs as the micro-batch's own loss does. A layer adds in each forward, 0 if need be. ``Step.loss`` has
+    it, and ``Step.metrics`` the sum of each name. In one process ``cf.added_losses`` collects it.
 
     Args:
         loss: one real number with its factor (0.01 of a balance, say), a mean over the samples, or tokens,

@@ -303,8 +303,8 @@ class Batching(Options):
     """Whether the loss is computed for each micro-batch alone, and the mean of these losses by samples is
     trained.
 
-    Otherwise the first mini-batch of each kind is refused if its loss is neither a mean over samples nor a
-    ``LossSum``.
+    Otherwise the first mini-batch of each kind is refused if its loss, or what layers add to it, is neither a
+    mean over samples nor a ``LossSum``.
     """
 
 

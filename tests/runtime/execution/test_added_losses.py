@@ -1,4 +1,7 @@
-"""Losses that layers add: one process's numbers with every scheme, what is reported, and what is refused."""
+"""Losses that layers add: one process's numbers with every scheme, what is reported, and what is refused.
+
+Most here insist on the balance of each micro-batch by itself, which is no mean over samples.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from counterflow.verification.agreement import verify
 
 WIDTH, CLASSES = 6, 4
 SGD = partial(torch.optim.SGD, lr=0.1)
+INSISTS: dict[str, Any] = {"per_micro_batch_loss": True}
 
 
 class Experts(nn.Module):
@@ -115,7 +119,9 @@ def test_a_micro_batch_weighs_with_all_that_was_added_to_it() -> None:
             for module in model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
-            with cf.Pipeline(model, loss_function, schemes.dapple(4, 4), optimizer=SGD) as pipeline:
+            with cf.Pipeline(
+                model, loss_function, schemes.dapple(4, 4), optimizer=SGD, **INSISTS
+            ) as pipeline:
                 step = pipeline.step(*data(12, 3))
                 return step.loss, dict(step.metrics), pipeline.model_state_dict()
 
@@ -129,6 +135,7 @@ def test_a_micro_batch_weighs_with_all_that_was_added_to_it() -> None:
 def agrees(schedule: Schedule, loss_function: Any = tokens, *, replicas: int = 1, **options: Any) -> None:
     made = options.pop("made", None) or layers(**options.pop("layers", {}))
     batches = [[data(12, 4)] * replicas] * 2
+    options.setdefault("per_micro_batch_loss", schedule.workload.slices == 1)
     found = verify(schedule, made, loss_function, batches, optimizer=SGD, **options)
     assert found.ok, (str(schedule), options, str(found))
 
@@ -292,10 +299,181 @@ def test_a_layer_adds_in_every_forward_or_shapes_are_dynamic() -> None:
 def test_the_metric_of_a_loss_function_has_another_name() -> None:
     def work() -> None:
         loss = lambda output, target: (tokens(output, target), {"z": 1.0})  # noqa: E731
-        with cf.Pipeline(layers(), loss, schemes.dapple(2, 2), optimizer=SGD) as pipeline:
+        with cf.Pipeline(layers(), loss, schemes.dapple(2, 2), optimizer=SGD, **INSISTS) as pipeline:
             pipeline.step(*data(4, 3))
 
     with pytest.raises(
         cf.ConfigError, match="'z' is a metric of the loss function, and the name of what a layer adds"
     ):
         cf.launch(work, workers=2, transport="local")
+
+
+class Router(nn.Module):
+    """Adds what a function makes of its probabilities and choices, of shapes [B, S, 3]."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *, mode: str = "") -> None:
+        super().__init__()
+        self.function, self.mode = function, mode
+        self.route = nn.Linear(WIDTH, 3).double()
+        if mode == "norm":
+            self.norm = nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "norm":
+            x = self.norm(x.mT).mT
+        logits = self.route(x.transpose(0, 1) if self.mode == "sequence first" else x)
+        shares = functional.dropout(logits, 0.1, self.training and self.mode == "dropout").softmax(-1)
+        if self.training or self.mode != "training":
+            cf.add_loss(0.1 * self.function(shares, functional.one_hot(shares.argmax(-1), 3)), "balance")
+        return x
+
+
+class SequenceFirst(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous()
+
+
+def switch(shares: Tensor, chosen: Tensor) -> Tensor:
+    """The Switch Transformer's: a product of two means over all tokens."""
+    return (shares.flatten(0, 1).mean(0) * chosen.flatten(0, 1).double().mean(0)).sum()
+
+
+def by_sequence(shares: Tensor, chosen: Tensor) -> Tensor:
+    return (shares.mean(1) * chosen.double().mean(1)).sum(-1).mean()
+
+
+def by_token(shares: Tensor, chosen: Tensor) -> Tensor:
+    del chosen
+    return shares.square().sum(-1).mean()
+
+
+def scaled(shares: Tensor, chosen: Tensor) -> Tensor:
+    """A mean by value alone."""
+    found = by_token(shares, chosen)
+    return found / found.detach()
+
+
+def sum_of_all(shares: Tensor, chosen: Tensor) -> Tensor:
+    del chosen
+    return shares.square().sum()
+
+
+def routed(
+    function: Any, schedule: Schedule, samples: int, *, mode: str = "", replicas: int = 1, **options: Any
+) -> tuple[float, float]:
+    """The first step's loss, and one process's."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, WIDTH).double(), Router(function, mode=mode), nn.Linear(WIDTH, CLASSES).double()]
+    if mode == "sequence first":
+        layers[0] = nn.Sequential(layers[0], SequenceFirst())
+    x, y = data(samples * replicas, 4)
+    with cf.added_losses() as added:
+        output = nn.Sequential(*layers)(x)
+    y = y.T if mode == "sequence first" else y
+    expected = squares(output, y) + sum(added.values())
+    if mode == "sequence first":
+        options |= {"target_dims": 1, "output_dims": 1}
+
+    def work() -> float:
+        with cf.Pipeline(layers, squares, schedule, optimizer=SGD, cuts=(2,), **options) as pipeline:
+            rows = slice(pipeline.replica * samples, (pipeline.replica + 1) * samples)
+            step = pipeline.step(x[rows], y[:, rows] if mode == "sequence first" else y[rows])
+            return [step, *pipeline.flush()][-1].loss
+
+    return cf.launch(work, workers=2 * replicas, transport="local")[0], expected.item()
+
+
+CASES: list[dict[str, Any]] = [
+    {"schedule": schemes.dapple(2, 4), "samples": 16},
+    {"schedule": schemes.dapple(2, 4), "samples": 4},  # of one sample each
+    {"schedule": schemes.zb_h1(2, 4), "samples": 10, "recompute": "stage"},
+    {"schedule": schemes.chimera(2, 4, concat="backward-halving"), "samples": 8, "recompute": "layer"},
+    {"schedule": schemes.pipedream_2bw(2, 4), "samples": 8},
+    {"schedule": schemes.dapple(2, 1), "samples": 6, "replicas": 2},
+    {"schedule": schemes.dapple(2, 4), "samples": 12, "mode": "sequence first"},
+    {"schedule": schemes.dapple(2, 4), "samples": 16, "mode": "training"},
+    {"schedule": schemes.dapple(2, 4), "samples": 16, "mode": "dropout"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_added_has_to_be_a_mean_over_samples(case: dict[str, Any]) -> None:
+    for function in (switch, scaled, sum_of_all):
+        with pytest.raises(
+            cf.ConfigError, match=r"layer 1 \(Router\) .* adds 'balance' .* no mean over samples"
+        ):
+            routed(function, **case)
+    for function in (by_sequence, by_token):
+        found, expected = routed(function, **case)
+        assert case.get("mode") == "dropout" or found == pytest.approx(expected, rel=1e-9)
+
+
+def test_batch_norms_before_it_are_no_reason_to_refuse_it() -> None:
+    routed(by_token, schemes.dapple(2, 4), 16, mode="norm")
+    with pytest.raises(cf.ConfigError, match="no mean over samples"):
+        routed(switch, schemes.dapple(2, 4), 16, mode="norm")
+
+
+def test_what_is_added_of_slices_has_to_be_a_mean_over_positions() -> None:
+    schedule = schemes.dapple(stages=2, micro_batches=2, slices=2)
+    with pytest.raises(cf.ConfigError, match="no mean over positions"):
+        routed(by_sequence, schedule, 8)
+    found, expected = routed(by_token, schedule, 8)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_unit_and_who_insists_may_add_anything() -> None:
+    for function in (switch, scaled, sum_of_all):
+        found, expected = routed(function, schemes.dapple(2, 1), 8)
+        assert found == pytest.approx(expected, rel=1e-9)
+        routed(function, schemes.dapple(2, 4), 8, **INSISTS)
+
+
+def adding(output: Tensor, target: Tensor) -> Tensor:
+    cf.add_loss(0.1 * output.square().mean(), "size")
+    return squares(output, target)
+
+
+def adding_a_product(output: Tensor, target: Tensor) -> Tensor:
+    cf.add_loss(0.1 * output.mean((0, 1)).square().sum(), "size")
+    return squares(output, target)
+
+
+def test_a_loss_function_may_add_too() -> None:
+    for schedule in (schemes.dapple(4, 4), schemes.zb_h1(4, 4), schemes.chimera(4, 4)):
+        for recompute in ("none", "stage"):
+            agrees(schedule, adding, recompute=recompute)
+
+    def work(loss: Any) -> tuple[Any, float]:
+        made = [nn.Linear(5, WIDTH).double(), nn.Linear(WIDTH, CLASSES).double()]
+        with cf.Pipeline(made, loss, schemes.dapple(2, 2), optimizer=SGD) as pipeline:
+            return pipeline.step(*data(4, 3)).metrics, pipeline.evaluate(*data(4, 3)).metrics["size"]
+
+    for metrics, evaluated in cf.launch(work, adding, workers=2, transport="local"):
+        assert set(metrics) == {"size"}
+        assert evaluated > 0
+    with pytest.raises(cf.ConfigError, match="the loss is no mean over samples"):
+        cf.launch(work, adding_a_product, workers=2, transport="local")
+
+
+def test_what_is_added_beside_other_shares_of_tokens_is_refused() -> None:
+    """It would weigh by the tokens that count in each micro-batch, where one process takes a mean of all."""
+
+    def work(loss: Any, *, even: bool) -> float:
+        torch.manual_seed(3)
+        made = [nn.Linear(5, WIDTH).double(), Router(by_token), nn.Linear(WIDTH, CLASSES).double()]
+        x, y = data(8, 4)
+        if even:
+            y = y.clamp(min=2)
+            y[:, 0], y[:, 1] = 0, 1
+        with cf.added_losses() as added:
+            found = loss(nn.Sequential(*made)(x), y)
+        mean = found.sum / found.weight if isinstance(found, cf.LossSum) else found
+        with cf.Pipeline(made, loss, schemes.dapple(2, 4), optimizer=SGD) as pipeline:
+            return pipeline.step(x, y).loss - (mean + sum(added.values())).item()
+
+    for loss in (tokens, summed):
+        with pytest.raises(cf.ConfigError, match=r"layers add to it by cf\.add_loss"):
+            cf.launch(partial(work, loss, even=False), workers=2, transport="local")
+        found = cf.launch(partial(work, loss, even=True), workers=2, transport="local")
+        assert found == pytest.approx([0.0, 0.0], abs=1e-12)

@@ -101,8 +101,10 @@ def _measured(
         if target is not None:
             assert pipeline.loss_function is not None
             output, added = without_added(output)
-            with copy.precision.computing():  # autocast has its own precision for losses
-                return [read_loss(pipeline.loss_function(output, target)).with_added(added).loss]
+            # autocast has its own precision for losses
+            with copy.precision.computing(), added_losses() as terms:
+                found = read_loss(pipeline.loss_function(output, target))
+                return [found.with_added(terms).with_added(added).loss]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
     def outputs_of() -> list[Tensor]:

@@ -19,6 +19,7 @@ from counterflow.trees import each_tensor, versions
 
 from ..messages.arrivals import NONE
 from ..messages.values import Unit, ValueLayout, put_together, take_apart, takes_gradient
+from ..mini_batch.added_check import AddedCheck
 from ..mini_batch.batch import Batch
 from ..mini_batch.feed import Feed
 from ..stages.joints import Joints
@@ -129,13 +130,15 @@ class RunForward(RunOp):
             _, count = parts.each[-1]
             self._in_flight.hold(tensors[len(tensors) - count :], stashes[self.stage, unit].left)
 
-    def _forward(self, batch: Batch, given: ForwardInput) -> Output:
-        """One unit's forward; gives what later stages take."""
+    def _forward(self, batch: Batch, given: ForwardInput, *, checked: bool = False) -> Output:
+        """One unit's forward; gives what later stages take. ``checked``: what layers add is looked at."""
         copy, rows = self.copy, given.rows
         if rows.start == rows.stop:
             return self._without_samples(batch, given)
         if batch.guarded:
             return self._forward_guarded(batch, given)
+        if batch.added_check is not None and not checked and copy.adding.adds is not False:
+            return self._checked(batch.added_check, batch, given)
         if not batch.training:
             found, tensors = self._read(batch, copy.forward(given.value, batch.step, rows), given.unit)
             self._messages.give_back(given.buffers)
@@ -179,6 +182,14 @@ class RunForward(RunOp):
         structure, tensors = self._read(batch, output, given.unit)
         self._messages.give_back(given.buffers)
         return structure, self._outputs.handed_on(tensors)
+
+    def _checked(self, check: AddedCheck, batch: Batch, given: ForwardInput) -> Output:
+        """One unit's forward, and the check of what its layers add to the loss."""
+        value = mapped(copied, given.value)
+        output = self._forward(batch, given, checked=True)
+        if self.copy.adding.adds:
+            check.look(self.copy, value, batch.step, given.rows)
+        return output
 
     def _read(self, batch: Batch, output: Any, unit: Unit) -> Output:
         """A stage's output taken apart; what it saves once in a mini-batch is on its way."""

@@ -151,10 +151,12 @@ class Outputs:
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for check in checks:
             check.end()
-        if terms := taken():  # the loss function adds to itself as layers do
-            found = found.with_added(terms)
-        if added:
-            found = found.with_added(added)
+        terms = taken()  # the loss function adds to itself as layers do
+        if (added or terms) and copy.means.compares:
+            found = found.with_shares(share, size)
+        for each in (terms, added):
+            if each:
+                found = found.with_added(each)
         batch.losses.note_graph(found.loss, again=again)
         entry = found.entered(unit, share, divisor, size)
         if not again:

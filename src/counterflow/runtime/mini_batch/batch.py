@@ -12,6 +12,7 @@ from typing import Any
 
 from ..messages.values import Shapes, Unit
 from ..stages.randomness import SampleRows
+from .added_check import AddedCheck
 from .cut_check import CutCheck
 from .feed import Feed
 from .loss_check import LossCheck
@@ -82,6 +83,7 @@ class Batch:
         divisor: normaliser of the losses of the mini-batch; None: its number of samples.
         loss_scale: what its losses are multiplied by before their backwards.
         checks: checks that the loss is a mean over samples, and over positions; empty: no check.
+        added_check: check that what layers add is a mean over samples; None: no check.
         losses: losses of its micro-batches so far.
         outputs: outputs of the last stage by unit, if requested.
         has_loss: whether losses are computed.
@@ -111,6 +113,7 @@ class Batch:
     divisor: float | None = None
     loss_scale: float = 1.0
     checks: list[LossCheck | PositionCheck] = field(default_factory=list)
+    added_check: AddedCheck | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

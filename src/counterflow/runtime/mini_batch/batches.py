@@ -14,6 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
+from .added_check import AddedCheck, AddedChecks
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
 from .cut_check import CutCheck, CutChecks, compared_rows
@@ -97,6 +98,7 @@ class Batches:
         self._checks = (
             None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
         )
+        self._added_checks = None if batching.per_micro_batch_loss else AddedChecks()
         self._slices, self._lengths = schedule.workload.slices, schedule.workload.lengths
         if self._slices > 1 and batching.per_micro_batch_loss:
             raise ConfigError(
@@ -173,6 +175,7 @@ class Batches:
             told = Told(call, step, outputs, follows=True)
         agreed = agreement.last
         self._refuse_few(agreed, step)
+        is_one = call is Call.PREDICT or self._is_one(agreed, call, run)
         lengths = self._lengths if call.trains else (1,)
         sequence, positions = None, tuple[int, ...]()
         if len(lengths) > 1:
@@ -207,7 +210,8 @@ class Batches:
             losses=Losses(told=self._role.tells_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            checks=self._checks_of(agreed, call, step, run) if self._needs_targets(call) else [],
+            checks=self._checks_of(agreed, call, step) if self._needs_targets(call) and not is_one else [],
+            added_check=None if is_one else self._added_check_of(agreed, call, step),
             sequence=sequence,
             cut_check=check,
             ways=0 if follows else agreed.ways,
@@ -316,21 +320,35 @@ class Batches:
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _checks_of(
-        self, agreed: Agreed, call: Call, step: int, run: PipelineState
-    ) -> list[LossCheck | PositionCheck]:
-        """What sees whether the loss is a mean over samples; none where that was seen, or does not matter."""
+    def _is_one(self, agreed: Agreed, call: Call, run: PipelineState) -> bool:
+        """Whether all losses of an update are those of one unit, so that no loss is a part of another."""
         keeps = run.waiting > 0 or call is Call.KEEP
-        sliced, evaluates = self._slices > 1 and call.trains, call is Call.EVALUATE
-        parts = self._slices if sliced else self._parts
-        units = self._peers.replicas * parts * sum(map(bool, agreed.sizes))
-        if units == 1 and not keeps:
-            return []
+        return self._units(agreed, call) * self._peers.replicas == 1 and not keeps
+
+    def _units(self, agreed: Agreed, call: Call) -> int:
+        """The units of a replica's mini-batch."""
+        sliced = self._slices > 1 and call.trains
+        return (self._slices if sliced else self._parts) * sum(map(bool, agreed.sizes))
+
+    def _checks_of(self, agreed: Agreed, call: Call, step: int) -> list[LossCheck | PositionCheck]:
+        """What sees whether the loss is a mean over samples, and over positions."""
         of_samples = None
         if self._checks is not None:
             at_once = self._schedule.synchronous or not call.trains
-            mine = None if at_once else parts * sum(map(bool, agreed.sizes))
-            again = call.trains and not step & (step - 1)
-            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=mine, again=again)
-        of_positions = self._positions.of(agreed.kind) if sliced else None
+            units = None if at_once else self._units(agreed, call)
+            evaluates, again = call is Call.EVALUATE, _checks_again(call, step)
+            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=units, again=again)
+        of_positions = self._positions.of(agreed.kind) if self._slices > 1 and call.trains else None
         return [check for check in (of_positions, of_samples) if check is not None]
+
+    def _added_check_of(self, agreed: Agreed, call: Call, step: int) -> AddedCheck | None:
+        """What sees whether what layers add to the loss is a mean over samples."""
+        if self._added_checks is None:
+            return None
+        again = _checks_again(call, step)
+        return self._added_checks.of(agreed.kind, evaluates=call is Call.EVALUATE, again=again)
+
+
+def _checks_again(call: Call, step: int) -> bool:
+    """Whether a unit of a step is checked though others of its kind were: in steps 1, 2, 4, 8 and so on."""
+    return call.trains and not step & (step - 1)

@@ -61,7 +61,7 @@ class Means(Feature):
     why_apart = "it gives the loss"
 
     def __init__(self, layer: int | None = LOSS, *, divides: bool = True, compares: bool = True) -> None:
-        self._layer, self.divides, self._compares = layer, divides, compares
+        self._layer, self.divides, self.compares = layer, divides, compares
         self._watch = _Watch()
 
     def watching(self) -> AbstractContextManager[object]:
@@ -95,7 +95,7 @@ class Means(Feature):
             return found
         counted: _Counted | None = getattr(found.loss, _NAME, None)
         if counted is None or not self.divides:
-            return found._replace(counts=_one_of(weights, samples)) if self._compares else found
+            return found._replace(counts=_one_of(weights, samples)) if self.compares else found
         weight = counted.weight
         if counted.sum is None or not isinstance(weight, Tensor):
             return found._replace(elements=int(weight))

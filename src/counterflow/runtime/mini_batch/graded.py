@@ -51,11 +51,13 @@ class Graded(NamedTuple):
         entry: the loss as it enters the mini-batch's.
         gradients: those of the leaves, of the loss as it enters; empty if none are asked for.
         rounding: relative differences of gradients that are rounding, by leaf.
+        of_value: the same of the loss; None: its dtype tells it.
     """
 
     entry: Entry
     gradients: Gradients
     rounding: Sequence[float]
+    of_value: float | None = None
 
 
 class Comparison(NamedTuple):
@@ -83,9 +85,9 @@ def leaves_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def as_leaves(output: Any) -> Any:
-    """An output whose tensors are leaves, with a gradient where training needs one."""
-    graph = torch.is_grad_enabled()  # none is made by a forward that runs again in the backward
+def as_leaves(output: Any, *, always: bool = False) -> Any:
+    """An output whose tensors are leaves, with a gradient where training needs one, or ``always``."""
+    graph = torch.is_grad_enabled() and not always  # a forward that runs again in the backward makes none
 
     def leaf(tensor: Tensor) -> Tensor:
         real = tensor.is_floating_point() or tensor.is_complex()
@@ -130,7 +132,7 @@ def grade(  # noqa: PLR0917
         with _without_gradients(copy):
             seed = torch.full_like(read.loss, entry.by)
             gradients = torch.autograd.grad(read.loss, leaves, seed, allow_unused=True)
-    return Graded(entry, gradients, [_rounding(leaf, read.loss) for leaf in leaves])
+    return Graded(entry, gradients, [rounding_of(leaf, read.loss) for leaf in leaves])
 
 
 @contextmanager
@@ -183,11 +185,12 @@ def compare(whole: Graded, parts: Sequence[Entry], gradients: Gradients) -> Comp
     if not math.isfinite(sum(sums)) or not math.isfinite(sum(map(sum, norms))):
         return _NON_FINITE
     assert isinstance(whole.entry.loss, Tensor)
-    if abs(loss - made) > ROUNDING.get(whole.entry.loss.dtype, 1e-3) * largest:
+    rounding = ROUNDING.get(whole.entry.loss.dtype, 1e-3) if whole.of_value is None else whole.of_value
+    if abs(loss - made) > rounding * largest:
         return Comparison(decided=True, value=(loss, made))
     most = max((norm for norm, _ in norms), default=0.0)
-    for rounding, (norm, apart) in zip(whole.rounding, norms, strict=True):
-        if apart > rounding * (norm + _SMALL * most):
+    for near, (norm, apart) in zip(whole.rounding, norms, strict=True):
+        if apart > near * (norm + _SMALL * most):
             return Comparison(decided=True, gradient=apart / norm if norm else 1.0)
     return FITS if largest or most else UNDECIDED
 
@@ -210,7 +213,8 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=wide))
 
 
-def _rounding(leaf: Tensor, loss: Tensor) -> float:
+def rounding_of(leaf: Tensor, loss: Tensor) -> float:
+    """Relative difference of a leaf's gradients that is rounding."""
     device = leaf.device.type
     dtypes = {(leaf.real if leaf.is_complex() else leaf).dtype, loss.dtype}
     if torch.is_autocast_enabled(device):

@@ -280,7 +280,7 @@ class LossCheck:
     def _parted(self, member: _Member) -> Comparison:
         """Compare a unit's loss with those of two parts, until two show anything."""
         comparison = UNDECIDED
-        for point in _points(member.samples):
+        for point in points(member.samples):
             try:
                 comparison = self._halved(member, point)
             except Exception as error:  # other parts, or other units, may be large enough for the loss
@@ -377,8 +377,8 @@ def _reason(what: str, error: Exception) -> str:
     return f"of {what}: {error if isinstance(error, ConfigError) else f'{type(error).__name__}: {error}'}"
 
 
-def _points(samples: int) -> list[int]:
-    """Where the samples of a unit are cut in two: in the middle first."""
+def points(samples: int) -> list[int]:
+    """Points at which the samples of a unit are cut in two: in the middle first."""
     tried = (samples // 2, 2, samples - 2, samples // 3)
     return list(dict.fromkeys(point for point in tried if 0 < point < samples))
 

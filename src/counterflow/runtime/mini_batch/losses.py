@@ -94,6 +94,19 @@ class Found(NamedTuple):
             metrics[name] = term.detach() * by
         return self._replace(loss=loss, metrics=metrics)
 
+    def with_shares(self, samples: float, size: int) -> Found:
+        """The loss with what it is divided by in ``counts``: parts are means of other things.
+
+        Args:
+            samples: samples of the unit; of a slice, multiplied by its share of the sequence.
+            size: number of elements in the unit's output.
+        """
+        if self.weight is not None:
+            return self._replace(counts=self.weight / samples)
+        if self.elements is not None and self.elements != size:
+            return self._replace(counts=self.elements / samples)
+        return self
+
     def entered(self, unit: Unit, samples: float, divisor: float, size: int) -> Entry:
         """Entry of a loss in the mini-batch's loss.
 
@@ -191,11 +204,12 @@ def refuse_other_counts(parts: Sequence[Weighed]) -> None:
     least, most = min(part.least for part in parts), max(part.most for part in parts)
     if most - least > 1e-9 * abs(most):
         raise ConfigError(
-            "the loss has a cross entropy (or another error that is divided by what counts) among its parts, "
-            "or the scheme is asynchronous, and micro-batches have other shares of targets that count "
-            "(ignore_index, class weights, chosen elements): each would divide by its own. In a synchronous "
-            "scheme return a cf.LossSum of sums (reduction='sum') and of what counts, or the cross entropy "
-            "alone; or insist on what each divides by itself with per_micro_batch_loss=True"
+            "micro-batches have other shares of targets that count (ignore_index, class weights, chosen "
+            "elements, a LossSum's weight), and each would divide by its own: the loss has a cross entropy "
+            "(or another error that is divided by what counts) among its parts, layers add to it by "
+            "cf.add_loss, or the scheme is asynchronous. In a synchronous scheme return a cf.LossSum of sums "
+            "(reduction='sum') and of what counts, or the cross entropy alone; or insist on what each "
+            "divides by itself with per_micro_batch_loss=True"
         )
 
 

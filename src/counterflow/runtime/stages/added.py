@@ -32,6 +32,9 @@ class WithAdded(NamedTuple):
 class Adding(Feature):
     """Collects what a stage's layers add to the loss; it is around all other features."""
 
+    adds: bool | None = None
+    """Whether its layers added anything so far; None: they did not run yet."""
+
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
         before: dict[str, Tensor] = {}
@@ -47,15 +50,13 @@ class Adding(Feature):
             with collecting(graph=graph) as own:
                 output = run(value, step, rows)
             found = own.terms
+        self.adds = bool(self.adds or found)
         if not (before or found):
             return output
         terms = {name: whole(term) if is_dtensor(term) else term for name, term in found.items()}
         for name, term in before.items():
             terms[name] = terms[name] + term if name in terms else term.clone()
         return together(output, dict(sorted(terms.items())))
-
-
-ADDING = Adding()
 
 
 def taken() -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import Found as Loss
 from ..torch_private import buffers_of
-from .added import ADDING, apart
+from .added import Adding, apart
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
 from .features import Feature, Run, blocks, called, composed, layer_run
@@ -107,6 +107,7 @@ class StageCopy:
         self._splits = False
         self._compiled: Compiled | None = None
         self._drawing = Drawing(streams, self._compose)
+        self.adding = Adding()
         self.joins: bool | None = None if skips is None else False
         """Whether samples give the same in one run with others; None: not tried."""
         self.first_runs = FirstRuns(streams.device)
@@ -121,9 +122,9 @@ class StageCopy:
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
-        self._slice_check = SliceCheck(self._layer_runs())
+        self._slice_check = SliceCheck(self.layer_runs())
 
-    def _layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
+    def layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
         """Its layers without a stage around them, and the numbers of their carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
@@ -136,9 +137,10 @@ class StageCopy:
         check = self._slice_check
         if check.expects(value, step, rows):
             with added_losses():
-                check.add(self, self._carried(value), step, rows)
+                check.add(self, self.carried(value), step, rows)
 
-    def _carried(self, value: Value) -> Value:
+    def carried(self, value: Value) -> Value:
+        """What the stage runs on without what was added to the loss, as its layers take it."""
         value, _ = apart(value)
         return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
@@ -153,7 +155,7 @@ class StageCopy:
         streams = self._drawing if compiles else self.streams
         self.features = _there(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plain = _there(ADDING, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plain = _there(self.adding, self._pass_by, *inner, self._skip_runner, self._remembers)
         self._plainly = composed(self.layers, self._plain, self._compiled)
         self._around = self._within(_there(self.entry, hooks, splitting), _there(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
@@ -166,7 +168,7 @@ class StageCopy:
         return composed(self.layers, self._within(outer, inner), self._compiled)
 
     def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
-        return [ADDING, *outer, *_there(self._pass_by), *inner, *self.features]
+        return [self.adding, *outer, *_there(self._pass_by), *inner, *self.features]
 
     @property
     def statistics(self) -> list[Tensor]:
