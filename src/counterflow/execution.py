@@ -172,6 +172,13 @@ class Execution(Options):
     differ; in asynchronous schemes only ``Pipeline.flush`` compares buffers.
     """
 
+    witness_every: int = option(1000, f"a whole number, 0 to {_MANY:,}", ge=0, le=_MANY)
+    """Steps between comparisons with the model's own forward; 0 does not compare.
+
+    At steps 1, 2, 4, 8, ... and then in this interval, one micro-batch also runs through the model's own
+    forward; its loss and output must be those of the pipeline.
+    """
+
     timeout_seconds: float | None = option(
         None, "a number of seconds, more than 0, at most 1000000", may_differ=True, gt=0, le=1e6
     )
@@ -326,6 +333,7 @@ class Flat(TypedDict, total=False):
     zero_stage: int
     deferred_batch_norm: bool
     digest_every: int
+    witness_every: int
     timeout_seconds: float | None
     count_memory_steps: int
     seed: int

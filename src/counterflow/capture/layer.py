@@ -20,7 +20,7 @@ from counterflow.probing import PROBING
 
 from .asked import Call, Example
 from .record import Step
-from .values import Around, OfDtype, Ref, Size, Template
+from .values import Around, Held, OfDtype, Ref, Size, Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,9 @@ class _Mode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Mode, (nn.Module(),)
+
+    def model(self) -> nn.Module | None:
+        return self._model()
 
     def training(self) -> bool:
         model = self._model()
@@ -166,6 +169,42 @@ class CapturedLayer(nn.Module):
         """Whether it takes gradients by ``torch.autograd.grad``."""
         return any(step.function is torch.autograd.grad for part in self._parts for step in part.steps)
 
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of the example that a first layer was found with; None: it is not known."""
+        entry = self._parts[0].entry
+        if entry is None:
+            return None
+        example = entry.example
+        pairs = zip(example.leaves, example.free, strict=True)
+        sizes = [leaf.shape[dims[0][0]] for leaf, dims in pairs if dims]
+        return max(sizes, key=sizes.count, default=None)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model of the steps, if it still exists."""
+        return self._of_model.model()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Steps of the layer in its current mode."""
+        return self._part.steps
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers that the steps use directly, by their names in the model."""
+        names = {s.name for step in self.steps for s in step.takes.leaves() if type(s) is Held}
+        return {n: getattr(self, self._local[n]) for n in names if not n.startswith("constant ")}
+
+    def module_at(self, path: str) -> nn.Module:
+        """The module that the steps call by its path in the model."""
+        return self.get_submodule(self._local[path])
+
+    @property
+    def _part(self) -> Part:
+        training = self.training and self._of_model.training()
+        return self._parts[0] if training else self._parts[1]
+
     def hold_unused(self, name: str, tensor: Tensor) -> None:
         """Hold a parameter or a buffer that no step takes."""
         self._hold(name, tensor)
@@ -176,8 +215,7 @@ class CapturedLayer(nn.Module):
 
     def forward(self, value: Any = None, **kwargs: Any) -> Any:
         """Output of the steps for the output of the previous layer."""
-        training = self.training and self._of_model.training()
-        part = self._parts[0] if training else self._parts[1]
+        part = self._part
         if part.entry is not None:
             values = _entered(part.entry, value, kwargs)
         else:

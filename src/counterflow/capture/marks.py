@@ -1,4 +1,4 @@
-"""Dtypes and limits of dtypes that follow the weights, told from those that the user's code names.
+"""Dtypes and limits of dtypes that follow the weights, apart from those that the user's code names.
 
 A run whose weights have another dtype (a mark) shows which dtypes follow the weights. A run in the weights'
 own dtype shows the dtypes that the user's code names itself, which may be the mark's: these stay.

@@ -25,6 +25,7 @@ from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call
 from .stages.listing import Listing
 from .states import States
+from .witness.witness import Witness
 
 
 class Forwards(States):
@@ -37,6 +38,7 @@ class Forwards(States):
     _generation_check: GenerationCheck
     _listing: Listing
     _cut_probe: CutProbe
+    _witness: Witness
 
     def evaluate(
         self,
@@ -92,7 +94,12 @@ class Forwards(States):
         with self._reported(), self._held.owned.used():
             batch = self._batch(given, Call.EVALUATE, outputs=outputs)
             feeds = batch.feeds
+            witnessed = self._witness.due(training=False)
+            if witnessed:
+                self._witness.begin(batch, in_flight=False)
             pending = self._evaluation.start(batch, self._read_evaluation)
+            if witnessed:
+                self._witness.end(in_flight=False)
             for feed in feeds:
                 feed.wait()
             self._batches.remember(batch)
@@ -118,13 +125,21 @@ class Forwards(States):
         """
         self._untold = self.flush()
         with self._reported(), self._held.owned.used(), torch.no_grad():
-            return self._outputs(self._predicted(inputs, kwargs), everywhere=True)
+            witnessed = self._witness.due(training=False)
+            batch = self._predicted(inputs, kwargs, witnessed=witnessed)
+            return self._outputs(batch, everywhere=True)
 
-    def _predicted(self, inputs: Any, kwargs: Mapping[str, Any] | None = None) -> Batch:
+    def _predicted(
+        self, inputs: Any, kwargs: Mapping[str, Any] | None = None, *, witnessed: bool = False
+    ) -> Batch:
         given = partial(self._batches.given, inputs, None, kwargs)
         batch = self._batch(given, Call.PREDICT, outputs=True)
         batch.has_loss = False
+        if witnessed:
+            self._witness.begin(batch, in_flight=False)
         self._evaluation.run(batch)
+        if witnessed:
+            self._witness.end(in_flight=False)
         self._evaluation.drain()
         self._batches.remember(batch)
         return batch

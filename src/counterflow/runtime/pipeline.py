@@ -47,6 +47,7 @@ from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .transport.base import Transport
 from .transport.watch import tells_who
+from .witness.witness import Witness
 from .workers import lease
 from .workers.arguments import refuse_others
 from .workers.sources import details_of_loss, details_of_model, versions
@@ -206,6 +207,17 @@ class Pipeline(Forwards):
         transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
         held.leave_others(its, self.ranks[self.replica])
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
+        self._witness = Witness(
+            model,
+            {layer.index: layer.module for layers in its.layers for layer in layers},
+            its.schedule,
+            held.stages,
+            workers,
+            streams=self.streams,
+            loss_function=held.loss_function,
+            execution=execution,
+            sharded=parallelize is not None,
+        )
         self._untold: list[Step] = []
         self._sealed = True
         self._generation_check = GenerationCheck()
@@ -302,6 +314,8 @@ class Pipeline(Forwards):
         with self._reported():
             with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
                 batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
+                if self._witness.due(training=True):
+                    self._witness.begin(batch, in_flight=self._run.in_flight)
                 self._run.interpreter.saved.counting = self.steps < self.counted_steps
                 feeds = batch.feeds
                 told = self._run.step(batch, update=update)
@@ -309,6 +323,7 @@ class Pipeline(Forwards):
                     feed.wait()
                 self._batches.remember(batch)
                 of_last = self._outputs(batch) if outputs else None
+                self._witness.end(in_flight=self._run.in_flight)
             seconds = time.perf_counter() - began
             if told is None:
                 step = Step(self.steps, math.nan, math.nan, batch.total, seconds, None)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -84,6 +85,24 @@ def backend_of(name: str) -> Callable[..., Any]:
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """What ``nn.Module.compile`` compiles. Without: that method, which changes the module."""
     return module._call_impl  # noqa: SLF001
+
+
+@contextmanager
+def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call`` run the calls of a module; it receives the plain call, then the arguments.
+
+    Without: another class for the module, whose ``__call__`` runs it.
+    """
+    attributes, name = vars(module), "_compiled_call_impl"
+    before = attributes.get(name)
+    attributes[name] = partial(call, before or call_of(module))
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = before
 
 
 def rename_spare_backend(name: str) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.nearness import difference
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.torch_private import TorchDispatchMode, drops_nothing
-
-from .nearness import difference
 
 
 @dataclass(slots=True)

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
 from counterflow.errors import ConfigError
+from counterflow.nearness import difference, tolerance
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.stages.layers import layers_of
@@ -27,7 +29,6 @@ from counterflow.runtime.stages.skip_links import stage_skips
 
 from .calls import Run, first_parting, place_of
 from .copies import Given, run_layers, run_model
-from .nearness import difference, tolerance
 
 RunModel = Callable[[Any, Any], Any]
 """A user's function of the model and the inputs that returns the output that the last layer returns."""
@@ -92,11 +93,12 @@ def same_model(
 ) -> SameModel:
     """Compare a model with the list of its layers on one batch, before anything is trained.
 
-    Both run once, forward and backward, in copies, in float64 if they can. The modules that both call show
-    the first layer that differs. Modules run in their current modes. Every random draw begins at the same
-    state: model and layers may draw in another order. It needs the memory of two copies of the model, and of
-    inputs and outputs of all modules, in float64. A difference of less than 1e-6 of the largest value (in
-    float32 1e-4, in bfloat16 0.05) counts as rounding.
+    Both run forward and backward, in copies, in float64 if they can: on all samples and, without ``run``, on
+    two smaller numbers of them that are no multiples of what automatic layers were found with. The modules
+    that both call show the first layer that differs. Modules run in their current modes. Every random draw
+    begins at the same state: model and layers may draw in another order. It needs the memory of two copies of
+    the model, and of inputs and outputs of all modules, in float64. A difference of less than 1e-6 of the
+    largest value (in float32 1e-4, in bfloat16 0.05) counts as rounding.
 
     Args:
         model: the whole model, as it is trained in one process.
@@ -132,11 +134,44 @@ def same_model(
     given = Given(model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call)
     given.refuse_meta()
     found = _compare(given, *_run_both(given))
+    for samples, fewer in _fewer_samples(given) if found.ok and run is None else ():
+        try:
+            runs = _run_both(fewer)
+        except ConfigError:  # the model needs more samples
+            continue
+        other = _compare(fewer, *runs)
+        if not other.ok:
+            texts = tuple(f"with {samples} samples: {text}" for text in other.differences)
+            found = replace(other, differences=texts)
+            break
     if check and not found.ok:
         raise ConfigError(
             f"the {len(listed)} layers are not the {type(model).__name__}: {'; '.join(found.differences[:4])}"
         )
     return found
+
+
+def _fewer_samples(given: Given) -> Iterator[tuple[int, Given]]:
+    """The comparison on fewer samples, which are in the first dimension of all tensors."""
+    trees = (given.inputs, given.kwargs, given.targets)
+    leaves = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.dim()]
+    count = max((leaf.shape[0] for leaf in leaves), default=0)
+    if any(leaf.shape[0] != count for leaf in leaves):
+        return
+    example = 0
+    if isinstance(given.layers[0], CapturedLayer):
+        example = given.layers[0].samples or 0
+    sizes = [size for size in (count - 1, (count + 1) // 2, count // 3) if 0 < size < count]
+    if example > 1:
+        sizes = [size for size in sizes if size % example]
+    for size in list(dict.fromkeys(sizes))[:2]:
+        cut = partial(_first_rows, size)
+        inputs, kwargs, targets = pytree.tree_map_only(Tensor, cut, trees)
+        yield size, replace(given, inputs=inputs, kwargs=kwargs, targets=targets)
+
+
+def _first_rows(size: int, tensor: Tensor) -> Tensor:
+    return tensor[:size] if tensor.dim() else tensor
 
 
 def _run_both(given: Given) -> tuple[Run, Run]:

@@ -161,8 +161,8 @@ class Interpreter:
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     _run_named(task) if named else task.run()
-                if batch is not None and batch.await_total is not None:
-                    batch.total = batch.await_total()
+                if batch is not None:
+                    batch.agree()
                 for task in tasks.rest:
                     status.doing, status.waiting_for, status.since = task.action, None, now()
                     _run_named(task) if named else task.run()

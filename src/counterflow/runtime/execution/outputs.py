@@ -101,6 +101,8 @@ class Outputs:
         output, added = without_added(output)
         if batch.outputs is not None and not again:
             batch.outputs[unit] = mapped(_kept, output)
+        if batch.watch is not None and not again and batch.watch.covers(unit):
+            batch.watch.outputs[unit.part] = mapped(_kept, output)
         if not batch.has_loss:
             return None, []
         loss = self._loss_of(copy, batch, output, unit, added, again=again)
@@ -161,6 +163,8 @@ class Outputs:
         entry = found.entered(unit, share, divisor, size)
         if not again:
             batch.losses.entries.append(entry)
+            if batch.watch is not None and batch.watch.covers(unit):
+                batch.watch.save_loss(entry)
         return found.loss * (entry.by * batch.loss_scale)
 
     def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:

@@ -21,6 +21,7 @@ from .position_check import PositionCheck
 from .samples import Dims
 from .slicing import SequenceDims, rows_of_slice
 from .told import Told
+from .unit_watch import UnitWatch
 
 Key = tuple[int, Unit]
 """A stage and what runs through it (a micro-batch runs on one pipe only)."""
@@ -93,6 +94,7 @@ class Batch:
         ways: number of other ways to cut them, known to all workers of the replica; 0: no check is due.
         ready: whether its micro-batches were ready.
         guarded: whether a unit whose layer fails is passed on like one without samples.
+        watch: saves the output and the loss of one unit; None: nothing is saved.
     """
 
     step: int
@@ -123,6 +125,12 @@ class Batch:
     ways: int = 0
     ready: bool = False
     guarded: bool = False
+    watch: UnitWatch | None = None
+
+    def agree(self) -> None:
+        """Wait until all workers have reported this call."""
+        if self.await_total is not None:
+            self.total, self.await_total = self.await_total(), None
 
     @property
     def feeds(self) -> list[Feed]:

@@ -55,6 +55,14 @@ class Precision(Feature):
         """Around a list of actions: what was cast is kept until its end."""
         return _NOTHING
 
+    def cast_input(self, value: Value) -> Value:
+        """Return the model's input as the first stage computes with it."""
+        return value
+
+    def cast_output(self, value: Value) -> Value:
+        """Return the model's output as the loss receives it."""
+        return value
+
     def forget(self) -> None:
         """The weights may have changed."""
 
@@ -227,8 +235,16 @@ class Cast(Precision):
 
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
-        output = run(_of_value(self._lower, value) if self._copy.stage == 0 else value, step, rows)
-        return _of_value(self._raised, output) if self._copy.last else output
+        output = run(self.cast_input(value) if self._copy.stage == 0 else value, step, rows)
+        return self.cast_output(output) if self._copy.last else output
+
+    def cast_input(self, value: Value) -> Value:
+        """See ``Precision``."""
+        return _of_value(self._lower, value)
+
+    def cast_output(self, value: Value) -> Value:
+        """See ``Precision``."""
+        return _of_value(self._raised, value)
 
     def _lower(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

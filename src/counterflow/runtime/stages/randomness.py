@@ -10,7 +10,7 @@ elsewhere (Python's or NumPy's random numbers, a generator of its own) is beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -127,9 +127,12 @@ class RandomStreams(Feature):
             step: the step's number.
             rows: which samples it runs on.
         """
+        return self._from(self._layer_key(index, step, rows))
+
+    def _layer_key(self, index: int, step: int, rows: SampleRows) -> int:
         # 0: the whole micro-batch, or its first slice.
         part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
-        return self._from(self._key(step, rows.micro_batch, index, part))
+        return self._key(step, rows.micro_batch, index, part)
 
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """See ``Feature``."""
@@ -162,6 +165,33 @@ class RandomStreams(Feature):
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
         return mixed >> 12
+
+    @contextmanager
+    def continued(
+        self, index: int, step: int, rows: SampleRows, states: Sequence[Tensor] | None
+    ) -> Iterator[list[Tensor]]:
+        """Run a part of a layer that draws from where an earlier part of it ended.
+
+        Args:
+            index: number of the layer; -1: the loss function.
+            step: number of the step.
+            rows: samples of the run.
+            states: states of the generators after the earlier part; None: this is the first part.
+
+        Yields:
+            The states after this part, once it has ended.
+        """
+        ends: list[Tensor] = []
+        with self.kept():
+            if states is None:
+                key = self._layer_key(index, step, rows)
+                for generator in self.generators:
+                    generator.manual_seed(key)
+            else:
+                for generator, state in zip(self.generators, states, strict=True):
+                    generator.set_state(state)
+            yield ends
+            ends.extend(self.states())
 
     def unless_drawn(self, run: Callable[[], Value]) -> Value | None:
         """What ``run`` gives; None if it drew random numbers."""

@@ -167,6 +167,19 @@ class StageCopy:
         """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
         return composed(self.layers, self._within(outer, inner), self._compiled)
 
+    def run_plainly(self, value: Value, step: int, rows: SampleRows, inner: Sequence[Feature] = ()) -> Value:
+        """Run the layers with the draws of a step, without recomputation and without a compiler."""
+        precision = None if self.precision.plain else self.precision
+        outer = _there(ADDING, self._pass_by, self.module, precision, self.means, self.streams)
+        return composed(self.layers, [*outer, *inner, *_there(self._skip_runner)])(value, step, rows)
+
+    def loss_plainly(
+        self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows
+    ) -> Any:
+        """Return what a loss function makes of (itself, output, target), with the draws of a step."""
+        loss = NamedLayer(LOSS, {}, _NO_MODULE)
+        return layer_run(loss, _of_three, _there(self.means, self.streams))(value, step, rows)
+
     def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
         return [self.adding, *outer, *_there(self._pass_by), *inner, *self.features]
 

@@ -1,0 +1,267 @@
+"""What a worker runs for the model's own forward: calls of modules that it owns, and whole stages.
+
+Invariant: runs leave buffers and random states as they were. They see the stage's weights, precision and
+random streams, as the runs of the schedule do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.added_loss import added_losses
+from counterflow.capture.layer import CapturedLayer
+from counterflow.trees import version_of
+
+from ..messages.values import Value
+from ..stages.features import Feature, Run
+from ..stages.named_layer import NamedLayer
+from ..stages.randomness import RandomStreams, SampleRows
+from ..stages.skips import Carried
+from ..stages.stage import StageCopy
+from ..torch_private import buffers_of
+from .sketches import CallKey, CallSketch, Sketch, sketches_of
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+        key: path of the module, its layer, and the number of the call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        states: states of the generators after the layer's earlier draws; None: it has not drawn yet.
+    """
+
+    key: CallKey
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: Sequence[Tensor] | None
+
+
+class ModuleResult(NamedTuple):
+    """Result of a call of a module.
+
+    Attributes:
+        output: what it returns.
+        terms: terms that it adds to the loss, by name.
+        states: states of the generators after the call.
+        changes: arguments that the call changed in place, by their number among the tensors.
+    """
+
+    output: Any
+    terms: dict[str, Tensor]
+    states: Sequence[Tensor]
+    changes: dict[int, Tensor]
+
+
+class StageRun(NamedTuple):
+    """A run of a stage.
+
+    Attributes:
+        stage: number of the stage.
+        value: its input.
+    """
+
+    stage: int
+    value: Value
+
+
+class StageResult(NamedTuple):
+    """Result of a run of a stage.
+
+    Attributes:
+        value: its output.
+        draws: whether a layer drew random numbers.
+    """
+
+    value: Value
+    draws: bool
+
+
+class _Draws(Feature):
+    """Sees whether layers draw random numbers."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams, self.any = streams, False
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        del layer
+        before = self._streams.states()
+        output = run(value, step, rows)
+        self.any = self.any or not self._streams.drew_nothing(before)
+        return output
+
+
+class Owner:
+    """Calls and runs of one worker.
+
+    Args:
+        stages: the worker's stages by number.
+        streams: streams of random draws.
+    """
+
+    def __init__(self, stages: Mapping[int, StageCopy], streams: RandomStreams) -> None:
+        self._stages, self._streams = stages, streams
+        self._layers = {layer.index: copy for copy in stages.values() for layer in copy.layers}
+        self._training = True
+        self.changes_buffers = False
+        """Whether a run has changed a buffer, on which other micro-batches of its step depend."""
+        self.step = 0
+        self.rows = SampleRows(0, 0, 0, 0)
+        self.sketches: dict[CallKey, CallSketch] | None = None
+        """Sketches of the calls; None: they are not made."""
+
+    @contextmanager
+    def running(self, step: int, rows: SampleRows, *, training: bool) -> Iterator[None]:
+        """Around the runs of one witness; buffers are restored at its end.
+
+        Args:
+            step: number of the step.
+            rows: samples of the unit.
+            training: whether it is one of a step; otherwise of an evaluation.
+        """
+        self.step, self.rows, self._training = step, rows, training
+        copies = list(self._stages.values())
+        with ExitStack() as stack:
+            stack.enter_context(self._copied_buffers())
+            for copy in copies if not training else ():
+                stack.enter_context(copy.evaluating())
+            stack.enter_context(copies[0].precision.step())
+            stack.enter_context(torch.set_grad_enabled(training))
+            yield
+
+    @contextmanager
+    def _copied_buffers(self) -> Iterator[None]:
+        """Within this context modules change copies of their buffers."""
+        held: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
+            (buffers_of(module), name, buffer)
+            for copy in self._stages.values()
+            for layer in copy.with_weights
+            for module in layer.module.modules()
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None
+        ]
+        norms = {id(buffers_of(m)[n]) for c in self._stages.values() for m, n in c.buffers.norms}
+        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in held}
+        for table, name, buffer in held:
+            table[name] = copies[id(buffer)]
+        try:
+            yield
+        finally:
+            # Running statistics are read in evaluation only, which changes nothing.
+            self.changes_buffers = self.changes_buffers or any(
+                table[name] is not copies[id(buffer)] or not torch.equal(copies[id(buffer)], buffer)
+                for table, name, buffer in held
+                if id(buffer) not in norms
+            )
+            for table, name, buffer in held:
+                table[name] = buffer
+
+    def owns(self, layer: int) -> bool:
+        """Return whether a layer is on this worker."""
+        return layer in self._layers
+
+    def tensors(self, captured: Mapping[int, CapturedLayer]) -> dict[str, Tensor]:
+        """Parameters and buffers that the layers' steps use directly, as the layers see them."""
+        found: dict[str, Tensor] = {}
+        for index in captured.keys() & self._layers.keys():
+            with self._layers[index].precision.computing():
+                module = self._module(index)
+                assert isinstance(module, CapturedLayer)
+                found |= module.tensors
+        return found
+
+    def answer(self, request: ModuleCall | StageRun) -> Any:
+        """Run what another worker asks for."""
+        return self.call(request) if isinstance(request, ModuleCall) else self.run(request)
+
+    def call(self, request: ModuleCall) -> ModuleResult:
+        """Call a module of a captured layer."""
+        captured = self._module(request.key.layer)
+        assert isinstance(captured, CapturedLayer)
+        copy, module = self._layers[request.key.layer], captured.module_at(request.key.path)
+        with copy.precision.computing():
+            return self.draw(request, module)
+
+    def draw(self, request: ModuleCall, module: Callable[..., Any]) -> ModuleResult:
+        """Call a module within the random stream of its layer."""
+        tensors = [x for x in pytree.tree_leaves((request.args, request.kwargs)) if isinstance(x, Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
+        inputs: tuple[Sketch, ...] = () if self.sketches is None else sketches_of(tensors)
+        with self.stream(request.key.layer, request.states) as states, added_losses() as terms:
+            output = module(*request.args, **request.kwargs)
+        if self.sketches is not None:
+            self.sketches[request.key] = CallSketch(inputs, sketches_of(output))
+        changes = {
+            number: tensor
+            for number, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+            if version_of(tensor) != version
+        }
+        return ModuleResult(output, dict(terms), states, changes)
+
+    def stream(self, layer: int, states: Sequence[Tensor] | None) -> AbstractContextManager[list[Tensor]]:
+        """Context of a function's call within the random stream of a layer; see ``continued``."""
+        return self._streams.continued(layer, self.step, self.rows, states)
+
+    def draws(self, layer: int, states: Sequence[Tensor]) -> bool:
+        """Return whether a layer drew random numbers before it left these states."""
+        with self.stream(layer, None) as first:
+            pass
+        return not all(map(torch.equal, first, states))
+
+    def run(self, request: StageRun) -> StageResult:
+        """Run the layers of a stage on whole samples, without recomputation, slices or a compiler."""
+        copy, value = self._stages[request.stage], request.value
+        if copy.skips is None and type(value) is Carried:
+            value = value.value
+        with self._sketching(copy), copy.precision.computing():
+            if not self._training:
+                return StageResult(copy.forward(value, self.step, self.rows), draws=False)
+            draws = _Draws(self._streams)
+            output = copy.run_plainly(value, self.step, self.rows, [draws])
+            return StageResult(output, draws.any)
+
+    @contextmanager
+    def _sketching(self, copy: StageCopy) -> Iterator[None]:
+        """Make sketches of the calls of captured modules, if they are asked for."""
+        sketches = self.sketches
+        handles = []
+        for layer in copy.layers if sketches is not None else ():
+            if isinstance(layer.module, CapturedLayer):
+                paths = dict.fromkeys(s.module for s in layer.module.steps if s.module is not None)
+                for path in paths:
+                    module = layer.module.module_at(path)
+                    handles += _hooks(module, path, layer.index, sketches)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _module(self, index: int) -> nn.Module:
+        return next(layer.module for layer in self._layers[index].layers if layer.index == index)
+
+
+def _hooks(module: nn.Module, path: str, layer: int, sketches: dict[CallKey, CallSketch]) -> list[Any]:
+    """Register hooks that make sketches of a module's calls."""
+    inputs: list[Any] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs.append(sketches_of((args, kwargs)))
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del args, kwargs
+        number = sum(key.path == path and key.layer == layer for key in sketches)
+        sketches[CallKey(path, layer, number)] = CallSketch(inputs.pop(), sketches_of(output))
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]

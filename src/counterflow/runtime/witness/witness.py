@@ -1,0 +1,444 @@
+"""Comparison of one unit of a mini-batch with the model's own forward, at some steps.
+
+The forward runs before the step, with the weights of its forwards; the loss and the output that the schedule
+computes for the unit are saved during the step and compared after it (``UnitWatch``). While mini-batches are
+in flight the stages' weights are of different updates: then the layers run one after another in place of the
+schedule. For a list of layers the model's own forward is these layers, one after another, on the whole unit.
+
+Invariant: all workers make the same calls. A difference is an error on all of them, and it names the first
+call of a module that differs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from counterflow.capture.layer import CapturedLayer
+from counterflow.errors import ConfigError, CounterflowError
+from counterflow.execution import Execution
+from counterflow.nearness import tolerance
+from counterflow.schedule.ir import Schedule
+
+from ..execution.outputs import part as part_of
+from ..execution.step import Workers
+from ..mini_batch.batch import Batch
+from ..mini_batch.losses import LossFunction, elements_in
+from ..mini_batch.unit_watch import UnitWatch, mean_loss
+from ..stages.added import apart
+from ..stages.randomness import RandomStreams
+from ..stages.skips import Carried
+from ..stages.stage import StageCopy, evaluating
+from ..transport.base import Lost, TimedOut
+from .comparison import Comparison, Result, same
+from .model_forward import ModelForward
+from .owner import Owner, StageResult, StageRun
+from .rounds import RemoteError, Rounds, packed, unpacked
+from .sketches import CallSketch, first_difference
+from .units import Units, WitnessUnit
+
+_LOG = logging.getLogger(__name__)
+
+_PENDING, _SAME, _DIFFERENT, _FAILED = 0.0, 1.0, 2.0, 3.0
+"""Verdicts of the worker that compares."""
+
+
+class Witness:
+    """Comparisons of one pipeline.
+
+    Args:
+        model: the user's model, or its list of layers.
+        layers: all layers of the model, as the user passed them.
+        schedule: schedule of the pipeline.
+        stages: this worker's stages.
+        workers: place of this worker.
+        streams: streams of random draws.
+        loss_function: function of output and target; None: the output is the loss.
+        execution: options of the run.
+        sharded: whether weights are sharded by ``parallelize``; then nothing is compared.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        layers: Mapping[int, nn.Module],
+        schedule: Schedule,
+        stages: Mapping[int, StageCopy],
+        workers: Workers,
+        *,
+        streams: RandomStreams,
+        loss_function: LossFunction | None,
+        execution: Execution,
+        sharded: bool,
+    ) -> None:
+        self._schedule, self._stages, self._workers = schedule, stages, workers
+        self._loss_function, self._every = loss_function, execution.witness_every
+        self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
+        lower = execution.compress or execution.computes_in is not None
+        self._least = tolerance(torch.bfloat16) if lower else 0.0
+        self._streams, self._owner = streams, Owner(stages, streams)
+        captured = {n: layer for n, layer in layers.items() if isinstance(layer, CapturedLayer)}
+        self._captured = captured if len(captured) == len(layers) else {}
+        self._model = model if isinstance(model, nn.Module) else None
+        self._sharded = sharded
+        self._calls = Counter[bool]()
+        self._units = Units(schedule, workers)
+        self._tag = workers.transport.reserve_tags(1)
+        if not self._every and workers.transport.rank == 0:
+            _LOG.warning("witness_every = 0: no step is compared with the model's own forward")
+        self._begun: list[Comparison] = []
+        self._undecided = False
+
+    # -- steps
+
+    def due(self, *, training: bool) -> bool:
+        """Count a step or an evaluation; return whether it is compared: 1, 2, 4, 8 ..., each ``every``-th."""
+        self._calls[training] += 1
+        number, every = self._calls[training], self._every
+        if not every or self._sharded:
+            return False
+        return number % every == 0 or (number < every and not number & (number - 1))
+
+    def begin(self, batch: Batch, *, in_flight: bool) -> None:
+        """Run the model's own forward on a unit of a mini-batch, before its step; all workers call it.
+
+        Args:
+            batch: the mini-batch.
+            in_flight: whether earlier mini-batches are in flight.
+
+        Raises:
+            ConfigError: the forward differs from the layers.
+        """
+        if not self._compares(batch, in_flight=in_flight):
+            return
+        batch.agree()
+        self._workers.transport.status.now("running the model's own forward")
+        unit = self._units.choose(batch)
+        if unit is None:
+            return
+        watch = None
+        if not in_flight:
+            sliced = self._schedule.workload.slices > 1 and batch.training
+            watch = UnitWatch(
+                unit.unit.micro_batch,
+                None if sliced else unit.unit.part,
+                self._schedule.workload.slices if sliced else 1,
+                has_loss=batch.has_loss,
+            )
+        comparison = Comparison(unit, batch, watch)
+        self._read_inputs(comparison)
+        rounds = Rounds(self._workers.transport, unit.rank, self._tag)
+        with self._running(comparison):
+            if watch is None:
+                self._compare_layers(comparison, rounds)
+                return
+            comparison.result = self._forward(comparison, rounds)
+        if self._rank == unit.rank:
+            batch.watch = watch
+        self._begun.append(comparison)
+
+    def _compares(self, batch: Batch, *, in_flight: bool) -> bool:
+        """Return whether the schedule runs something else than the forward: layers of a list run alike."""
+        if self._captured:
+            return True
+        return batch.training and not in_flight and self._otherwise
+
+    def end(self, *, in_flight: bool) -> None:
+        """Compare what the schedule has computed since, after a step; all workers call it.
+
+        Args:
+            in_flight: whether mini-batches are in flight, which later steps end.
+
+        Raises:
+            ConfigError: a unit's loss or output is not that of the model's own forward.
+        """
+        for comparison in tuple(self._begun):
+            verdict = self._workers.transport.gather([self._verdict(comparison)])[comparison.unit.rank][0]
+            if verdict == _PENDING and in_flight:
+                continue
+            self._begun.remove(comparison)
+            comparison.batch.watch = None
+            if verdict == _FAILED:
+                self._raise(comparison, "" if comparison.result is None else comparison.result.failure)
+            if verdict == _DIFFERENT:
+                rounds = Rounds(self._workers.transport, comparison.unit.rank, self._tag)
+                with self._running(comparison):
+                    self._compare_layers(comparison, rounds, differs=True)
+
+    @contextmanager
+    def _running(self, comparison: Comparison) -> Iterator[None]:
+        """Around forwards of a unit, in the modes of its mini-batch."""
+        unit, batch = comparison.unit, comparison.batch
+        model = [] if self._model is None or batch.training or self._rank != unit.rank else [self._model]
+        with evaluating(model):
+            # Threads share modules: the model's modes are set before, and restored after, those of stages.
+            self._workers.transport.gather([])
+            with self._owner.running(batch.step, unit.rows, training=batch.training):
+                yield
+            self._find_changes()
+
+    def _find_changes(self) -> None:
+        """Learn whether a run has changed buffers: then only the first units of a step can be compared."""
+        rows = self._workers.transport.gather([float(self._owner.changes_buffers)])
+        self._units.only_first = self._units.only_first or any(map(sum, rows))
+
+    # -- units
+
+    @property
+    def _rank(self) -> int:
+        return self._workers.transport.rank
+
+    @cached_property
+    def _stage_of(self) -> dict[int, int]:
+        """Stage of each layer that this worker owns."""
+        return {layer.index: n for n, copy in self._stages.items() for layer in copy.layers}
+
+    def _read_inputs(self, comparison: Comparison) -> None:
+        """Read the unit's inputs and targets, before the step may change them."""
+        unit, batch = comparison.unit, comparison.batch
+        number = unit.unit.micro_batch
+        if self._rank == unit.inputs_rank and batch.inputs is not None:
+            value = part_of(batch.inputs[number], unit.unit, batch, of_targets=False)
+            comparison.value = pytree.tree_map_only(Tensor, _copied, value)
+        if self._rank == unit.rank and batch.targets is not None and self._loss_function is not None:
+            target = part_of(batch.targets[number], unit.unit, batch, of_targets=True)
+            comparison.target = pytree.tree_map_only(Tensor, _copied, target)
+
+    # -- forwards
+
+    def _forward(self, comparison: Comparison, rounds: Rounds) -> Result | None:
+        """Run the model's own forward; return its result on the worker that compares."""
+        unit = comparison.unit
+        if not self._captured:
+            return self._layers_in_turn(comparison, rounds)
+        mine = None
+        if self._rank in self._workers.ranks[unit.replica]:
+            mine = comparison.value, self._owner.tensors(self._captured), self._stage_of
+        rows = rounds.gather(mine)
+        if self._rank != unit.rank:
+            rounds.serve(self._owner.answer)
+            return None
+        here = [row for row in rows if row is not None]
+        value = rows[unit.inputs_rank][0]
+        tensors = {name: tensor for _, each, _ in here for name, tensor in each.items()}
+        tensors |= self._owner.tensors(self._captured)
+        stage_of = {layer: stage for _, _, stages in here for layer, stage in stages.items()}
+        result = Result()
+        try:
+            result = self._model_forward(comparison, rounds, value, tensors, stage_of)
+        finally:
+            rounds.end()
+        return result
+
+    def _model_forward(
+        self,
+        comparison: Comparison,
+        rounds: Rounds,
+        value: Any,
+        tensors: Mapping[str, Tensor],
+        stage_of: Mapping[int, int],
+    ) -> Result:
+        unit = comparison.unit
+        copy = self._stages[self._schedule.stages - 1]
+        assert self._model is not None
+        forward = ModelForward(
+            self._model,
+            self._captured,
+            self._owner,
+            rounds,
+            rank_of=lambda layer: self._units.rank_of_stage(unit, stage_of[layer]),
+            precision=copy.precision,
+        )
+        self._order = forward.order
+        try:
+            output, terms = forward.run(pytree.tree_map_only(Tensor, _copied, value), tensors)
+            loss = self._loss(comparison, output, terms)
+        except (Lost, TimedOut):
+            raise
+        except (RemoteError, torch.OutOfMemoryError) as error:
+            return Result(undecided=str(error))
+        except CounterflowError as error:
+            if not _asks_for_remote(error):
+                raise
+            return Result(undecided=str(error))
+        except Exception as error:  # the step, whose layers do not read what it reads, decides
+            if any(layer.differentiates for layer in self._captured.values()):
+                return Result(undecided=f"it takes gradients across workers: {error}")
+            return Result(
+                failure=f"step {comparison.batch.step}: the {type(self._model).__name__}'s own forward fails "
+                f"on micro-batch {unit.unit.micro_batch} ({type(error).__name__}: {error}), and its layers "
+                "do not: what it reads has changed since they were found; find the layers again"
+            )
+        return Result(pytree.tree_map_only(Tensor, _copied, output), loss, forward.draws)
+
+    def _layers_in_turn(self, comparison: Comparison, rounds: Rounds) -> Result | None:
+        """Run the layers one after another; return the result on the worker that compares."""
+        unit = comparison.unit
+        value = rounds.gather(comparison.value)[unit.inputs_rank]
+        if self._rank != unit.rank:
+            rounds.serve(self._owner.answer)
+            return None
+        try:
+            value, draws = self._through_stages(unit, rounds, value)
+            output, terms = apart(value)
+            loss = self._loss(comparison, output, terms)
+            return Result(pytree.tree_map_only(Tensor, _copied, output), loss, draws)
+        except (Lost, TimedOut):
+            raise
+        except Exception as error:  # the step reports an error of its layers
+            return Result(undecided=f"{type(error).__name__}: {error}")
+        finally:
+            rounds.end()
+
+    def _through_stages(self, unit: WitnessUnit, rounds: Rounds, value: Any) -> tuple[Any, bool]:
+        """Output of all stages, and whether any drew random numbers."""
+        held: dict[int, Any] = {}
+        draws = False
+        for stage in range(self._schedule.stages):
+            request = StageRun(stage, Carried(value, held) if held else value)
+            result: StageResult
+            if stage in self._stages:
+                result = self._owner.run(unpacked(packed(request), self._workers.transport.device))
+            else:
+                result = rounds.ask(self._units.rank_of_stage(unit, stage), request)
+            value, draws = result.value, draws or result.draws
+            if type(value) is Carried:
+                held |= value.skips
+                value = value.value
+        return value, draws
+
+    def _loss(self, comparison: Comparison, output: Any, terms: Mapping[str, Tensor]) -> float | None:
+        """Mean loss of the unit, with the loss function's random draws and modes."""
+        if not comparison.batch.has_loss:
+            return None
+        copy, rows = self._stages[self._schedule.stages - 1], comparison.unit.rows
+        size, samples = elements_in(output), rows.stop - rows.start
+        if self._loss_function is not None:
+            copied = pytree.tree_map_only(Tensor, _copied, output)
+            output = copy.loss_plainly(
+                (self._loss_function, copied, comparison.target), comparison.batch.step, rows
+            )
+        found = copy.means.read(output, samples)
+        if terms:
+            found = found.with_added(terms)
+        return mean_loss([found.entered(comparison.unit.unit, samples, samples, size)])
+
+    # -- comparisons
+
+    def _verdict(self, comparison: Comparison) -> float:
+        if self._rank != comparison.unit.rank:
+            return _PENDING
+        result, watch = comparison.result, comparison.watch
+        assert result is not None
+        assert watch is not None
+        if not watch.complete:
+            return _PENDING
+        if result.failure:
+            return _FAILED
+        if result.undecided:
+            self._tell_undecided(result.undecided)
+            return _SAME
+        if result.draws and (watch.part is None or not comparison.batch.training):
+            self._tell_undecided("it draws random numbers, and slices and evaluations draw others")
+            return _SAME
+        return _SAME if same(result, comparison.schedule_result(), self._least) else _DIFFERENT
+
+    def _compare_layers(self, comparison: Comparison, rounds: Rounds, *, differs: bool = False) -> None:
+        """Run the model's own forward and the layers one after another, and compare their calls.
+
+        Args:
+            comparison: the comparison.
+            rounds: calls to other workers.
+            differs: whether the unit's loss or output is known to differ.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        sketches: list[dict[Any, CallSketch]] = []
+        results: list[Result | None] = []
+        for run in (self._forward, self._layers_in_turn):
+            self._owner.sketches = {}
+            try:
+                results.append(run(comparison, rounds))
+            finally:
+                mine, self._owner.sketches = self._owner.sketches, None
+            found: dict[Any, CallSketch] = {}
+            for row in cast("list[dict[Any, CallSketch]]", self._workers.transport.gather_objects(mine)):
+                found |= row or {}
+            sketches.append(found)
+        text = ""
+        if self._rank == comparison.unit.rank:
+            text = self._difference(comparison, results, sketches, differs=differs)
+        self._raise(comparison, text)
+
+    def _raise(self, comparison: Comparison, text: str) -> None:
+        """Raise, on all workers, an error with the text of the worker that compares, unless it is empty."""
+        text = cast("str", self._workers.transport.gather_objects(text)[comparison.unit.rank])
+        if text:
+            raise ConfigError(text)
+
+    def _difference(
+        self,
+        comparison: Comparison,
+        results: list[Result | None],
+        sketches: list[dict[Any, CallSketch]],
+        *,
+        differs: bool,
+    ) -> str:
+        """Describe a difference in a sentence; empty: there is none."""
+        own, layers = results
+        assert own is not None
+        assert layers is not None
+        if own.failure:
+            return own.failure
+        if own.undecided or layers.undecided:
+            self._tell_undecided(own.undecided or layers.undecided)
+            return ""
+        agree = same(own, layers, self._least)
+        if agree and not differs:
+            return ""
+        where = ""
+        if self._captured and not agree:
+            limit = tolerance(torch.float32)
+            where = first_difference(self._order, sketches[0], sketches[1], limit)
+        step, number = comparison.batch.step, comparison.unit.unit.micro_batch
+        theirs = layers.loss
+        if differs and comparison.watch is not None and comparison.result is not None:
+            own, theirs = comparison.result, comparison.watch.loss()
+        name = type(self._model).__name__ if self._model is not None else "model"
+        shown = "" if own.loss is None or theirs is None else f" (loss {own.loss:.6g} and {theirs:.6g})"
+        if not where:
+            where = (
+                "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
+                "recomputed or compiled"
+                if agree
+                else "its layers agree, and what comes after them does not"
+            )
+        return (
+            f"step {step}: the {name}'s own forward and the pipeline give micro-batch {number} different "
+            f"results{shown}; {where}. Find the layers again after what the forward reads has changed, or "
+            "pass what changes as an input"
+        )
+
+    def _tell_undecided(self, why: str) -> None:
+        """Warn, once, that a unit could not be compared."""
+        if not self._undecided:
+            self._undecided = True
+            _LOG.warning("the model's own forward could not be compared with the pipeline's: %s", why)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _asks_for_remote(error: CounterflowError) -> bool:
+    """Return whether the forward used a weight of another worker in a way that the layers do not."""
+    return "lives on" in str(error)
