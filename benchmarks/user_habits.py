@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import user_models
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from user_models import FEATURES
@@ -107,6 +108,19 @@ def _plain_loss(case: Case) -> bool:
     return case.loss in {"mean of squares", "cross entropy", "mean by hand"} and not case.any("in_order")
 
 
+def _accumulates(case: Case) -> bool:
+    later = any(name in ("smaller mini-batch", "longer sequences") for _, name in case.habits)
+    return _plain_loss(case) and case.synchronous and not later
+
+
+def _hook_of_all(_site: Site) -> None:
+    def hook(module: nn.Module, _given: Any, output: Any) -> Any:
+        return output * 1.5 if isinstance(module, nn.Linear) else output
+
+    if not user_models.GLOBAL_HOOKS:
+        user_models.GLOBAL_HOOKS.append(nn.modules.module.register_module_forward_hook(hook))
+
+
 HABITS |= {
     "gain of a block": Habit(lambda s: setattr(s.block, "gain", 0.1)),
     "eval of a block": Habit(lambda s: s.block.eval()),
@@ -140,7 +154,12 @@ HABITS |= {
         lambda s: s.trainer.set_trainable(lambda n: not n.endswith("bias")),
         needs=lambda c: "teacher" not in c.features,
     ),
-    "rate": Habit(lambda s: s.trainer.set_rate(0.1)),
+    "rate": Habit(lambda s: s.trainer.set_rate("lr", 0.1)),
+    "weight decay": Habit(lambda s: s.trainer.set_rate("weight_decay", 0.5)),
+    "optimizer's state cleared": Habit(lambda s: s.trainer.forget()),
+    "step without an update": Habit(lambda s: s.trainer.accumulate(s.step), needs=_accumulates),
+    "longer sequences": Habit(needs=lambda c: c.tokens),
+    "hook of all modules": Habit(_hook_of_all),
     "state read": Habit(lambda s: s.trainer.state()),
     "state loaded": Habit(
         lambda s: s.trainer.load(

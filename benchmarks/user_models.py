@@ -12,9 +12,10 @@ import functools
 import itertools
 import random
 import threading
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,10 @@ TABLE = {"gain": 1.0}
 """A global dict that forwards read."""
 LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("LEVEL", default=1.0)
 """A context variable that forwards read."""
+
+
+GLOBAL_HOOKS: list[Any] = []
+"""Handles of hooks of all modules."""
 
 
 class Strength:
@@ -63,6 +68,8 @@ def restore_globals() -> None:
     Strength.value = 1.0
     LEVEL.set(1.0)
     torch.set_default_dtype(torch.float32)
+    while GLOBAL_HOOKS:
+        GLOBAL_HOOKS.pop().remove()
     linear_table.cache_clear()
     counted_table.clear()
 
@@ -627,6 +634,69 @@ def _add_balance(self: Any, x: Tensor) -> Tensor:
 FEATURES["add_loss of a product of means"] = Feature(attribute(router=linear), _add_balance)
 
 
+# -- positions, routes, weights of other modules
+
+
+def _place(self: Any, x: Tensor) -> Tensor:
+    return x + self.place[: x.shape[1]] if x.dim() == 3 else x + self.place[0]
+
+
+FEATURES["positions"] = Feature(
+    attribute(place=lambda: nn.Parameter(torch.randn(3 * POSITIONS, WIDTH) / 3)), _place, mixes_positions=True
+)
+
+
+def _causal(self: Any, x: Tensor) -> Tensor:
+    if x.dim() < 3:
+        return x + torch.tanh(self.scorer(x))
+    count = x.shape[1]
+    mask = torch.ones(count, count, dtype=torch.bool).tril()
+    return x + (self.scorer(x) @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ x
+
+
+FEATURES["causal attention by hand"] = Feature(attribute(scorer=linear), _causal, mixes_positions=True)
+FEATURES["running sum of positions"] = Feature(
+    nothing, lambda _, x: x + 0.1 * x.cumsum(1) if x.dim() == 3 else x, mixes_positions=True
+)
+
+
+def _route(self: Any, x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2)
+    chosen = self.gate(flat).argmax(-1)
+    found = torch.zeros_like(flat)
+    for number, expert in enumerate(self.experts):
+        rows = (chosen == number).nonzero().squeeze(-1)
+        found = found.index_add(0, rows, expert(flat[rows]))
+    return x + found.view_as(x)
+
+
+FEATURES["experts by index"] = Feature(
+    attribute(gate=lambda: nn.Linear(WIDTH, 2), experts=lambda: nn.ModuleList([linear(), linear()])), _route
+)
+FEATURES["fixed target"] = Feature(
+    attribute(online=linear, frozen=lambda: linear().requires_grad_(False)),
+    lambda self, x: x + self.online(x) - 0.5 * self.frozen(x).detach(),
+)
+
+
+@torch.no_grad()
+def _decorated(self: Any, x: Tensor) -> Tensor:
+    return self.aside(x)
+
+
+FEATURES["decorated without gradients"] = Feature(
+    attribute(aside=linear), lambda self, x: x + 0.5 * _decorated(self, x)
+)
+FEATURES["parameters in a list"] = Feature(
+    attribute(sizes=lambda: nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)])),
+    lambda self, x: x * self.sizes[0] + self.sizes[1],
+)
+FEATURES["module in a plain list"] = Feature(
+    attribute(hidden=lambda: [linear().double().requires_grad_(False)]),
+    lambda self, x: x + 0.3 * self.hidden[0](x.double()).to(x.dtype),
+)
+
+
 # -- numbers of the samples
 
 
@@ -702,6 +772,13 @@ class State:
     aside: Tensor
 
 
+class Pair(NamedTuple):
+    """What passes between blocks, as a named tuple."""
+
+    hidden: Tensor
+    aside: Tensor
+
+
 class Carries(nn.Module):
     """A block that takes and returns a container of the hidden state and something aside."""
 
@@ -710,11 +787,16 @@ class Carries(nn.Module):
         self.block, self.container = block, container
 
     def forward(self, value: Any) -> Any:
-        if self.container == "tuple":
-            return self.block(value[0]), value[1]
-        if self.container == "dict":
-            return {**value, "hidden": self.block(value["hidden"])}
-        return State(self.block(value.hidden), value.aside)
+        match self.container:
+            case "tuple":
+                return self.block(value[0]), value[1]
+            case "list":
+                return [self.block(value[0]), *value[1:]]
+            case "pair":
+                return value._replace(hidden=self.block(value.hidden))
+            case "object":
+                return State(self.block(value.hidden), value.aside)
+        return type(value)({**value, "hidden": self.block(value["hidden"])})
 
 
 def packed(x: Tensor, container: str) -> Any:
@@ -723,8 +805,16 @@ def packed(x: Tensor, container: str) -> Any:
     match container:
         case "tuple":
             return x, aside
+        case "list":
+            return [x, aside, None, 2]
+        case "pair":
+            return Pair(x, aside)
         case "dict":
             return {"hidden": x, "aside": aside, "note": "text"}
+        case "ordered":
+            return OrderedDict(hidden=x, aside=aside)
+        case "mapping":
+            return UserDict(hidden=x, aside=aside)
         case "object":
             return State(x, aside)
     return x
@@ -733,11 +823,11 @@ def packed(x: Tensor, container: str) -> Any:
 def unpacked(value: Any, container: str) -> Tensor:
     """The hidden state, with a use of what was aside."""
     match container:
-        case "tuple":
+        case "tuple" | "list":
             return value[0] + value[1]
-        case "dict":
+        case "dict" | "ordered" | "mapping":
             return value["hidden"] + value["aside"]
-        case "object":
+        case "object" | "pair":
             return value.hidden + value.aside
     return value
 
@@ -760,9 +850,13 @@ class Result:
     hidden: Tensor
 
 
-def as_output(x: Tensor, form: str) -> Any:
+def as_output(x: Tensor, form: str, *, training: bool = True) -> Any:
     """The model's output in its form."""
     match form:
+        case "by mode":
+            return (x, x.detach().mean(-1)) if training else x
+        case "list":
+            return [x, x.detach().mean(-1)]
         case "tuple":
             return x, x.detach().mean(-1)
         case "dict":
@@ -778,7 +872,7 @@ def logits_of(output: Any) -> Tensor:
         return output
     if isinstance(output, dict):
         return output["logits"]
-    return output[0] if isinstance(output, tuple) else output.logits
+    return output[0] if isinstance(output, (tuple, list)) else output.logits
 
 
 class Net(nn.Module):
@@ -798,7 +892,9 @@ class Net(nn.Module):
             case.skip,
             case.repeat,
         )
-        self.forces = case.forces
+        self.forces, self.collect, self.borrow = case.forces, case.collect, case.borrow
+        if case.borrow:
+            self.lend = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
         self.touches: dict[int, list[Run]] = {}
         for place, name in case.inline:
             FEATURES[name].setup(self, config)
@@ -810,8 +906,8 @@ class Net(nn.Module):
                 x = x.detach().requires_grad_()
                 y = self.body(x, side, bounds)
                 (force,) = torch.autograd.grad(y.sum(), x, create_graph=self.training)
-                return as_output(y + force, self.form)
-        return as_output(self.body(x, side, bounds), self.form)
+                return as_output(y + force, self.form, training=self.training)
+        return as_output(self.body(x, side, bounds), self.form, training=self.training)
 
     def body(self, x: Tensor, side: Tensor | None, bounds: Tensor | None) -> Tensor:
         source, x = x, self.entry(x)
@@ -819,7 +915,7 @@ class Net(nn.Module):
             x = x + side
         if bounds is not None:
             x = x * (1 + bounds.to(x.dtype).mean())
-        first = x
+        first, seen = x, []
         value = packed(x, self.container)
         for number, block in enumerate(self.blocks[: self.depth]):
             if number in self.touches:
@@ -828,7 +924,14 @@ class Net(nn.Module):
                     x = touch(self, x)
                 value = packed(x, self.container)
             value = block(value)
+            seen.append(unpacked(value, self.container))
         x = unpacked(value, self.container)
+        if self.collect:
+            x = x + torch.stack(seen).mean(0)
+        if self.borrow:
+            x = x + functional.linear(
+                x, self.entry.weight if x.shape[-1] == len(self.entry.weight) else self.lend
+            )
         if self.repeat:
             x = unpacked(self.blocks[0](packed(x, self.container)), self.container)
         if self.skip:
@@ -864,7 +967,8 @@ class Last(nn.Module):
         self.head, self.container, self.form = head, container, form
 
     def forward(self, value: Any) -> Any:
-        return as_output(self.head(unpacked(value, self.container)), self.form)
+        x = self.head(unpacked(value, self.container))
+        return as_output(x, self.form, training=self.training)
 
 
 class Notes:

@@ -3,6 +3,7 @@
     python benchmarks/user_programs.py [--seed 0] [--cases 1000] [--first 0] [--shrink] [--keep]
     python benchmarks/user_programs.py --seed 0 --case 17        # one case, with all that it gave
     python benchmarks/user_programs.py --seed 0 --habit forward  # only cases with such a habit or feature
+    python benchmarks/user_programs.py --each                    # every feature, habit and loss once, alone
 
 A case is a model (recorded from an example, or a list of layers; with features of Python in its forward), a
 loss, what the user does between two steps, and a schedule with its options, on 1 to 4 threads. It runs for a
@@ -140,8 +141,10 @@ def drawn(seed: int, number: int) -> Case:
         blocks=tuple(blocks),
         inline=tuple(inline),
         shared=shared,
-        container=draw.choice(("tensor",) * 14 + ("tuple", "tuple", "dict", "dict", "object")),
-        form=draw.choice(("tensor",) * 14 + ("tuple", "tuple", "dict", "dict", "object")),
+        container=draw.choice(
+            ("tensor",) * 18 + ("tuple", "dict", "list", "pair", "ordered", "mapping", "object")
+        ),
+        form=draw.choice(("tensor",) * 18 + ("tuple", "tuple", "dict", "dict", "list", "by mode", "object")),
         inputs=draw.choice(("tensor",) * 6 + ("tuple", "dict", "dict" if captured else "kwargs", "bounds")),
         tied=draw.random() < 0.15,
         skip=captured and draw.random() < 0.3,
@@ -209,6 +212,37 @@ def _with_habits(case: Case, draw: random.Random) -> Case:
         if name not in [other for _, other in habits]:
             habits.append((draw.randrange(1, case.steps - 1), name))
     return replace(case, habits=tuple(sorted(habits)))
+
+
+def each_alone(seed: int) -> list[Case]:
+    """Every feature, habit, loss and shared thing in the simplest program, recorded and listed."""
+    cases: list[Case] = []
+
+    def add(**fields: Any) -> None:
+        cases.append(replace(Case(seed, len(cases)), **fields))
+
+    for captured in (True, False):
+        usual = Case(seed, 0).blocks
+        for name, feature in FEATURES.items():
+            for habit in ["", *feature.habits]:
+                looks = () if feature.varies else (1, 3)
+                habits = ((2, f"{name}: {habit}"),) if habit else ()
+                plain = {"looks": looks, "habits": habits, "optimizer": "still" if feature.varies else "sgd"}
+                add(captured=captured, blocks=(*usual[:3], name, *usual[3:]), **plain)
+                if captured:
+                    add(captured=True, inline=((2, name),), **plain)
+        for name, habit in HABITS.items():
+            case = Case(seed, 0, captured=captured, single=habit.single)
+            if habit.needs(case):
+                add(captured=captured, single=habit.single, habits=((2, name),), looks=(1, 3))
+            if habit.needs(case) and not habit.single and not captured:
+                add(model_outside=True, scheme="chimera(stages=2, micro_batches=2)", habits=((2, name),))
+        for kind in SHARED:
+            add(captured=captured, shared=(kind, 0, 4), looks=(1, 3))
+    for name, loss in LOSSES.items():
+        add(tokens=loss.tokens, loss=name, looks=(1, 3))
+        add(tokens=loss.tokens, loss=name, scheme="dapple(stages=2, micro_batches=4)")
+    return cases
 
 
 # -- judging
@@ -403,7 +437,7 @@ def legal(case: Case) -> bool:
     features = set(case.features)
     owned = all(name in HABITS or name.partition(": ")[0] in features for _, name in case.habits)
     needs = all(HABITS[name].needs(case) for _, name in case.habits if name in HABITS)
-    alone = case.captured or not (case.inline or case.skip or case.forces)
+    alone = case.captured or not (case.inline or case.skip or case.forces or case.collect or case.borrow)
     return owned and needs and alone
 
 
@@ -432,13 +466,13 @@ def _serve(connection: Any) -> None:
     warnings.simplefilter("ignore")
     sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - threads that fail print their tracebacks
     while True:
-        seed, number, shrinks = connection.recv()
+        case, shrinks = connection.recv()
         try:
-            found = judged(drawn(seed, number))
+            found = judged(case)
             if shrinks and found.verdict in ("WRONG", "internal"):
                 found = replace(found, small=described(smallest(found).case))
         except Exception as error:
-            found = Finding(drawn(seed, number), "internal", f"this script: {type(error).__name__}: {error}")
+            found = Finding(case, "internal", f"this script: {type(error).__name__}: {error}")
         connection.send(found)
 
 
@@ -448,13 +482,13 @@ class Server:
     def __init__(self) -> None:
         self.connection, self.process, self.count = None, None, 0
 
-    def judge(self, seed: int, number: int, *, shrinks: bool) -> Finding:
+    def judge(self, case: Case, *, shrinks: bool) -> Finding:
         if self.process is None or self.count >= CASES_OF_A_PROCESS:
             self.start()
         self.count += 1
         assert self.connection is not None
         try:
-            self.connection.send((seed, number, shrinks))
+            self.connection.send((case, shrinks))
             if self.connection.poll(PATIENCE_SECONDS * (10 if shrinks else 1)):
                 found: Finding = self.connection.recv()
                 return found
@@ -463,7 +497,7 @@ class Server:
         except (EOFError, OSError):
             text, verdict = "the process died", "internal"
         self.stop()
-        return Finding(drawn(seed, number), verdict, text)
+        return Finding(case, verdict, text)
 
     def start(self) -> None:
         self.stop()
@@ -481,15 +515,15 @@ class Server:
         self.process = None
 
 
-def findings(seed: int, numbers: Iterable[int], *, shrinks: bool = False) -> Iterator[Finding]:
+def findings(cases: Iterable[Case], *, shrinks: bool = False) -> Iterator[Finding]:
     """What became of cases; a hang is tried twice."""
     server = Server()
     try:
-        for number in numbers:
-            found = server.judge(seed, number, shrinks=shrinks)
+        for case in cases:
+            found = server.judge(case, shrinks=shrinks)
             if found.verdict == "hang":
                 server.stop()
-                found = server.judge(seed, number, shrinks=shrinks)
+                found = server.judge(case, shrinks=shrinks)
             yield found
     finally:
         server.stop()
@@ -503,7 +537,11 @@ def described(case: Case) -> str:
     parts += ["a model outside"] if case.model_outside else []
     parts += [f"{name} inline" for _, name in case.inline] + [n for n in case.blocks if n in FEATURES]
     parts += [f"shared {case.shared[0]}"] if case.shared else []
-    parts += [what for what in ("tied", "skip", "repeat", "forces", "single") if getattr(case, what)]
+    parts += [
+        what
+        for what in ("tied", "skip", "repeat", "forces", "collect", "borrow", "single")
+        if getattr(case, what)
+    ]
     for what in ("container", "form", "inputs"):
         value = getattr(case, what)
         parts += [f"{what} {value}"] if value != "tensor" else []
@@ -591,19 +629,22 @@ def main() -> None:
     parser.add_argument(
         "--habit", default="", help="only cases with a habit or feature of which this is a part"
     )
+    parser.add_argument("--each", action="store_true", help="every feature, habit and loss once, alone")
     parser.add_argument("--shrink", action="store_true", help="say the smallest program with the same fault")
     parser.add_argument("--quiet", action="store_true", help="do not print refusals")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     if options.case is not None:
         sys.exit(one(options.seed, options.case))
-    numbers = [
-        number
-        for number in range(options.first, options.first + options.cases)
-        if any(options.habit in label for label in labels(drawn(options.seed, number)))
-    ]
+    last = options.first + options.cases
+    cases = (
+        each_alone(options.seed)
+        if options.each
+        else [drawn(options.seed, n) for n in range(options.first, last)]
+    )
+    cases = [case for case in cases if any(options.habit in label for label in labels(case))]
     found: list[Finding] = []
-    for each in findings(options.seed, numbers, shrinks=options.shrink):
+    for each in findings(cases, shrinks=options.shrink):
         found.append(each)
         if each.verdict != "equal" and not (options.quiet and each.verdict not in BAD):
             print(

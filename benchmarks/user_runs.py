@@ -59,6 +59,8 @@ class Case:
         skip: whether the entry's output is added at the end.
         repeat: whether the first block runs again at the end.
         forces: whether the forward adds the gradient of its output.
+        collect: whether the mean of all hidden states is added at the end.
+        borrow: whether the forward uses the weight of the entry once more.
         loss: name of the loss.
         habits: step and name of what the user does.
         scheme: schedule as text.
@@ -87,6 +89,8 @@ class Case:
     skip: bool = False
     repeat: bool = False
     forces: bool = False
+    collect: bool = False
+    borrow: bool = False
     loss: str = "mean of squares"
     habits: tuple[tuple[int, str], ...] = ()
     scheme: str = "dapple(stages=2, micro_batches=2)"
@@ -137,17 +141,19 @@ class Batch:
     kwargs: dict[str, Any] | None = None
 
 
-def batch_of(case: Case, step: int, replica: int, samples: int | None = None) -> Batch:
+def batch_of(
+    case: Case, step: int, replica: int, samples: int | None = None, positions: int = POSITIONS
+) -> Batch:
     """A replica's mini-batch of a step."""
     number = 0 if case.varies else step
     draws = torch.Generator().manual_seed(1000 * case.number + 10 * number + replica)
     count = samples or case.samples
     dtype = torch.float32 if case.single else torch.float64
     if case.tokens:
-        x = torch.randint(0, VOCABULARY, (count, POSITIONS), generator=draws)
-        y = torch.randint(0, VOCABULARY, (count, POSITIONS), generator=draws)
+        x = torch.randint(0, VOCABULARY, (count, positions), generator=draws)
+        y = torch.randint(0, VOCABULARY, (count, positions), generator=draws)
         y[:, 0] = 4  # each sample has a target that counts
-        side = torch.randn(count, POSITIONS, WIDTH, generator=draws, dtype=dtype)
+        side = torch.randn(count, positions, WIDTH, generator=draws, dtype=dtype)
     else:
         x = torch.randn(count, WIDTH, generator=draws, dtype=dtype)
         y = torch.randn(count, WIDTH, generator=draws, dtype=dtype)
@@ -188,8 +194,8 @@ def joined(parts: list[Any]) -> Any:
         return torch.cat(parts)
     if isinstance(first, dict):
         return type(first)({name: joined([part[name] for part in parts]) for name in first})
-    if isinstance(first, tuple):
-        return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
+    if isinstance(first, (tuple, list)):
+        return type(first)(joined([part[i] for part in parts]) for i in range(len(first)))
     return type(first)(joined([p.logits for p in parts]), joined([p.hidden for p in parts]))
 
 
@@ -310,7 +316,7 @@ class Plain:
         self.by_micro_batch = by_micro_batch
         self.schedule = schedule_of(self.case.scheme, {})
         self.stages = stages
-        self.failing = ""
+        self.pending: list[Batch] = []
         self.renew()
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -385,14 +391,19 @@ class Plain:
         with torch.autocast("cpu", lower) if lower else nullcontext():
             return number_of(self.program.loss(output, target))
 
-    def step(self, step: int, samples: int | None = None) -> None:
-        batches = [batch_of(self.case, step, r, samples) for r in range(self.case.replicas)]
+    def step(self, step: int, samples: int | None = None, positions: int = POSITIONS) -> None:
+        batches = [batch_of(self.case, step, r, samples, positions) for r in range(self.case.replicas)]
         latest = self._take_old()
         for parameter in self.trained.values():
             parameter.grad = None
         self.program.model.zero_grad()
+        share = 1.0
+        if self.pending:
+            share = 0.5
+            (share * self._loss(self.pending, training=True)).backward()
+            self.pending = []
         loss = self._loss(batches, training=True)
-        loss.backward()
+        (share * loss).backward()
         if latest is not None:
             with torch.no_grad():
                 for parameter, value in zip(self.trained.values(), latest, strict=True):
@@ -415,6 +426,10 @@ class Plain:
                 version = scheme.version(self.schedule.stages, stage, period)  # type: ignore
                 parameter.copy_(self.history[version][number])
         return latest
+
+    def accumulate(self, step: int) -> None:
+        """A step without an update, whose gradients the next one uses as well."""
+        self.pending = [batch_of(self.case, 30 + step, r) for r in range(self.case.replicas)]
 
     def failing_step(self, step: int, kind: str) -> None:
         """A step that fails, which the user catches; nothing is updated."""
@@ -441,9 +456,13 @@ class Plain:
 
     # -- what the user asks of the training
 
-    def set_rate(self, rate: float) -> None:
+    def set_rate(self, name: str, value: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group[name] = value
+
+    def forget(self) -> None:
+        """Forget the optimizer's momentum."""
+        self.optimizer.state.clear()
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
         for name, parameter in self.trained.items():
@@ -522,11 +541,17 @@ class Staged:
     def pause(self) -> None:
         """Wait until all workers have ended what is in flight."""
         self._note(self.pipeline.flush())
-        if self.case.model_outside or any("global" in name for name in self.case.features):
+        habits = {name for _, name in self.case.habits}
+        shared = any("global" in name for name in self.case.features) or "hook of all modules" in habits
+        if self.case.model_outside or shared:
             self.pipeline.transport.gather_objects(0)  # threads that have one model, or one global
 
-    def step(self, step: int, samples: int | None = None) -> None:
-        batch = batch_of(self.case, step, self.pipeline.replica, samples)
+    def accumulate(self, step: int) -> None:
+        batch = batch_of(self.case, 30 + step, self.pipeline.replica)
+        self.pipeline.step(batch.inputs, batch.targets, kwargs=batch.kwargs, update=False)
+
+    def step(self, step: int, samples: int | None = None, positions: int = POSITIONS) -> None:
+        batch = batch_of(self.case, step, self.pipeline.replica, samples, positions)
         self.offset = step - self.pipeline.steps
         self._note([self.pipeline.step(batch.inputs, batch.targets, kwargs=batch.kwargs)])
 
@@ -551,10 +576,14 @@ class Staged:
         batch = batch_of(self.case, 70 + step, 0)
         self.record.looks[step, kind] = logits_of(self.pipeline.predict(batch.inputs, kwargs=batch.kwargs))
 
-    def set_rate(self, rate: float) -> None:
+    def set_rate(self, name: str, value: float) -> None:
         for optimizer in self.pipeline.optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group[name] = value
+
+    def forget(self) -> None:
+        for optimizer in self.pipeline.optimizers.values():
+            optimizer.state.clear()
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:
         self.pipeline.set_trainable(chosen)
@@ -584,10 +613,12 @@ def drive(program: Program, trainer: Trainer, record: Record) -> None:
     case = program.case
     for step in range(case.steps):
         record.step = step
-        samples = None
+        samples, positions = None, POSITIONS
         for at, name in case.habits:
             if at == step and name == "smaller mini-batch":
                 samples = max(2, case.samples - 3)
+            elif at == step and name == "longer sequences":
+                positions = POSITIONS + 2
             elif at == step:
                 trainer.pause()
                 record.exercised = step
@@ -597,7 +628,7 @@ def drive(program: Program, trainer: Trainer, record: Record) -> None:
             for at, name in case.habits:
                 if at <= step:
                     around(name, stack)
-            trainer.step(step, samples)
+            trainer.step(step, samples, positions)
         if step in case.looks:
             trainer.evaluate(step)
             trainer.predict(step)
