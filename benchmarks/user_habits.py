@@ -85,6 +85,11 @@ def _seeded(shape: Any) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 3
 
 
+def _bias(module: Any) -> nn.Parameter:
+    """Another bias, also where the module's own lives on another worker."""
+    return nn.Parameter(torch.full((module.out_features,), 0.2, dtype=module.bias.dtype))
+
+
 def _patched(block: Any) -> None:
     own = type(block).forward
     block.forward = MethodType(lambda self, x: own(self, x) * 0.5, block)
@@ -146,9 +151,7 @@ HABITS |= {
             [s.block.up.weight], lambda p: setattr(p, "data", _seeded(p.shape).to(p.dtype))
         )
     ),
-    "a parameter replaced": Habit(
-        lambda s: setattr(s.block.up, "bias", nn.Parameter(torch.ones_like(s.block.up.bias) * 0.2))
-    ),
+    "a parameter replaced": Habit(lambda s: setattr(s.block.up, "bias", _bias(s.block.up))),
     "block frozen": Habit(lambda s: s.block.requires_grad_(False)),
     "frozen by name": Habit(
         lambda s: s.trainer.set_trainable(lambda n: not n.endswith("bias")),

@@ -401,7 +401,8 @@ def _teach(self: Any, x: Tensor) -> Tensor:
 
 
 def _follow(owner: Any, _config: Config) -> None:
-    owner.teacher.load_state_dict(owner.student.state_dict())
+    if not owner.student.weight.is_meta:  # of a worker that has it
+        owner.teacher.load_state_dict(owner.student.state_dict())
 
 
 FEATURES["teacher"] = Feature(
@@ -482,9 +483,9 @@ FEATURES["buffer"] = Feature(
     lambda self, x: x * self.mask,
     {
         "replaced": setting("mask", lambda: torch.zeros(WIDTH, dtype=torch.float64)),
-        "zeroed": lambda owner, _: owner.mask.zero_(),
+        "zeroed": lambda owner, _: owner.mask.is_meta or owner.mask.zero_(),
         "registered anew": lambda owner, _: owner.register_buffer("mask", ones() * 0.5),
-        "data replaced": lambda owner, _: setattr(owner.mask, "data", ones() * 2),
+        "data replaced": lambda owner, _: owner.mask.is_meta or setattr(owner.mask, "data", ones() * 2),
     },
 )
 

@@ -637,11 +637,10 @@ def main() -> None:
     if options.case is not None:
         sys.exit(one(options.seed, options.case))
     last = options.first + options.cases
-    cases = (
-        each_alone(options.seed)
-        if options.each
-        else [drawn(options.seed, n) for n in range(options.first, last)]
-    )
+    if options.each:
+        cases = each_alone(options.seed)[options.first : last]
+    else:
+        cases = [drawn(options.seed, number) for number in range(options.first, last)]
     cases = [case for case in cases if any(options.habit in label for label in labels(case))]
     found: list[Finding] = []
     for each in findings(cases, shrinks=options.shrink):
