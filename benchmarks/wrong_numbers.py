@@ -561,7 +561,7 @@ def added_and_split() -> tuple[Any, Any]:
     return plainly(make()), staged(make, schedule="zb-h1(stages=2, micro_batches=4)")
 
 
-@program("class weights in an asynchronous scheme", runs=True)
+@program("class weights in an asynchronous scheme")
 def class_weights() -> tuple[Any, Any]:
     weight = torch.arange(1.0, WIDTH + 1, dtype=torch.float64)
 
@@ -1003,8 +1003,43 @@ def kept(found: list[Row]) -> list[str]:
     return lines
 
 
-TESTS: dict[str, str] = {}
-"""The test that holds what each program gives, by the program's name."""
+TESTS: dict[str, str] = {
+    "one batch norm in two stages": "parameters/test_shared_buffers.py::"
+    "test_a_shared_buffer_that_a_forward_changes_is_refused",
+    "a buffer written in one stage and read in another": "parameters/test_shared_buffers.py::"
+    "test_a_shared_buffer_that_a_forward_changes_is_refused",
+    "threads with one model: weights clamped, Chimera": "stages/test_set_by_hand.py::"
+    "test_all_copies_have_what_is_set",
+    "threads with one model: two pipelines share layers, Chimera": "stages/test_set_by_hand.py::"
+    "test_two_pipelines_that_share_layers_train_the_same_ones",
+    "a loss balanced by detached sizes": "mini_batch/test_loss_check.py::"
+    "test_what_is_no_mean_by_its_gradient_is_refused",
+    "a loss divided by itself, detached": "mini_batch/test_loss_check.py::"
+    "test_what_is_no_mean_by_its_gradient_is_refused",
+    "Barlow twins, two samples a micro-batch": "mini_batch/test_loss_check.py::"
+    "test_whole_units_are_compared_where_parts_are_not_finite",
+    "hard examples, two samples a micro-batch": "mini_batch/test_loss_check.py::"
+    "test_whole_units_are_compared_where_parts_are_not_finite",
+    "cf.add_loss in an early stage, and a split backward": "execution/test_added_losses.py::"
+    "test_what_is_added_goes_past_the_pieces_of_later_stages",
+    "class weights in an asynchronous scheme": "mini_batch/test_counted.py::"
+    "test_asynchronous_schemes_refuse_other_shares",
+    "slices, documents, recompute='stage', one sample a micro-batch": "execution/test_slices.py::"
+    "test_documents_of_lone_samples_in_recomputed_stages",
+    "three slices, a Carry of the slice's own keys": "execution/test_slices.py::"
+    "test_what_is_wrong_from_the_third_slice_on_is_refused",
+    "three slices, a Carry with a count that is not added up": "execution/test_slices.py::"
+    "test_what_is_wrong_from_the_third_slice_on_is_refused",
+    "generate: a first call of one token, then layers that look back": "test_generation.py::"
+    "test_the_first_tokens_after_a_prompt_are_compared",
+    "generate(end=) with two replicas": "test_generation.py::"
+    "test_replicas_whose_samples_have_ended_wait_for_the_others",
+    "predict with target_dims of a tree": "test_predict.py::"
+    "test_predictions_need_no_targets_whose_dimensions_are_a_tree",
+    "the step after a caught infinite loss": "test_after_errors.py::"
+    "test_a_step_that_failed_closes_the_pipeline",
+}
+"""The test that holds what each program gives, by the program's name; under tests/runtime."""
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NUMBERS = [3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16, 17, 19]
-NAMES = "machine", "user_models", "user_losses", "user_runs", "user_habits", "user_programs"
+NUMBERS = [3, 5, 6, 7, 8, 10, 11, 12, 15, 16, 17, 22, 23, 25, 26, 28, 31, 33, 37, 39]
+NAMES = "machine", "user_models", "user_losses", "user_runs", "user_habits", "user_programs", "wrong_numbers"
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,16 @@ def test_a_sentence_is_told_from_an_error_of_python(programs: Any) -> None:
     assert not programs.is_internal(cf.WorkerError("worker 1, action 3: the loss is inf"))
     assert programs.is_internal(cf.WorkerError("worker 1: KeyError: 'a'"))
     assert programs.is_internal(KeyError("a"))
+
+
+def test_small_programs_name_their_tests(programs: Any) -> None:
+    del programs  # it finds the script
+    script = import_module("wrong_numbers")
+    names = {each.name for each in [*script.PROGRAMS, *script.TRAINER]}
+    assert len(names) == len(script.PROGRAMS) + len(script.TRAINER)
+    assert script.TESTS.keys() <= names
+    for test in script.TESTS.values():
+        file, name = test.split("::")
+        assert f"def {name}(" in (FOLDER.parent / "tests" / "runtime" / file).read_text(encoding="utf-8"), (
+            test
+        )
