@@ -162,9 +162,7 @@ class Outputs:
         batch.losses.note_graph(found.loss, again=again)
         entry = found.entered(unit, share, divisor, size)
         if not again:
-            batch.losses.entries.append(entry)
-            if batch.watch is not None and batch.watch.covers(unit):
-                batch.watch.save_loss(entry)
+            batch.enter(entry)
         return found.loss * (entry.by * batch.loss_scale)
 
     def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:

@@ -16,7 +16,7 @@ from .added_check import AddedCheck
 from .cut_check import CutCheck
 from .feed import Feed
 from .loss_check import LossCheck
-from .losses import Losses
+from .losses import Entry, Losses
 from .position_check import PositionCheck
 from .samples import Dims
 from .slicing import SequenceDims, rows_of_slice
@@ -131,6 +131,12 @@ class Batch:
         """Wait until all workers have reported this call."""
         if self.await_total is not None:
             self.total, self.await_total = self.await_total(), None
+
+    def enter(self, entry: Entry) -> None:
+        """Add the loss of a unit."""
+        self.losses.entries.append(entry)
+        if self.watch is not None and self.watch.covers(entry.unit):
+            self.watch.save_loss(entry)
 
     @property
     def feeds(self) -> list[Feed]:

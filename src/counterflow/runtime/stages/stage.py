@@ -170,7 +170,7 @@ class StageCopy:
     def run_plainly(self, value: Value, step: int, rows: SampleRows, inner: Sequence[Feature] = ()) -> Value:
         """Run the layers with the draws of a step, without recomputation and without a compiler."""
         precision = None if self.precision.plain else self.precision
-        outer = _there(ADDING, self._pass_by, self.module, precision, self.means, self.streams)
+        outer = _there(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
         return composed(self.layers, [*outer, *inner, *_there(self._skip_runner)])(value, step, rows)
 
     def loss_plainly(
