@@ -114,3 +114,9 @@ def test_versions_name_the_source() -> None:
     assert found["torch"] == torch.__version__.partition("+")[0]
     assert str(found["counterflow"]).endswith(f"(source {sources.own_source()})")
     assert len(sources.own_source()) == 8
+
+
+def test_installed_packages_count_by_their_versions() -> None:
+    assert sources.source_of_name(pytest.MonkeyPatch).startswith("_pytest.monkeypatch.MonkeyPatch (_pytest")
+    assert "(source" not in sources.source_of_name(pytest.MonkeyPatch)
+    assert sources.source_of_name(nn.Linear) == "torch.nn.modules.linear.Linear"

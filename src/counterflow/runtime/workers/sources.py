@@ -131,17 +131,27 @@ def details_of(module: nn.Module) -> dict[str, str]:
 
 
 def source_of_name(value: type | FunctionType | MethodType) -> str:
-    """Name of a class or function, with the digest of its code where that is not torch's or built in."""
+    """Name of a class or function, with the version of an installed package, else the digest of its code."""
     if isinstance(value, MethodType):
         return (
             source_of_name(value.__func__) if isinstance(value.__func__, FunctionType) else value.__qualname__
         )
     name = f"{value.__module__}.{value.__qualname__}".replace("__mp_main__", "__main__")
-    if value.__module__.partition(".")[0] in {"torch", "builtins"}:
+    package = value.__module__.partition(".")[0]
+    if package in {"torch", "builtins"}:
         return name
+    if _is_installed(package):
+        return f"{name} ({package} {getattr(sys.modules[package], '__version__', '')})".replace(" )", ")")
     if value not in _sources:
         _sources[value] = _source_of(value)
     return f"{name} (source {_sources[value]})"
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Whether a package is one that was installed, which its version says, and not the user's own code."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 _sources: WeakKeyDictionary[type | FunctionType, str] = WeakKeyDictionary()
@@ -172,8 +182,8 @@ def _source_of(value: type | FunctionType) -> str:
 def _functions_of(value: object) -> Iterator[FunctionType]:
     """Functions of a class and its bases, or a function itself, without what wraps them."""
     if isinstance(value, type):
-        bases = [base for base in value.__mro__ if base.__module__.partition(".")[0] not in _FOREIGN]
-        for base in bases:
+        packages = {base: base.__module__.partition(".")[0] for base in value.__mro__}
+        for base in [b for b, its in packages.items() if its not in _FOREIGN and not _is_installed(its)]:
             for _, member in sorted(vars(base).items()):
                 yield from _functions_of(member if not isinstance(member, type) else None)
     elif isinstance(value, property):
