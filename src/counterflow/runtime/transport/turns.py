@@ -40,31 +40,43 @@ _thread = threading.local()
 
 
 @dataclass(frozen=True)
+class PythonStates:
+    """States of Python's and NumPy's global generators."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> PythonStates:
+        """Current states of the generators."""
+        return cls(random.getstate(), np.random.get_state())  # noqa: NPY002
+
+    def restore(self) -> None:
+        """Give them to the generators."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+
+
+@dataclass(frozen=True)
 class RandomStates:
     """States of the process's global generators."""
 
     host: Tensor
     devices: list[Tensor]
-    python: tuple[Any, ...]
-    numpy: Any
+    python: PythonStates
 
     @classmethod
     def now(cls) -> RandomStates:
         """Current states of the generators."""
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(torch.get_rng_state(), devices, random.getstate(), np.random.get_state())  # noqa: NPY002
+        return cls(torch.get_rng_state(), devices, PythonStates.now())
 
     def restore(self) -> None:
         """Give them to the generators."""
         torch.set_rng_state(self.host)
         for index, state in enumerate(self.devices):
             torch.cuda.set_rng_state(state, index)
-        self.restore_python()
-
-    def restore_python(self) -> None:
-        """Give Python's and NumPy's to their generators; the engine's torch draws come from streams."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
+        self.python.restore()
 
 
 class Turns:
@@ -76,8 +88,10 @@ class Turns:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.begin = self.engine = RandomStates.now()
-        """States with which all threads begin, and those from which layers draw in the engine."""
+        self.begin = RandomStates.now()
+        """States with which all threads begin."""
+        self.engine = self.begin.python
+        """States from which layers draw in the engine; torch's draws there come from streams."""
         self.over = False
         """Whether the threads wait for each other outside of the engine, so that there are no turns."""
 
@@ -112,7 +126,7 @@ class _Turn:
         if self.turns.over or not self._acquired():
             return
         _holder, self.held = self, True
-        self.turns.engine = RandomStates.now()
+        self.turns.engine = PythonStates.now()
         self._states.restore()
 
     def leave(self) -> None:
@@ -120,7 +134,7 @@ class _Turn:
         global _holder
         if self.held:
             self._states = RandomStates.now()
-            self.turns.engine.restore_python()
+            self.turns.engine.restore()
             _holder, self.held = None, False
             process_lock.release()
 
