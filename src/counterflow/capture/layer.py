@@ -186,6 +186,15 @@ class CapturedLayer(nn.Module):
         return self._of_model.model()
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether its modules are those of its model, and no copies."""
+        model, paths = self.model, {step.module for part in self._parts for step in part.steps}
+        if model is None:
+            return False
+        modules = dict(model.named_modules())
+        return all(modules.get(path) is self.module_at(path) for path in paths if path is not None)
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """Steps of the layer in its current mode."""
         return self._part.steps

@@ -86,8 +86,9 @@ class Witness:
         self._least = tolerance(torch.bfloat16) if lower else 0.0
         self._streams, self._owner = streams, Owner(stages, streams)
         captured = {n: layer for n, layer in layers.items() if isinstance(layer, CapturedLayer)}
-        self._captured = captured if len(captured) == len(layers) else {}
-        self._model = model if isinstance(model, nn.Module) else None
+        own = len(captured) == len(layers) and all(layer.is_of_model for layer in captured.values())
+        self._captured = captured if own else {}
+        self._model = captured[0].model if own else model if isinstance(model, nn.Module) else None
         self._sharded = sharded
         self._calls = Counter[bool]()
         self._units = Units(schedule, workers)
@@ -415,17 +416,21 @@ class Witness:
             own, theirs = comparison.result, comparison.watch.loss()
         name = type(self._model).__name__ if self._model is not None else "model"
         shown = "" if own.loss is None or theirs is None else f" (loss {own.loss:.6g} and {theirs:.6g})"
-        if not where:
+        when = f"step {step}" if comparison.batch.training else f"an evaluation after {step} steps"
+        advice = (
+            "Find the layers again after what the forward reads has changed, or pass what changes as an input"
+        )
+        if agree:
             where = (
                 "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
                 "recomputed or compiled"
-                if agree
-                else "its layers agree, and what comes after them does not"
             )
+            advice = "Leave slices, recompute and compile away, one after another, to see which it is"
+        elif not where:
+            where = "its layers agree, and what comes after them does not"
         return (
-            f"step {step}: the {name}'s own forward and the pipeline give micro-batch {number} different "
-            f"results{shown}; {where}. Find the layers again after what the forward reads has changed, or "
-            "pass what changes as an input"
+            f"{when}: the {name}'s own forward and the pipeline give micro-batch {number} different "
+            f"results{shown}; {where}. {advice}"
         )
 
     def _tell_undecided(self, why: str) -> None:
