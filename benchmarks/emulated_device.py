@@ -516,6 +516,7 @@ class Ours:
             cuts=range(2, schedule.stages + 1),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             barrier=barrier,
+            witness_every=0,
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:

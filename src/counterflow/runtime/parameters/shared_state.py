@@ -16,11 +16,11 @@ class SharedState:
     """
 
     def __init__(self, buffers: SharedBuffers, objects: ObjectWatch, *, flushes: bool) -> None:
-        self._buffers, self._objects, self._flushes = buffers, objects, flushes
+        self._shared_buffers, self._objects, self._flushes = buffers, objects, flushes
 
     def note(self, *, training: bool) -> None:
         """Note what is shared, before forwards."""
-        self._buffers.note(step=training)
+        self._shared_buffers.note(step=training)
         self._objects.note(training=training)
 
     def check(self) -> None:
@@ -29,7 +29,7 @@ class SharedState:
         Raises:
             ConfigError: one did.
         """
-        self._buffers.check()
+        self._shared_buffers.check()
         self._objects.check()
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class SharedState:
         Raises:
             ConfigError: a forward changed what other stages have.
         """
-        self._buffers.check()
+        self._shared_buffers.check()
         if not self._flushes:
             self._objects.check()
         self._objects.compare()
