@@ -52,6 +52,7 @@ def test_a_step_asks_for_what_is_predicted(
             device.trivial_loss,
             schedule,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            witness_every=0,
         )
         batch = torch.zeros(2, script.POSITIONS, 1), torch.zeros(2, script.POSITIONS)
         pipeline.step(*batch)  # it also compares slices with the whole

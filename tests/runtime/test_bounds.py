@@ -102,8 +102,12 @@ def _grown(schedule: Schedule, options: dict[str, Any]) -> dict[str, tuple[int, 
             pipeline.step(torch.ones(4, next(lengths), 4), torch.ones(4, 4))
             pipeline.flush()
         sizes.append(_sizes({"pipeline": pipeline, **_shared()}))
-    pipeline.transport.gather([])  # a function that returned earlier is noted
-    return {way: (sizes[0][way], sizes[1][way]) for way in sizes[1] if sizes[1][way] > sizes[0][way]}
+    return {
+        way: (sizes[0][way], sizes[1][way])
+        for way in sizes[1]
+        # Another worker's function may have returned by now.
+        if sizes[1][way] > sizes[0][way] and not way.endswith("hub.returned")
+    }
 
 
 @pytest.mark.parametrize(
