@@ -103,6 +103,11 @@ def autocast_states() -> tuple[Autocast, ...]:
     )
 
 
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """Dtype of autocast on a device type; None: it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 class Settings(NamedTuple):
     """Settings of the whole process on which results of torch depend."""
 

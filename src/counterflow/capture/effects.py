@@ -101,9 +101,9 @@ class Effects:
         for watch in self._reachable.changed():
             self.live.append(watch.label)
             watch.restore()
-        if changed := self._own.changed():
-            self.live += [watch.label for watch in changed]
-            self._own = self._attributes()
+        if self._own.changed():
+            before, self._own = self._own, self._attributes()
+            self.live += before.differences(self._own)
         self._clear()
         self._draws = _generator_states(self._reachable.mentions)
 

@@ -6,7 +6,8 @@ Invariant: the user's model is not changed, and other threads may use it meanwhi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,10 +127,49 @@ class FakeModel:
             self._read(this, name)
             return of_kind(this, name)
 
-        body = {
-            "__call__": called,
-            "__getattribute__": read,
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-        }
-        return type(kind.__name__, (kind,), body)
+        return _subclass(kind, {"__call__": called, "__getattribute__": read})
+
+
+def observed_objects(model: nn.Module) -> Mapping[str, Any]:
+    """Further objects whose attributes a model's forward reads, by name: a trainer around the model."""
+    observed = getattr(type(model), "observed_objects", None)
+    return {} if observed is None else observed(model)
+
+
+@contextmanager
+def observing(objects: Mapping[str, Any], read: Callable[[str, str], None]) -> Iterator[None]:
+    """Note the attributes that are read of some objects of the user's, and restore them afterwards.
+
+    Args:
+        objects: the objects, by name.
+        read: function of an object's name and an attribute's name.
+    """
+    saved = {label: (type(found), dict(vars(found))) for label, found in objects.items()}
+    try:
+        for label, found in objects.items():
+            object.__setattr__(found, "__class__", _observed(type(found), label, read))
+        yield
+    finally:
+        for label, found in objects.items():
+            kind, attributes = saved[label]
+            object.__setattr__(found, "__class__", kind)
+            now = vars(found)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+
+
+def _observed(kind: type, label: str, read: Callable[[str, str], None]) -> type:
+    of_kind: Any = kind.__getattribute__
+
+    def noted(this: object, name: str) -> Any:
+        read(label, name)
+        return of_kind(this, name)
+
+    return _subclass(kind, {"__getattribute__": noted})
+
+
+def _subclass(kind: type, body: dict[str, Any]) -> type:
+    return type(
+        kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    )

@@ -6,10 +6,9 @@ between forwards.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,9 @@ from counterflow.probing import PROBING
 from .asked import Call, Example
 from .record import Step
 from .values import Around, Held, OfDtype, Ref, Size, Template
+
+if TYPE_CHECKING:
+    from .recording import Recording, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +83,6 @@ class Part:
         return self
 
 
-class _Mode:
-    """Whether the layer's model is in training mode; copies of a layer ask the same model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Mode, (nn.Module(),)
-
-    def model(self) -> nn.Module | None:
-        return self._model()
-
-    def training(self) -> bool:
-        model = self._model()
-        return model is None or model.training
-
-
 class CapturedLayer(nn.Module):
     """An automatic layer: some steps of a model's forward, between two of its modules.
 
@@ -108,7 +90,8 @@ class CapturedLayer(nn.Module):
     accepts the model's inputs, and the last one returns the model's output.
 
     Args:
-        model: model of the steps.
+        recording: the records of the model, which layers share.
+        number: number of the layer.
         title: first and last module, for messages.
         parts: steps in training and in evaluation.
         held: parameters, buffers and constants of the steps, by their names in the model.
@@ -120,16 +103,23 @@ class CapturedLayer(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        recording: Recording,
+        number: int,
         title: str,
         parts: tuple[Part, Part],
+        *,
         held: Mapping[str, Tensor],
         cost: float,
     ) -> None:
         super().__init__()
         self.title, self.cost = title, cost
-        self._of_model = _Mode(model)
-        self._parts = parts
+        self.recording: Recording | None = recording
+        """The records of the model; None: the layer was pickled, and stays as it is."""
+        self.follows = False
+        """Whether a pipeline lets the layer follow its model: the model's modes then are in the record."""
+        self._number, self._parts = number, parts
+        model = recording.model
+        assert model is not None
         self._local: dict[str, str] = {}
         for path in dict.fromkeys(s.module for part in parts for s in part.steps if s.module is not None):
             self._add(path, model.get_submodule(path))
@@ -183,7 +173,7 @@ class CapturedLayer(nn.Module):
     @property
     def model(self) -> nn.Module | None:
         """The model of the steps, if it still exists."""
-        return self._of_model.model()
+        return None if self.recording is None else self.recording.model
 
     @property
     def is_of_model(self) -> bool:
@@ -211,8 +201,32 @@ class CapturedLayer(nn.Module):
 
     @property
     def _part(self) -> Part:
-        training = self.training and self._of_model.training()
+        model = None if self.follows else self.model
+        training = self.training and (model is None or model.training)
         return self._parts[0] if training else self._parts[1]
+    def adopt(self, variant: Variant, slot: int) -> None:
+        """Run the steps of another record from now on.
+
+        Args:
+            variant: the record.
+            slot: its use: 0 for training, 1 for evaluation.
+        """
+        part = variant.parts[self._number]
+        self._parts = (part, self._parts[1]) if slot == 0 else (self._parts[0], part)
+        device = self._device({})
+        for step in part.steps:
+            if step.module is not None and step.module not in self._local:
+                self._add(step.module, variant.called[step.module])
+        for name, replacement in variant.replaced.items():
+            if name in self._local and isinstance(replacement, Tensor):
+                self._buffers[self._local[name]] = replacement.to(device)
+            elif name in self._local:
+                self.add_module(self._local[name], replacement)
+        for name in held_names(part):
+            if name in variant.constants and name in self._local:
+                self._buffers[self._local[name]] = variant.constants[name].to(device)
+            elif name in variant.constants:
+                self._hold(name, variant.constants[name].to(device))
 
     def hold_unused(self, name: str, tensor: Tensor) -> None:
         """Hold a parameter or a buffer that no step takes."""
@@ -328,6 +342,12 @@ def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
 def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
     args, kwargs = pytree.tree_unflatten([type(leaf).__name__ for leaf in leaves], spec)
     return ", ".join([*map(str, args), *(f"{name}={kind}" for name, kind in kwargs.items())])
+
+
+def held_names(part: Part) -> list[str]:
+    """Names of the parameters, buffers and constants that a part's steps take."""
+    templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
+    return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Held)))
 
 
 def needs_dtype(steps: Sequence[Step], output: Template | None) -> bool:

@@ -15,7 +15,9 @@ from torch import nn
 from counterflow.errors import ConfigError
 
 from .asked import Example, example_of
+from .contexts import autocast_of
 from .effects import globals_of, lru_caches
+from .guards import Environment, Reads, guards_of
 from .marks import MARKS, with_named_dtypes
 from .record import Record, main_dtype
 from .recorder import Recorder
@@ -37,11 +39,17 @@ class Records:
         training: steps in training.
         evaluation: steps in evaluation.
         example: example of the call.
+        opened: paths of the opened modules.
+        mark: dtype of the weights of the runs.
+        grad_in_evaluation: whether evaluation was recorded with gradients.
     """
 
     training: Record
     evaluation: Record
     example: Example
+    opened: frozenset[str]
+    mark: torch.dtype | None
+    grad_in_evaluation: bool
 
 
 def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: int | None) -> Records:
@@ -51,23 +59,53 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
         ConfigError: the forward cannot be traced.
     """
     errors: list[Unfollowed] = []
+    autocast = autocast_of("cpu")
     for mark in MARKS:
         for lengths in (True, False):
             example = example_of(model, inputs, kwargs, dim, lengths=lengths)
             try:
-                return _Opening(model, example, mark=mark).records()
+                return _Opening(model, example, mark=mark, autocast=autocast).records()
             except Unfollowed as error:
                 errors.append(error)
             except Varies:
                 continue
         try:
             example = example_of(model, inputs, kwargs, None, lengths=False)
-            return _Opening(model, example, mark=mark).records()
+            return _Opening(model, example, mark=mark, autocast=autocast).records()
         except Unfollowed as error:
             errors.append(error)
         except Varies as error:
             errors.append(Unfollowed("", f"depends on the dtype of the weights: {error}"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
+
+
+def record_again(
+    model: nn.Module,
+    example: Example,
+    opened: Collection[str],
+    *,
+    mark: torch.dtype | None,
+    evaluates: bool,
+    grad_in_evaluation: bool,
+    autocast: torch.dtype | None,
+) -> Record:
+    """A record of a model that was recorded before, as it is now.
+
+    Args:
+        model: the model.
+        example: example of the call.
+        opened: paths of the modules that are traced.
+        mark: as in ``Recorder``.
+        evaluates: whether all modules are in evaluation mode; else each is in its own.
+        grad_in_evaluation: whether evaluation is recorded with gradients.
+        autocast: as in ``Recorder``.
+
+    Raises:
+        Unfollowed: an opened module cannot be traced any more.
+        Varies: the model takes another path for other sizes.
+    """
+    opening = _Opening(model, example, mark=mark, autocast=autocast, grad_in_evaluation=grad_in_evaluation)
+    return opening.again(opened, training=False if evaluates else None)
 
 
 def _refusal(model: nn.Module, error: Unfollowed) -> str:
@@ -88,15 +126,25 @@ class _Opening:
         model: the user's model.
         example: example of the call.
         mark: as in ``Recorder``.
+        autocast: as in ``Recorder``.
+        grad_in_evaluation: whether evaluation is recorded with gradients.
     """
 
-    def __init__(self, model: nn.Module, example: Example, *, mark: torch.dtype | None) -> None:
-        self._model, self._example, self._mark = model, example, mark
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        *,
+        mark: torch.dtype | None,
+        autocast: torch.dtype | None,
+        grad_in_evaluation: bool = False,
+    ) -> None:
+        self._model, self._example, self._mark, self._autocast = model, example, mark, autocast
         self._by_path = dict(model.named_modules())
         self._opened = {""}
         self._closed: set[str] = set()
         self._costs: Mapping[str, float] | None = None
-        self._grad_in_evaluation = False
+        self._grad_in_evaluation = grad_in_evaluation
         self._reachable = globals_of(model)
         self._caches = lru_caches(self._reachable)
 
@@ -118,16 +166,58 @@ class _Opening:
             if self._opened != before:
                 continue
             try:
+                self._refuse_live(training)
+                self._refuse_live(evaluation)
                 return Records(
                     self._freed(training, training=self._in_training),
                     self._freed(evaluation, training=False),
                     self._example,
+                    frozenset(self._opened),
+                    self._mark,
+                    self._grad_in_evaluation,
                 )
             except Varies as error:
                 if not error.paths:
                     raise
                 for path in error.paths:
                     self._close(path)
+            except Unfollowed as error:
+                if not error.path or error.path not in self._opened:
+                    raise
+                self._close(error.path)
+
+    def again(self, opened: Collection[str], *, training: bool | None) -> Record:
+        """A record of the model as it is now, with the same modules opened.
+
+        Raises:
+            Unfollowed: an opened module cannot be traced any more.
+            Varies: the model takes another path for other sizes.
+        """
+        self._opened, self._costs = set(opened), {}
+        record = self._run({}, training=training)
+        self._refuse_live(record)
+        return self._freed(record, training=training)
+
+    def _refuse_live(self, record: Record) -> None:
+        """Refuse a forward that reads what every forward changes.
+
+        Raises:
+            Unfollowed: it does.
+        """
+        reads = Reads(frozenset(record.reads), frozenset(self._opened), frozenset(record.observed))
+        state = guards_of(self._model, reads, Environment.current("cpu")).state
+        for path, label in state.iterators:
+            raise Unfollowed(
+                self._opened_around(path), f"reads {label}, of which each use gives another value"
+            )
+        for label in record.live:
+            if label in state.tokens:
+                raise Unfollowed("", f"reads {label}, which a module that it calls changes")
+
+    def _opened_around(self, path: str) -> str:
+        while path and path not in self._opened:
+            path = path.rpartition(".")[0]
+        return path
 
     def _evaluation(self) -> Record:
         """A record in evaluation, without gradients, unless the model fails then."""
@@ -171,6 +261,7 @@ class _Opening:
             grad=training is not False or self._grad_in_evaluation,
             mark=self._mark if marked else None,
             costs=self._costs,
+            autocast=self._autocast,
             reachable=self._reachable,
             caches=self._caches,
         ).run()

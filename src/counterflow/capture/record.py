@@ -54,6 +54,8 @@ class Record:
         constants: tensors that are neither parameter nor buffer.
         mark: dtype of the weights.
         reads: attributes of modules that the forwards of opened modules read, each with the module's path.
+        observed: attributes of further objects that they read, each with the object's name.
+        live: names of the values that called modules change.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -68,6 +70,8 @@ class Record:
     constants: dict[str, Tensor] = field(default_factory=dict)
     mark: torch.dtype | None = None
     reads: set[tuple[str, str]] = field(default_factory=set)
+    observed: set[tuple[str, str]] = field(default_factory=set)
+    live: list[str] = field(default_factory=list)
 
 
 def main_dtype(model: nn.Module) -> torch.dtype:

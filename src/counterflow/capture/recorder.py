@@ -36,7 +36,7 @@ from .asked import Example
 from .contexts import Context, process_settings, restore_process_settings
 from .counting import OperationCounter, numbers_in, size_of
 from .effects import Effects, LruCache
-from .fake_model import DEVICE, FakeModel
+from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
 from .record import Record, Step
 from .state import State
@@ -68,6 +68,7 @@ class Recorder(TorchFunctionMode):
         mark: one of ``marks.MARKS``, which distinguishes the weights' dtype from a float32 that the user's
             code asks for.
         costs: costs that a run has counted, which takes time; None: this run counts them.
+        autocast: dtype of autocast around the forward; None: it is off.
         reachable: globals and closures that the model's forwards can reach.
         caches: functions with a cache.
     """
@@ -83,13 +84,14 @@ class Recorder(TorchFunctionMode):
         grad: bool,
         mark: torch.dtype | None,
         costs: Mapping[str, float] | None,
+        autocast: torch.dtype | None,
         reachable: State,
         caches: Collection[LruCache],
     ) -> None:
         super().__init__()
         self._opened, self._example, self._sizes = opened, example, sizes
         self._mode = "evaluation" if training is False else "training"
-        self._grad = grad
+        self._grad, self._autocast = grad, autocast
         self._record = Record(mark=mark, costs=dict(costs or {}))
         self._counts = costs is None
         self._of_mark = following(mark)
@@ -110,6 +112,7 @@ class Recorder(TorchFunctionMode):
         self._left: dict[int, dict[str, Any]] = {}
         self._running = False
         self._settings = process_settings()
+        self._observed = observed_objects(self._model.module)
         self._effects = Effects(self._model.module, opened, reachable, caches, self._lasts)
 
     # -- the run
@@ -138,19 +141,42 @@ class Recorder(TorchFunctionMode):
         self._leave(model.module)
         args, kwargs = pytree.tree_unflatten(leaves, example.spec)
         try:
-            with self._fake, self._counting(), self, torch.set_grad_enabled(self._grad), added_losses():
+            with self._fake, self._counting(), self._entered(), added_losses():
                 self._around = Context.current()
                 self._running = True
                 result = self._through(model.module, model.kind, args, kwargs)
                 self._running = False
+                self._refuse_observed()
             record.output = self._template(result)
             self._refuse_effects()
+            record.live = self._effects.live
         except Unfollowed:
             raise
         except Exception as error:  # a model may raise anything
             raise failed(self._stack[-1], error) from error
         self._refuse_changed(before)
         return record
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Contexts around the forward."""
+        enabled = self._autocast is not None
+        autocast = torch.autocast(DEVICE.type, self._autocast or torch.bfloat16, enabled)
+        self._saved = {label: dict(vars(found)) for label, found in self._observed.items()}
+        observed = observing(self._observed, self._note_observed)
+        with self, torch.set_grad_enabled(self._grad), autocast, observed:
+            yield
+
+    def _note_observed(self, label: str, name: str) -> None:
+        if self._running and not self._atoms and not name.startswith("__"):
+            self._record.observed.add((label, name))
+
+    def _refuse_observed(self) -> None:
+        """Refuse a forward that changes an attribute of an object around the model, and reads it."""
+        for label, name in self._record.observed:
+            now, before = vars(self._observed[label]).get(name, ABSENT), self._saved[label].get(name, ABSENT)
+            if not same(now, before):
+                raise Unfollowed("", f"reads and changes {label}.{name}")
 
     def _refuse_effects(self) -> None:
         """Refuse effects of the code of opened modules, which no step repeats."""

@@ -223,6 +223,19 @@ class Content:
         """Leave the array as it is."""
 
 
+class Unknown:
+    """Values that were not looked at, so they always have to be compared."""
+
+    label = "values that were not looked at"
+
+    def unchanged(self) -> bool:
+        """Say that they may differ."""
+        return False
+
+    def restore(self) -> None:
+        """Leave them as they are."""
+
+
 def content_of(cell: CellType) -> Any:
     """Value of a closure's variable; ``ABSENT``: it has none yet."""
     try:
@@ -242,6 +255,7 @@ class State:
             one, and its name.
         mentions: names of the Python modules that the walked functions mention.
         caches: functions with a cache of ``functools``, by identity.
+        asks_for_gradients: whether a function asks if gradients are recorded.
     """
 
     tokens: dict[str, object] = field(default_factory=dict)
@@ -249,6 +263,7 @@ class State:
     iterators: list[tuple[str, str]] = field(default_factory=list)
     mentions: set[str] = field(default_factory=set)
     caches: dict[int, Any] = field(default_factory=dict)
+    asks_for_gradients: bool = False
 
     def unchanged(self) -> bool:
         """Compare all containers with the saved entries, by identity."""

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +29,17 @@ class RecordingMode(FakeTensorMode):
 # TorchDispatchMode: intercepts every operator, as torch's notes on extending describe. Without it: no costs.
 
 
+@contextmanager
+def silent_fake_tensors() -> Iterator[None]:
+    """Silence torch's log of each failed attempt. Without it: the log has them."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def memory_of(tensor: Tensor) -> int:
     """A number of a tensor's memory, which views share. Without it: ``untyped_storage().data_ptr()``."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
@@ -37,6 +51,16 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own. Without it: modules with hooks are not opened."""
     return any(vars(module).get(name) for name in _HOOKS)
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Hooks of a module's forward and backward. Without it: hooks that are registered later are not seen."""
+    return [table for name in _HOOKS if (table := vars(module).get(name)) is not None]
+
+
+def parameter_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters and buffers. Without it: those that are replaced later are not seen."""
+    return module._parameters, module._buffers
 
 
 def drop_hooks(module: nn.Module) -> None:

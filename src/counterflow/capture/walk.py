@@ -32,6 +32,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
 }
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_OF_GRADIENTS = {"is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"}
 _LARGEST = 20_000
 """Largest number of values of a state; further ones are not looked at."""
 _LONGEST = 1_000
@@ -66,11 +67,14 @@ class Walk:
 
     Args:
         model: model whose modules, parameters and buffers are known, and not entered.
+        objects: further objects that are known, and not entered.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, objects: Iterable[object] = ()) -> None:
         self.state = State()
-        self._model = {id(m) for m in model.modules()}
+        self.weights: dict[str, object] = {}
+        """Parameters and buffers that are read, by name."""
+        self._model = {id(m) for m in (*model.modules(), *objects)}
         self._tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._walked: dict[int, object] = {}
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, str], object]] = {}
@@ -97,9 +101,21 @@ class Walk:
             table = next((own[t] for t in ("_parameters", "_buffers", "_modules") if name in own[t]), None)
             if table is not None:
                 self._name(label, table, name)
-                self._token(label, Same(table[name]))
+                tokens = self.state.tokens if table is own["_modules"] else self.weights
+                tokens[label] = Same(table[name])
             else:
                 self._of_class(label, type(module), name)
+
+    def members(self, label: str, owner: object, names: Iterable[str]) -> None:
+        """Walk some attributes of an object, and the functions of its class that these are."""
+        own = vars(owner)
+        for name in names:
+            member = f"{label}.{name}"
+            self._name(member, own, name)
+            if name in own:
+                self.value(member, own[name])
+            else:
+                self._of_class(member, type(owner), name)
 
     def children(self, path: str, module: nn.Module) -> None:
         """Walk which modules, and in which order, a module has."""
@@ -153,6 +169,7 @@ class Walk:
         if not inside and is_library(function.__module__):
             return
         loaded, names = _loads(function.__code__)
+        self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
         of_module, home = function.__globals__, function.__module__
         for name in loaded:
             if name in of_module:
@@ -207,6 +224,9 @@ class Walk:
         if isinstance(value, (*_NUMBERS, *_TYPES_OF_TORCH)) and not isinstance(value, Enum):
             self._token(label, Plain(value))
             return
+        if id(value) in self._model:
+            self._token(label, Same(value))
+            return
         if id(value) in self._walked:
             self._token(label, Same(value) if isinstance(value, (Tensor, nn.Module)) else Plain("known"))
             return
@@ -228,8 +248,7 @@ class Walk:
 
     def _module(self, label: str, module: nn.Module) -> None:
         self._token(label, Same(module))
-        if id(module) not in self._model:
-            self.value(f"attributes of {label}", vars(module))
+        self.value(f"attributes of {label}", vars(module))
 
     def _dict(self, label: str, entries: dict[Any, Any]) -> None:
         if len(entries) > _LONGEST:

@@ -17,12 +17,13 @@ from .cut_probe import CutProbe
 from .execution.evaluation import Found, PendingEvaluation
 from .execution.step import Evaluation
 from .generation import GenerationCheck, Sampling, generated
+from .making.recordings import Recordings
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.given import Given
 from .mini_batch.refusal import refusing
 from .mini_batch.samples import joined, moved
-from .mini_batch.told import Call
+from .mini_batch.told import Call, Told
 from .stages.listing import Listing
 from .states import States
 from .witness.witness import Witness
@@ -39,6 +40,7 @@ class Forwards(States):
     _listing: Listing
     _cut_probe: CutProbe
     _witness: Witness
+    _recordings: Recordings
 
     def evaluate(
         self,
@@ -198,6 +200,13 @@ class Forwards(States):
         found = joined([by_unit[unit] for unit in units], self.batching.output_dims, "outputs", counts)
         return moved(found, self.device)
 
+    def _end_in_flight(self) -> None:
+        """End what is in flight, within a call of all workers that goes on afterwards."""
+        if self._run.in_flight:
+            told = Told(Call.FLUSH, self.steps, follows=True)
+            found = self._run.flush(told, partial(self._batches.compare, told))
+            self._untold += [each.step_of(each.step, 0.0) for each in found]
+
     def _batch(self, given: Callable[[], Given], call: Call, *, outputs: bool = False) -> Batch:
         with refusing():
             self._calls.only_alone()
@@ -205,6 +214,7 @@ class Forwards(States):
             if call.trains:
                 self._calls.only_own("step")
             self._calls.only_trainer(self._model)
+        self._recordings.follow(self.steps, self._end_in_flight, training=call.trains)
         batch = self._batches.made(given, call, self.steps, self._run, outputs=outputs)
         self._cut_probe.check(batch)
         return batch

@@ -32,6 +32,7 @@ from .generation import GenerationCheck
 from .making.given import found_layers, transport_of
 from .making.held import held_stages, refuse_embeddings
 from .making.model import staged
+from .making.recordings import Recordings
 from .making.runner import batches_of, runners_of
 from .mesh.layout import WORKER, Mesh, layout_of
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
@@ -206,6 +207,7 @@ class Pipeline(Forwards):
         self._lease.groups = self.weights.groups
         transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
         held.leave_others(its, self.ranks[self.replica])
+        self._recordings = Recordings.of(its, held, transport)
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._witness = Witness(
             model,

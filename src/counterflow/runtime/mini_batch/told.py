@@ -34,6 +34,8 @@ class Call(IntEnum):
     CLOSE = -7
     OTHER = -8
     """A call that begins otherwise."""
+    RECORD = -9
+    """A call before which the model is recorded again, as it has changed."""
 
     def __str__(self) -> str:
         return _IN_WORDS.get(self, self.name.lower())
@@ -48,6 +50,7 @@ _IN_WORDS = {
     Call.KEEP: "step without an update",
     Call.REFUSE: "step, evaluate or predict, and refuses its mini-batch",
     Call.OTHER: "something else",
+    Call.RECORD: "step, evaluate or predict with a changed model",
 }
 
 

@@ -1,0 +1,126 @@
+"""Guards of a record: what the forwards of opened modules read of Python, compared before each step.
+
+The recorded run notes which attributes of modules are read. The values of these attributes, the globals and
+closures of the functions that ran, the modules of opened modules, their hooks, and the settings of torch are
+the guards. An attribute that no opened forward reads is none, so a change of it costs nothing.
+
+Not seen: entries of containers of more than 1,000 entries, large arrays of NumPy, objects of C extensions,
+and globals of installed libraries that no user changes between steps (``walk``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as of_torch
+
+from .contexts import autocast_of
+from .fake_model import CONTAINERS, observed_objects
+from .state import ABSENT, Entries, Plain, Same, State
+from .torch_private import hook_tables, parameter_tables
+from .walk import Walk
+
+
+class Environment(NamedTuple):
+    """Settings of torch around the forwards, on which the dtypes in a forward depend.
+
+    Attributes:
+        dtype: the default dtype.
+        autocast: dtype of autocast; None: it is off.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @classmethod
+    def current(cls, device_type: str) -> Environment:
+        """Settings of this thread now, for a device type."""
+        return cls(torch.get_default_dtype(), autocast_of(device_type))
+
+
+class Reads(NamedTuple):
+    """What a record depends on.
+
+    Attributes:
+        attributes: names that are read of modules, each with the module's path.
+        opened: paths of the opened modules.
+        objects: names that are read of further objects, each with the object's name.
+    """
+
+    attributes: frozenset[tuple[str, str]]
+    opened: frozenset[str]
+    objects: frozenset[tuple[str, str]]
+
+
+class Guards(NamedTuple):
+    """Guards at one moment.
+
+    Attributes:
+        state: values that are read.
+        weights: parameters and buffers of opened modules, by name.
+        environment: settings of torch.
+    """
+
+    state: State
+    weights: Mapping[str, object]
+    environment: Environment
+
+    def unchanged(self, environment: Environment) -> bool:
+        """Compare everything with the saved objects, by identity."""
+        return environment == self.environment and self.state.unchanged()
+
+    def differences(self, other: Guards) -> list[str]:
+        """Names of what differs from other guards, besides weights."""
+        names = self.state.differences(other.state)
+        if self.environment.dtype != other.environment.dtype:
+            names.append("the default dtype")
+        if self.environment.autocast != other.environment.autocast:
+            names.append("autocast")
+        return names
+
+
+def guards_of(model: nn.Module, reads: Reads, environment: Environment) -> Guards:
+    """Guards of a record, with the values of now."""
+    modules = dict(model.named_modules())
+    observed = observed_objects(model)
+    walk = Walk(model, observed.values())
+    weights = walk.weights
+    for path, names in _grouped(reads.attributes).items():
+        if path in modules:
+            walk.attributes(path, modules[path], names)
+        else:
+            walk.state.tokens[path] = ABSENT
+    for label, names in _grouped(reads.objects).items():
+        walk.members(label, observed[label], names)
+    for path, module in modules.items():
+        outside = path.rpartition(".")[0]
+        if path in reads.opened or (isinstance(module, CONTAINERS) and outside in reads.opened):
+            walk.children(path, module)
+            hook = f"{HOOK}{path!r}" if path else f"{HOOK}the model"
+            for table in hook_tables(module):
+                walk.state.watches.append(Entries(hook, table))
+            walk.state.tokens[hook] = Plain(sum(map(len, hook_tables(module))))
+            for tensors in parameter_tables(module):
+                walk.state.watches.append(Entries(f"weights of {path!r}", tensors))
+                weights |= {f"{path}.{n}" if path else n: Same(t) for n, t in tensors.items()}
+    tables = [vars(of_torch)[name] for name in _GLOBAL_HOOKS]
+    for table in tables:
+        walk.state.watches.append(Entries(f"{HOOK}all modules", table))
+    walk.state.tokens[f"{HOOK}all modules"] = Plain(sum(map(len, tables)))
+    return Guards(walk.done(), weights, environment)
+
+
+HOOK = "a hook on "
+"""Beginning of the names of hooks among a state's values."""
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+def _grouped(pairs: Collection[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for owner, name in sorted(pairs):
+        groups.setdefault(owner, []).append(name)
+    return groups

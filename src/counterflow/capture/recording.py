@@ -1,0 +1,367 @@
+"""The record of a model that layers share: compared with the model before each step, and made anew.
+
+Invariant: what layers run was recorded from the model as it is. If a value that the record depends on has
+changed, the model is recorded again and cut at the same places; if that cannot be, an error names the value.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from .guards import HOOK, Environment, Guards, Reads, guards_of
+from .layer import CapturedLayer, Part, held_names
+from .leaks import remove_leaks
+from .opening import Records, record_again
+from .parts import parts_of
+from .record import Record
+from .recutting import Uncut, crossings_of, places_of
+from .sizes import Varies
+from .state import Plain, Unknown
+from .torch_private import silent_fake_tensors
+from .unfollowed import Unfollowed, clear_frames
+
+_CAPTURING = threading.Lock()
+"""Held during a capture, because torch's symbolic sizes support only one thread at a time."""
+
+_VARIANTS = 8
+"""Largest number of records of a model that are saved: flags may go back and forth."""
+
+
+class Slot(IntEnum):
+    """Use of a record."""
+
+    TRAINING = 0
+    """Steps: each module in its own mode, with gradients."""
+    EVALUATION = 1
+    """Evaluations and predictions: all modules in evaluation mode, without gradients."""
+
+
+class Variant:
+    """A record of a model in one state.
+
+    Args:
+        reads: what it depends on.
+        guards: values of that.
+        parts: its steps by layer.
+        crossings: what crosses between layers.
+        constants: its tensors that are neither parameter nor buffer.
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        guards: Guards,
+        parts: Sequence[Part],
+        record: Record,
+    ) -> None:
+        self.reads, self.guards, self.parts = reads, guards, tuple(parts)
+        self.crossings = crossings_of(record, parts)
+        self.constants: Mapping[str, Tensor] = record.constants
+        self.replaced: Mapping[str, Any] = {}
+        """Modules without weights and buffers that the user has replaced, by name."""
+        self.called: Mapping[str, nn.Module] = {}
+        """Modules that the earlier records did not call, by path."""
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let one thread record at a time, and leave no tensor without values behind."""
+    with _CAPTURING, silent_fake_tensors():
+        try:
+            yield
+        except ConfigError as error:
+            clear_frames(error)
+            raise
+        finally:
+            remove_leaks()
+
+
+class Recording:
+    """Records of one model, for training and for evaluation.
+
+    Args:
+        model: the user's model.
+        records: its first records.
+        parts: their steps, by layer.
+        environment: settings of torch during the capture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        records: Records,
+        parts: tuple[Sequence[Part], Sequence[Part]],
+        environment: Environment,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._lock = threading.Lock()
+        self._example, self._opened, self._mark = records.example, records.opened, records.mark
+        self._grad = records.grad_in_evaluation
+        self.current = [
+            Variant(reads, guards_of(model, reads, environment), its, record)
+            for record, its in zip((records.training, records.evaluation), parts, strict=True)
+            for reads in (self._reads(record, evaluates=record is records.evaluation),)
+        ]
+        if not model.training:
+            self._assume_training()
+        self._variants: tuple[list[Variant], list[Variant]] = ([self.current[0]], [self.current[1]])
+        self._names = [
+            {name for of_slot in parts for name in held_names(of_slot[number])}
+            for number in range(len(parts[0]))
+        ]
+        paths = {step.module for its in parts for part in its for step in part.steps} - {None}
+        self._called = {path: model.get_submodule(path) for path in paths if path is not None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself for a copy of layers; a copy if the model was copied with them."""
+        model = self.model
+        twin = None if model is None else memo.get(id(model))
+        if twin is None:
+            return self
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        made._model = weakref.ref(twin)
+        made._called = {path: twin.get_submodule(path) for path in self._called}
+        made.current = list(map(copy.copy, self.current))
+        for slot in Slot:
+            variant = made.current[slot]
+            if not self.stale(slot, variant.guards.environment):
+                variant.guards = guards_of(twin, variant.reads, variant.guards.environment)
+        made._variants = ([made.current[0]], [made.current[1]])
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's model; None: nobody has it any more."""
+        return self._model()
+
+    def settle(self) -> None:
+        """Let the weights and buffers of the model, as they are now, be the recorded ones."""
+        model = self.model
+        for variant in self.current if model is not None else ():
+            assert model is not None
+            now = guards_of(model, variant.reads, variant.guards.environment)
+            unknown = any(isinstance(watch, Unknown) for watch in variant.guards.state.watches)
+            if not unknown and not variant.guards.differences(now):
+                variant.guards = now
+            else:
+                variant.guards = variant.guards._replace(weights=now.weights)
+
+    def stale(self, slot: Slot, environment: Environment) -> list[str]:
+        """Names of the values that differ from the recorded ones; none: layers may run."""
+        variant, model = self.current[slot], self.model
+        if model is None or variant.guards.unchanged(environment):
+            return []
+        now = guards_of(model, variant.reads, environment)
+        names = variant.guards.differences(now)
+        names += [n for n, weight in variant.guards.weights.items() if now.weights.get(n) != weight]
+        if not names:
+            variant.guards = now
+        return names
+
+    def digest(self, slot: Slot, environment: Environment, names: Sequence[str]) -> int:
+        """A number of the values that differ, which is the same on workers that have set the same."""
+        model = self.model
+        if model is None:
+            return 0
+        tokens = guards_of(model, self.current[slot].reads, environment).state.tokens
+        values = [
+            (name, str(tokens.get(name)) if isinstance(tokens.get(name), Plain) else "") for name in names
+        ]
+        return zlib.crc32(repr(values).encode())
+
+    def refresh(self, slot: Slot, environment: Environment, names: Sequence[str]) -> None:
+        """Record the model as it is now, unless it was recorded so before.
+
+        Args:
+            slot: use of the record.
+            environment: settings of torch around the forwards.
+            names: names of the values that differ, for messages.
+
+        Raises:
+            ConfigError: it cannot be recorded, or not be cut at the same places.
+        """
+        with self._lock:  # of threads that were given one model the first records it
+            self._refresh(slot, environment, names)
+
+    def _refresh(self, slot: Slot, environment: Environment, names: Sequence[str]) -> None:
+        model = self.model
+        if model is None:
+            return
+        replaced = self._refuse_replaced(model, slot, environment, names)
+        for variant in self._variants[slot]:
+            now = guards_of(model, variant.reads, environment)
+            if not variant.guards.differences(now):
+                variant.guards, variant.replaced = now, replaced
+                self.current[slot] = variant
+                return
+        found = self._of_evaluation(model, slot, environment)
+        if found is None:
+            with capturing():
+                found = self._again(model, slot, environment, names)
+        variant = found
+        variant.replaced = replaced
+        self.current[slot] = variant
+        self._variants[slot].append(variant)
+        del self._variants[slot][:-_VARIANTS]
+
+    def _of_evaluation(self, model: nn.Module, slot: Slot, environment: Environment) -> Variant | None:
+        """The record of evaluation for steps in evaluation mode, unless gradients make a difference."""
+        evaluation = self.current[Slot.EVALUATION]
+        if slot is not Slot.TRAINING or any(module.training for module in model.modules()):
+            return None
+        if evaluation.guards.state.asks_for_gradients or self.stale(Slot.EVALUATION, environment):
+            return None
+        variant = copy.copy(evaluation)
+        modes = {(path, "training") for path in self._opened}
+        variant.reads = evaluation.reads._replace(attributes=evaluation.reads.attributes | modes)
+        variant.guards = guards_of(model, variant.reads, environment)
+        return variant
+
+    def _again(self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]) -> Variant:
+        before = self.current[slot]
+        try:
+            record = record_again(
+                model,
+                self._example,
+                self._opened,
+                mark=self._mark,
+                evaluates=slot is Slot.EVALUATION,
+                grad_in_evaluation=self._grad,
+                autocast=environment.autocast,
+            )
+            places = places_of(record, before.parts, before.crossings)
+            parts = parts_of(record, self._example, places, model)
+            if not any(crossings_of(record, parts) == v.crossings for v in self.current):
+                raise Uncut
+        except Unfollowed as error:
+            raise self._refusal(names, f"its forward {error.why}") from error.__cause__
+        except Varies as error:
+            raise self._refusal(
+                names, f"its forward depends on the sizes of the mini-batch ({error})"
+            ) from None
+        except Uncut:
+            raise self._refusal(names, "other tensors would cross between the layers") from None
+        for number, part in enumerate(parts):
+            self._refuse_foreign(model, number, part, names)
+        reads = self._reads(record, evaluates=slot is Slot.EVALUATION)
+        variant = Variant(reads, guards_of(model, reads, environment), parts, record)
+        paths = {step.module for part in parts for step in part.steps} - {None} - self._called.keys()
+        variant.called = {path: model.get_submodule(path) for path in paths if path is not None}
+        return variant
+
+    def _reads(self, record: Record, *, evaluates: bool) -> Reads:
+        names = frozenset(r for r in record.reads if not (evaluates and r[1] == "training"))
+        return Reads(names, frozenset(self._opened), frozenset(record.observed))
+
+    def _assume_training(self) -> None:
+        """Let the first record, of a model in evaluation mode, be that of the model in training mode."""
+        variant = self.current[Slot.TRAINING]
+        for path, name in variant.reads.attributes:
+            if name == "training":
+                variant.guards.state.tokens[f"{path}.training" if path else name] = Plain(value=True)
+        variant.guards.state.watches.append(Unknown())
+
+    def _refuse_replaced(
+        self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
+    ) -> dict[str, Any]:
+        """Modules and buffers that layers have to hold in place of others, by name.
+
+        Raises:
+            ConfigError: something with weights was replaced, or a hook would not run.
+        """
+        before = self.current[slot].guards
+        now = guards_of(model, self.current[slot].reads, environment)
+        hooks = [
+            n
+            for n in names
+            if n.startswith(HOOK) and {n} <= before.state.tokens.keys() & now.state.tokens.keys()
+        ]
+        if hooks:
+            raise self._error(
+                f"{hooks[0]} was registered or removed after the layers were found, and some of these modules "
+                "run as their steps, without hooks; register hooks before"
+            )
+        replaced: dict[str, Any] = {}
+        modules = dict(model.named_modules())
+        for path, old in self._called.items():
+            new = modules.get(path, old)
+            if new is not old:
+                if any(True for m in (old, new) for _ in (*m.parameters(), *m.buffers())):
+                    raise self._error(
+                        f"{path!r} was replaced by a {type(new).__name__} after the layers were found, and "
+                        "stages train the weights that they were made with; make another pipeline"
+                    )
+                replaced[path] = new
+        for name, old_weight in before.weights.items():
+            weight: Any = now.weights.get(name)
+            if weight == old_weight:
+                continue
+            tensor, old_tensor = getattr(weight, "value", None), getattr(old_weight, "value", None)
+            if not _alike(tensor, old_tensor):
+                raise self._error(
+                    f"{name!r} was replaced after the layers were found, and stages have the tensor that "
+                    "they were made with; change it in place (copy_), or make another pipeline"
+                )
+            replaced[name] = tensor
+        return replaced
+
+    def _refuse_foreign(self, model: nn.Module, number: int, part: Part, names: Sequence[str]) -> None:
+        """Refuse a layer that would use what another stage may hold.
+
+        Raises:
+            ConfigError: it would.
+        """
+        for name in held_names(part):
+            if not name.startswith("constant ") and name not in self._names[number]:
+                raise self._refusal(names, f"layer {number} would use {name!r}, which it did not before")
+        for step in part.steps:
+            if step.module is not None and step.module not in self._called:
+                module = model.get_submodule(step.module)
+                if any(True for _ in (*module.parameters(), *module.buffers())):
+                    raise self._refusal(names, f"it would call {step.module!r}, which it did not before")
+
+    def _refusal(self, names: Sequence[str], why: str) -> ConfigError:
+        shown = ", ".join(dict.fromkeys(names[:3]))
+        return self._error(
+            f"{shown} changed after the layers were found, and the model cannot be recorded again: {why}; set it "
+            "before, or move the code that reads it into a module of its own"
+        )
+
+    def _error(self, text: str) -> ConfigError:
+        return ConfigError(f"{type(self.model).__name__}: {text}")
+
+
+def _alike(tensor: object, before: object) -> bool:
+    """Tell whether a tensor may be put in the place of a buffer."""
+    return (
+        isinstance(tensor, Tensor)
+        and isinstance(before, Tensor)
+        and not isinstance(before, nn.Parameter)
+        and not isinstance(tensor, nn.Parameter)
+        and (tensor.shape, tensor.dtype) == (before.shape, before.dtype)
+    )
+
+
+def _nothing() -> None:
+    return None
+
+
+def recordings_of(layers: Sequence[nn.Module]) -> list[Recording]:
+    """The recordings that layers share, each once."""
+    found = [layer.recording for layer in layers if isinstance(layer, CapturedLayer)]
+    return list({id(each): each for each in found if each is not None}.values())

@@ -1,0 +1,116 @@
+"""Layers that were found by a recording, kept to the model as the user has it now.
+
+Invariant: before a step or an evaluation runs anything, all workers have seen the same changes of the model,
+and layers run a record of the model as it is; mini-batches in flight have ended before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from counterflow.capture.layer import CapturedLayer
+from counterflow.capture.guards import Environment
+from counterflow.capture.recording import Recording, Slot, recordings_of
+from counterflow.errors import ConfigError
+
+from ..mini_batch.refusal import refusing
+from ..mini_batch.told import Call, Told, refuse_other_calls
+from ..stages.precision import Precision
+from ..transport.base import Transport
+from .held import Held
+from .model import StagedModel
+
+_MANY = 16
+"""Number of changes from which the user is told that each costs a recording."""
+
+
+class Recordings:
+    """The recordings of a pipeline's layers on one worker.
+
+    Args:
+        every: the layers of all stages, as the user has them.
+        own: this worker's layers, which may be copies.
+        precision: precision in which these run.
+        transport: way to the other workers.
+    """
+
+    def __init__(
+        self, every: Iterable[nn.Module], own: Sequence[nn.Module], precision: Precision, transport: Transport
+    ) -> None:
+        self._recordings = recordings_of([*every])
+        self._own = [layer for layer in own if isinstance(layer, CapturedLayer)]
+        self._precision, self._transport = precision, transport
+        self._adopted = {id(each): list(each.current) for each in self._recordings}
+        self._changes = 0
+        for layer in self._own:
+            layer.follows = True
+        for recording in self._recordings:
+            recording.settle()
+
+    @classmethod
+    def of(cls, model: StagedModel, held: Held, transport: Transport) -> Recordings:
+        """The recordings of a model in stages, of which this worker has some."""
+        every = [layer.module for layers in model.layers for layer in layers]
+        precision = next(stage.precision for stage in held.stages.values())
+        return cls(every, held.owned.modules, precision, transport)
+
+    def follow(self, step: int, flush: Callable[[], object], *, training: bool) -> None:
+        """Record a model again that has changed since it was recorded; all workers call it.
+
+        Args:
+            step: number of earlier steps.
+            flush: ends what is in flight.
+            training: whether a step follows; else an evaluation.
+
+        Raises:
+            ConfigError: the model cannot be recorded as it is, or workers have set other values.
+        """
+        if not self._recordings:
+            return
+        slot = Slot.TRAINING if training else Slot.EVALUATION
+        with self._precision.computing():
+            environment = Environment.current(self._transport.device.type)
+            for recording in self._recordings:
+                names = recording.stale(slot, environment)
+                if names or recording.current[slot] is not self._adopted[id(recording)][slot]:
+                    shared = self._transport.shares_process  # and so are the values, of one model
+                    self._agree(step, 0 if shared else recording.digest(slot, environment, names))
+                    flush()
+                    with refusing():
+                        self._adopt(recording, slot, environment, names)
+
+    def _agree(self, step: int, digest: int) -> None:
+        """Agree with the other workers on the change.
+
+        Raises:
+            ConfigError: another worker has none, or has set other values.
+        """
+        told = Told(Call.RECORD, step, kind=digest)
+        rows = list(map(Told.unpack, self._transport.gather(told.pack())))
+        refuse_other_calls(told, rows, self._transport.rank)
+        other = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
+        if other is not None:
+            raise ConfigError(
+                f"the model has changed to other values on rank {self._transport.rank} than on rank {other}; "
+                "set attributes of a model to the same values on all workers"
+            )
+
+    def _adopt(
+        self, recording: Recording, slot: Slot, environment: Environment, names: Sequence[str]
+    ) -> None:
+        recording.refresh(slot, environment, names)
+        variant = self._adopted[id(recording)][slot] = recording.current[slot]
+        for layer in self._own:
+            if layer.recording is recording:
+                layer.adopt(variant, slot)
+        self._changes += 1
+        if self._changes == _MANY:
+            logging.getLogger(__name__).warning(
+                "the model was recorded again %d times, last because of %s; what changes at every step costs "
+                "less in a buffer that is changed in place",
+                _MANY,
+                ", ".join(names[:3]),
+            )
