@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_torch
 
+from .comparison import Comparison
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
 from .state import ABSENT, Entries, Plain, Same, State
@@ -60,17 +61,19 @@ class Guards(NamedTuple):
 
     Attributes:
         state: values that are read.
+        comparison: their fast comparison.
         weights: parameters and buffers of opened modules, by name.
         environment: settings of torch.
     """
 
     state: State
+    comparison: Comparison
     weights: Mapping[str, object]
     environment: Environment
 
     def unchanged(self, environment: Environment) -> bool:
         """Compare everything with the saved objects, by identity."""
-        return environment == self.environment and self.state.unchanged()
+        return environment == self.environment and self.comparison.unchanged()
 
     def differences(self, other: Guards) -> list[str]:
         """Names of what differs from other guards, besides weights."""
@@ -110,7 +113,8 @@ def guards_of(model: nn.Module, reads: Reads, environment: Environment) -> Guard
     for table in tables:
         walk.state.watches.append(Entries(f"{HOOK}all modules", table))
     walk.state.tokens[f"{HOOK}all modules"] = Plain(sum(map(len, tables)))
-    return Guards(walk.done(), weights, environment)
+    state = walk.done()
+    return Guards(state, Comparison(state.watches), weights, environment)
 
 
 HOOK = "a hook on "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from .comparison import Comparison
 from .guards import HOOK, Environment, Guards, Reads, guards_of
 from .layer import CapturedLayer, Part, held_names
 from .leaks import remove_leaks
@@ -275,6 +276,7 @@ class Recording:
             if name == "training":
                 variant.guards.state.tokens[f"{path}.training" if path else name] = Plain(value=True)
         variant.guards.state.watches.append(Unknown())
+        variant.guards = variant.guards._replace(comparison=Comparison(variant.guards.state.watches))
 
     def _refuse_replaced(
         self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
@@ -293,8 +295,8 @@ class Recording:
         ]
         if hooks:
             raise self._error(
-                f"{hooks[0]} was registered or removed after the layers were found, and some of these modules "
-                "run as their steps, without hooks; register hooks before"
+                f"{hooks[0]} was registered or removed after the layers were found, and some of these "
+                "modules run as their steps, without hooks; register hooks before"
             )
         replaced: dict[str, Any] = {}
         modules = dict(model.named_modules())
@@ -338,8 +340,8 @@ class Recording:
     def _refusal(self, names: Sequence[str], why: str) -> ConfigError:
         shown = ", ".join(dict.fromkeys(names[:3]))
         return self._error(
-            f"{shown} changed after the layers were found, and the model cannot be recorded again: {why}; set it "
-            "before, or move the code that reads it into a module of its own"
+            f"{shown} changed after the layers were found, and the model cannot be recorded again: {why}; "
+            "set it before, or move the code that reads it into a module of its own"
         )
 
     def _error(self, text: str) -> ConfigError:

@@ -9,7 +9,7 @@ Invariant: a state keeps all objects that it names alive, so identities stay the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
@@ -84,10 +84,10 @@ class Names:
         owner: class whose attributes the mapping has; None: names are set in the mapping.
     """
 
-    __slots__ = ("_get", "_labels", "_mapping", "_names", "_owner", "_values")
+    __slots__ = ("_get", "_labels", "_names", "_owner", "_values", "mapping")
 
     def __init__(self, mapping: Mapping[str, Any], labels: Mapping[str, str], owner: object = None) -> None:
-        self._mapping, self._labels, self._owner = mapping, labels, owner
+        self.mapping, self._labels, self._owner = mapping, labels, owner
         self._get = mapping.get
         self._names = tuple(labels)
         self._values = tuple(map(self._get, self._names, repeat(ABSENT)))
@@ -97,6 +97,10 @@ class Names:
         """The first name with another value, for messages."""
         pairs = zip(self._names, self._values, strict=True)
         return next((self._labels[n] for n, v in pairs if self._get(n, ABSENT) is not v), "")
+
+    def saved(self) -> Iterator[tuple[str, Any]]:
+        """Names and their saved values."""
+        return zip(self._names, self._values, strict=True)
 
     def unchanged(self) -> bool:
         """Compare the entries with the saved ones, by identity."""
@@ -111,62 +115,62 @@ class Names:
             if self._owner is not None:
                 delattr(self._owner, name) if value is ABSENT else setattr(self._owner, name, value)
             elif value is ABSENT:
-                del self._mapping[name]  # type: ignore[attr-defined]
+                del self.mapping[name]  # type: ignore[attr-defined]
             else:
-                self._mapping[name] = value  # type: ignore[index]
+                self.mapping[name] = value  # type: ignore[index]
 
 
 class Entries:
     """All entries of a dict."""
 
-    __slots__ = ("_dict", "_keys", "_values", "label")
+    __slots__ = ("entries", "keys", "label", "values")
 
     def __init__(self, label: str, entries: dict[Any, Any]) -> None:
-        self.label, self._dict = label, entries
-        self._keys, self._values = tuple(entries), tuple(entries.values())
+        self.label, self.entries = label, entries
+        self.keys, self.values = tuple(entries), tuple(dict.values(entries))
 
     def unchanged(self) -> bool:
         """Compare the entries with the saved ones, by identity."""
-        now = self._dict
+        now = self.entries
         return (
-            len(now) == len(self._keys)
-            and all(map(is_, now.values(), self._values))
-            and all(map(is_, now, self._keys))
+            len(now) == len(self.keys)
+            and all(map(is_, dict.values(now), self.values))
+            and all(map(is_, now, self.keys))
         )
 
     def added(self) -> list[Any]:
         """Values of new keys, if all others are as before; else none."""
-        now = self._dict
-        if len(now) <= len(self._keys) or any(
-            now.get(key, ABSENT) is not value for key, value in zip(self._keys, self._values, strict=True)
+        now = self.entries
+        if len(now) <= len(self.keys) or any(
+            now.get(key, ABSENT) is not value for key, value in zip(self.keys, self.values, strict=True)
         ):
             return []
-        return [value for key, value in now.items() if key not in set(self._keys)]
+        return [value for key, value in now.items() if key not in set(self.keys)]
 
     def restore(self) -> None:
         """Put the saved entries back."""
-        self._dict.clear()
-        self._dict.update(zip(self._keys, self._values, strict=True))
+        self.entries.clear()
+        self.entries.update(zip(self.keys, self.values, strict=True))
 
 
 class Items:
     """All items of a list, a deque or a set."""
 
-    __slots__ = ("_items", "_values", "label")
+    __slots__ = ("items", "label", "values")
 
     def __init__(self, label: str, items: list[Any] | deque[Any] | set[Any]) -> None:
-        self.label, self._items = label, items
-        self._values = tuple(items)
+        self.label, self.items = label, items
+        self.values = tuple(items)
 
     def unchanged(self) -> bool:
         """Compare the entries with the saved ones, by identity."""
-        return len(self._items) == len(self._values) and all(map(is_, self._items, self._values))
+        return len(self.items) == len(self.values) and all(map(is_, self.items, self.values))
 
     def restore(self) -> None:
         """Put the saved entries back."""
-        self._items.clear()
-        add: Callable[[Any], None] = getattr(self._items, "append", None) or self._items.add  # type: ignore[union-attr]
-        for value in self._values:
+        self.items.clear()
+        add: Callable[[Any], None] = getattr(self.items, "append", None) or self.items.add  # type: ignore[union-attr]
+        for value in self.values:
             add(value)
 
 

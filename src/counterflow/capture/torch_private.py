@@ -75,8 +75,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return own | module._buffers | module._parameters
 
 
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has, besides its mode."""
+OF_TORCH = (frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))) - {"training", "forward"}
+"""Attributes that every module has, besides its mode and its forward."""
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.guards import Environment
+from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.recording import Recording, Slot, recordings_of
 from counterflow.errors import ConfigError
 
