@@ -10,7 +10,7 @@ and globals of installed libraries that no user changes between steps (``walk``)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules import module as of_torch
 from .comparison import Comparison
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
-from .state import ABSENT, Entries, Plain, Same, State
+from .state import ABSENT, Entries, Plain, Same, State, Unknown
 from .torch_private import hook_tables, parameter_tables
 from .walk import Walk
 
@@ -74,6 +74,13 @@ class Guards(NamedTuple):
     def unchanged(self, environment: Environment) -> bool:
         """Compare everything with the saved objects, by identity."""
         return environment == self.environment and self.comparison.unchanged()
+
+    def with_values(self, other: Guards, names: Iterable[str]) -> Guards:
+        """These guards with some values of others, so a comparison finds that they differ."""
+        for name in names:
+            self.state.tokens[name] = other.state.tokens.get(name, ABSENT)
+        self.state.watches.append(Unknown())
+        return self._replace(comparison=Comparison(self.state.watches))
 
     def differences(self, other: Guards) -> list[str]:
         """Names of what differs from other guards, besides weights."""

@@ -168,7 +168,8 @@ class Recorder(TorchFunctionMode):
             yield
 
     def _note_observed(self, label: str, name: str) -> None:
-        if self._running and not self._atoms and not name.startswith("__"):
+        ignored = name.startswith("__") or name in getattr(self._model.kind, "unobserved", ())
+        if self._running and not self._atoms and not ignored:
             self._record.observed.add((label, name))
 
     def _refuse_observed(self) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
-from .comparison import Comparison
 from .guards import HOOK, Environment, Guards, Reads, guards_of
 from .layer import CapturedLayer, Part, held_names
 from .leaks import remove_leaks
@@ -137,8 +136,10 @@ class Recording:
         made.current = list(map(copy.copy, self.current))
         for slot in Slot:
             variant = made.current[slot]
-            if not self.stale(slot, variant.guards.environment):
-                variant.guards = guards_of(twin, variant.reads, variant.guards.environment)
+            old, names = variant.guards, self.stale(slot, variant.guards.environment)
+            variant.guards = guards_of(twin, variant.reads, old.environment)
+            if names:
+                variant.guards = variant.guards.with_values(old, names)
         made._variants = ([made.current[0]], [made.current[1]])
         return made
 
@@ -275,8 +276,7 @@ class Recording:
         for path, name in variant.reads.attributes:
             if name == "training":
                 variant.guards.state.tokens[f"{path}.training" if path else name] = Plain(value=True)
-        variant.guards.state.watches.append(Unknown())
-        variant.guards = variant.guards._replace(comparison=Comparison(variant.guards.state.watches))
+        variant.guards = variant.guards.with_values(variant.guards, ())
 
     def _refuse_replaced(
         self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
@@ -367,3 +367,22 @@ def recordings_of(layers: Sequence[nn.Module]) -> list[Recording]:
     """The recordings that layers share, each once."""
     found = [layer.recording for layer in layers if isinstance(layer, CapturedLayer)]
     return list({id(each): each for each in found if each is not None}.values())
+
+
+def follow_model(layers: Sequence[nn.Module]) -> None:
+    """Let layers outside of a pipeline run their models as these are now, in their own modes.
+
+    Raises:
+        ConfigError: a model has changed, and cannot be recorded as it is.
+    """
+    found = [layer for layer in layers if isinstance(layer, CapturedLayer)]
+    environment = Environment.current("cpu")
+    for recording in recordings_of(layers):
+        recording.settle()
+        if names := recording.stale(Slot.TRAINING, environment):
+            recording.refresh(Slot.TRAINING, environment, names)
+            for layer in found:
+                if layer.recording is recording:
+                    layer.adopt(recording.current[Slot.TRAINING], Slot.TRAINING)
+    for layer in found:
+        layer.follows = True

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from counterflow.added_loss import added_losses
 from counterflow.capture.asked import Call
+from counterflow.capture.recording import follow_model
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.stages.recomputation import mapped
@@ -86,7 +87,7 @@ class _Copy:
         ConfigError: the copy fails.
     """
 
-    def __init__(self, given: Given, *, doubled: bool) -> None:
+    def __init__(self, given: Given, *, doubled: bool, follows: bool) -> None:
         try:
             self.model, self.layers, self.loss, self._run = copy.deepcopy(
                 (given.model, list(given.layers), given.loss, given.run)
@@ -96,6 +97,8 @@ class _Copy:
                 f"the {type(given.model).__name__}, its layers or the loss function cannot be copied "
                 f"({type(error).__name__}: {error}); compare before they contain what copy.deepcopy refuses"
             ) from error
+        if follows:
+            follow_model(self.layers)
         self._called = given.called
         roots = [self.model, *self.layers, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         for root in roots if doubled else ():
@@ -153,17 +156,24 @@ def run_layers(given: Given, *, doubled: bool) -> Run:
             value = made.call(layer) if not index else layer(value)
         return value
 
-    return _ran(given, forward, "the list of layers", doubled=doubled)
+    return _ran(given, forward, "the list of layers", doubled=doubled, follows=True)
 
 
-def _ran(given: Given, forward: Callable[[_Copy, Watch], Any], name: str, *, doubled: bool) -> Run:
-    """A run, forward and backward, or its failure.
+def _ran(
+    given: Given,
+    forward: Callable[[_Copy, Watch], Any],
+    name: str,
+    *,
+    doubled: bool,
+    follows: bool = False,
+) -> Run:
+    """A run, forward and backward, or its failure; ``follows``: found layers run the model as it is now.
 
     Raises:
         ConfigError: the copy cannot be made, or the original ran instead.
     """
     run = Run()
-    made = _Copy(given, doubled=doubled)
+    made = _Copy(given, doubled=doubled, follows=follows)
     watch = Watch(run, dict(made.model.named_modules()), given.shared(), partial(_seed, given.gpus()))
     place = name
     with _random_state_back(given.gpus()), _originals_unused(given), torch.enable_grad():

@@ -39,10 +39,19 @@ class Objective(nn.Module):
         model: the model that it trains.
     """
 
+    unobserved = frozenset({"_metrics", "_total_train_tokens", "model", "model_wrapped"})
+    """Attributes of the trainer that a forward sets and restores itself."""
+
     def __init__(self, trainer: Any, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self._shared = _Shared(trainer)
+
+    def observed_objects(self) -> dict[str, Any]:
+        """Objects around the model whose attributes ``compute_loss`` may read, by name, for recordings."""
+        trainer = self._shared.trainer
+        found = {"trainer": trainer, "trainer.args": trainer.args, "trainer.state": trainer.state}
+        return {label: each for label, each in found.items() if each is not None}
 
     def forward(
         self,

@@ -35,11 +35,19 @@ class Recordings:
         own: this worker's layers, which may be copies.
         precision: precision in which these run.
         transport: way to the other workers.
+        shared: whether workers are threads that were given one model.
     """
 
     def __init__(
-        self, every: Iterable[nn.Module], own: Sequence[nn.Module], precision: Precision, transport: Transport
+        self,
+        every: Iterable[nn.Module],
+        own: Sequence[nn.Module],
+        precision: Precision,
+        transport: Transport,
+        *,
+        shared: bool,
     ) -> None:
+        self._shared = shared
         self._recordings = recordings_of([*every])
         self._own = [layer for layer in own if isinstance(layer, CapturedLayer)]
         self._precision, self._transport = precision, transport
@@ -55,7 +63,7 @@ class Recordings:
         """The recordings of a model in stages, of which this worker has some."""
         every = [layer.module for layers in model.layers for layer in layers]
         precision = next(stage.precision for stage in held.stages.values())
-        return cls(every, held.owned.modules, precision, transport)
+        return cls(every, held.owned.modules, precision, transport, shared=held.owned.shared)
 
     def follow(self, step: int, flush: Callable[[], object], *, training: bool) -> None:
         """Record a model again that has changed since it was recorded; all workers call it.
@@ -76,8 +84,7 @@ class Recordings:
             for recording in self._recordings:
                 names = recording.stale(slot, environment)
                 if names or recording.current[slot] is not self._adopted[id(recording)][slot]:
-                    shared = self._transport.shares_process  # and so are the values, of one model
-                    self._agree(step, 0 if shared else recording.digest(slot, environment, names))
+                    self._agree(step, 0 if self._shared else recording.digest(slot, environment, names))
                     flush()
                     with refusing():
                         self._adopt(recording, slot, environment, names)
