@@ -25,7 +25,7 @@ def sample(number: int) -> Tensor:
 
 
 def scaled(x: Tensor) -> Tensor:
-    return x * SCALE * SETTINGS["scale"] * SETTINGS["deep"]["factors"][0]
+    return x * SCALE * SETTINGS["scale"] * SETTINGS["deep"]["factors"][0]  # type: ignore[no-any-return]
 
 
 def multiplies(by: list[float]) -> Callable[[Tensor], Tensor]:
@@ -52,6 +52,7 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     mask: Tensor
+    function: Callable[[Tensor], Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,17 +65,22 @@ class Net(nn.Module):
             [torch.ones(8), 1.0],
         )
         self.by = [1.0]
-        self.function, self.temperature, self.norm = multiplies(self.by), 1.0, nn.LayerNorm(8)
+        self.temperature, self.norm = 1.0, nn.LayerNorm(8)
+        self.function = multiplies(self.by)
 
     @property
-    def half(self) -> float:
+    def half_temperature(self) -> float:
         return self.temperature / 2
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         x = self.function(scaled(x)) * self.mask * self.weights * torch.as_tensor(self.table.tolist())
-        x = x * self.factors[0] * self.factors[1] / self.temperature + self.half + 10 * self.norm.eps
+        x = (
+            x * self.factors[0] * self.factors[1] / self.temperature
+            + self.half_temperature
+            + 10 * self.norm.eps
+        )
         return x * self.further if hasattr(self, "further") else x
 
 
@@ -288,18 +294,18 @@ class Counts(Net):
 
 class Iterates(Counts):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * next(self.what)
+        return super().forward(x) * next(self.what)  # type: ignore[no-any-return]
 
 
 class Draws(Counts):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.what.random()
+        return super().forward(x) * self.what.random()  # type: ignore[no-any-return]
 
 
 class Steps(Counts):
     def forward(self, x: Tensor) -> Tensor:
         self.what += 1
-        return super().forward(x) * self.what
+        return super().forward(x) * self.what  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

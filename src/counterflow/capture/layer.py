@@ -204,6 +204,7 @@ class CapturedLayer(nn.Module):
         model = None if self.follows else self.model
         training = self.training and (model is None or model.training)
         return self._parts[0] if training else self._parts[1]
+
     def adopt(self, variant: Variant, slot: int) -> None:
         """Run the steps of another record from now on.
 

@@ -71,7 +71,7 @@ class Variant:
         self.replaced: Mapping[str, Any] = {}
         """Modules without weights and buffers that the user has replaced, by name."""
         self.called: Mapping[str, nn.Module] = {}
-        """Modules that the earlier records did not call, by path."""
+        """Modules that the steps call, by path."""
 
 
 @contextmanager
@@ -118,6 +118,10 @@ class Recording:
         self._variants: tuple[list[Variant], list[Variant]] = ([self.current[0]], [self.current[1]])
         self._names = [
             {name for of_slot in parts for name in held_names(of_slot[number])}
+            for number in range(len(parts[0]))
+        ]
+        self._modules = [
+            {step.module for of_slot in parts for step in of_slot[number].steps}
             for number in range(len(parts[0]))
         ]
         paths = {step.module for its in parts for part in its for step in part.steps} - {None}
@@ -262,7 +266,7 @@ class Recording:
             self._refuse_foreign(model, number, part, names)
         reads = self._reads(record, evaluates=slot is Slot.EVALUATION)
         variant = Variant(reads, guards_of(model, reads, environment), parts, record)
-        paths = {step.module for part in parts for step in part.steps} - {None} - self._called.keys()
+        paths = {step.module for part in parts for step in part.steps} - {None}
         variant.called = {path: model.get_submodule(path) for path in paths if path is not None}
         return variant
 
@@ -332,7 +336,7 @@ class Recording:
             if not name.startswith("constant ") and name not in self._names[number]:
                 raise self._refusal(names, f"layer {number} would use {name!r}, which it did not before")
         for step in part.steps:
-            if step.module is not None and step.module not in self._called:
+            if step.module is not None and step.module not in self._modules[number]:
                 module = model.get_submodule(step.module)
                 if any(True for _ in (*module.parameters(), *module.buffers())):
                     raise self._refusal(names, f"it would call {step.module!r}, which it did not before")

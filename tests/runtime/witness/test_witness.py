@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.capture.layer import CapturedLayer
 from counterflow.errors import ConfigError
+from counterflow.runtime.making.recordings import Recordings
 from counterflow.runtime.witness.sketches import CallKey, CallSketch, first_difference, sketches_of
 
 
@@ -146,9 +146,7 @@ def bypassed(change: Callable[[Net], object], scheme: str) -> None:
 
 def blind(patch: pytest.MonkeyPatch) -> None:
     """Let guards of recordings see nothing, so that the witness is alone."""
-    for name in ("check_guards", "refresh"):
-        if hasattr(CapturedLayer, name):
-            patch.setattr(CapturedLayer, name, lambda *_, **__: None)
+    patch.setattr(Recordings, "follow", lambda *_, **__: None)
 
 
 def set_temperature(model: Net) -> None:

@@ -31,7 +31,7 @@ class Recordings:
     """The recordings of a pipeline's layers on one worker.
 
     Args:
-        every: the layers of all stages, as the user has them.
+        every: the layers of all stages, as the user has them; what they run is known on every worker.
         own: this worker's layers, which may be copies.
         precision: precision in which these run.
         transport: way to the other workers.
@@ -48,12 +48,13 @@ class Recordings:
         shared: bool,
     ) -> None:
         self._shared = shared
-        self._recordings = recordings_of([*every])
-        self._own = [layer for layer in own if isinstance(layer, CapturedLayer)]
+        layers = {id(layer): layer for layer in (*every, *own)}
+        self._layers = [layer for layer in layers.values() if isinstance(layer, CapturedLayer)]
+        self._recordings = recordings_of(self._layers)
         self._precision, self._transport = precision, transport
         self._adopted = {id(each): list(each.current) for each in self._recordings}
         self._changes = 0
-        for layer in self._own:
+        for layer in self._layers:
             layer.follows = True
         for recording in self._recordings:
             recording.settle()
@@ -110,7 +111,7 @@ class Recordings:
     ) -> None:
         recording.refresh(slot, environment, names)
         variant = self._adopted[id(recording)][slot] = recording.current[slot]
-        for layer in self._own:
+        for layer in self._layers:
             if layer.recording is recording:
                 layer.adopt(variant, slot)
         self._changes += 1
