@@ -52,6 +52,9 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     mask: Tensor
+    weights: Tensor
+    temperature: float
+    factors: list[Any]
     function: Callable[[Tensor], Tensor]
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class Net(nn.Module):
             + self.half_temperature
             + 10 * self.norm.eps
         )
-        return x * self.further if hasattr(self, "further") else x
+        return x * self.further if hasattr(self, "further") else x  # type: ignore[operator]
 
 
 def set_global(name: str, value: Any) -> None:
