@@ -19,6 +19,7 @@ from counterflow.program.actions import Program
 
 from ..mini_batch.batch import Batch
 from ..parameters.shared_state import SharedState
+from ..stages.attributes import restored_attributes
 from ..stages.stage import StageCopy
 from .gathers import Asked, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
@@ -98,10 +99,12 @@ class EvaluationRunner:
         self._shared.end()
 
     def probe(self, batch: Batch) -> None:
-        """Run the forwards of a check, which leave buffers as they were; outputs are the batch's then."""
+        """Run the forwards of a check, which leave the modules as they were; outputs are the batch's then."""
         with ExitStack() as probing:
             for stage in self._stages.values():
                 probing.enter_context(stage.probing())
+                modules = (m for layer in stage.with_weights for m in layer.module.modules())
+                probing.enter_context(restored_attributes(modules))
             self._interpreter.run(self._tasks, batch, drains=False)
             self._interpreter.in_flight.messages.drain()
         self._interpreter.leave(batch)

@@ -25,6 +25,7 @@ from counterflow.capture.layer import CapturedLayer
 from counterflow.trees import tensors_in
 
 from ..messages.values import Keyworded
+from ..stages.attributes import restored_attributes
 from ..stages.precision import Precision
 from ..stages.remote import tables
 from ..torch_private import intercepted
@@ -115,13 +116,13 @@ class ModelForward:
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(restored_attributes(self._model.modules()))
             for path, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
                 if id(module) in self._atoms:
                     stack.enter_context(intercepted(module, partial(self._atom, module)))
                 else:
-                    stack.enter_context(_attributes_of(module))
                     stack.enter_context(intercepted(module, partial(self._opened, path)))
             yield
 
@@ -225,16 +226,3 @@ def _values_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
     finally:
         for table, name, tensor in places:
             table[name] = tensor
-
-
-@contextmanager
-def _attributes_of(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module that are set within this context."""
-    attributes = vars(module)
-    before = dict(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes.keys() - before.keys():
-            del attributes[name]
-        attributes.update(before)

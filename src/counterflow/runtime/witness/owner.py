@@ -19,6 +19,7 @@ from counterflow.capture.layer import CapturedLayer
 from counterflow.trees import version_of
 
 from ..messages.values import Value
+from ..stages.attributes import restored_attributes
 from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams, SampleRows
@@ -131,6 +132,7 @@ class Owner:
         copies = list(self._stages.values())
         with ExitStack() as stack:
             stack.enter_context(self._copied_buffers())
+            stack.enter_context(restored_attributes(self._modules()))
             for copy in copies if not training else ():
                 stack.enter_context(copy.evaluating())
             stack.enter_context(copies[0].precision.step())
@@ -163,6 +165,10 @@ class Owner:
             )
             for table, name, buffer in held:
                 table[name] = buffer
+
+    def _modules(self) -> list[nn.Module]:
+        layers = (layer for copy in self._stages.values() for layer in copy.with_weights)
+        return [module for layer in layers for module in layer.module.modules()]
 
     def owns(self, layer: int) -> bool:
         """Return whether a layer is on this worker."""
