@@ -14,13 +14,17 @@ samples, and other lengths, show which numbers depend on them (``sizes``). The s
 bytes cross (``cutting``), and each piece is a ``CapturedLayer``, which runs its steps and returns everything
 that later layers need as one tuple of tensors (``layer``), including skip connections, masks and times.
 
-Invariant: layers run the user's own modules, parameters and buffers, in their current modes. A forward that
-decides by values of tensors, or changes an attribute of an atom for a call, is refused, with the line that
-does; so is a mini-batch whose sizes differ from the example's where these are not free. The user's model is
-not changed, and only shapes are computed.
+What opened forwards read of Python is constant in a record, and is remembered with it: attributes of modules
+and of what these reach, globals, closures, modes, hooks, autocast (``guards``, ``state``, ``walk``). A
+``Recording`` compares it before each step, and records the model again if it has changed (``recording``),
+with the same cuts (``recutting``). Effects of opened forwards beyond their result are refused (``effects``).
 
-Stages and workers play no role here. Attributes of an opened module at the time of capture (sizes, flags,
-tensors that are neither parameter nor buffer) are treated as constants.
+Invariant: layers run the user's own modules, parameters and buffers, in their current modes and contexts. A
+forward that decides by values of tensors, or changes an attribute of an atom for a call, is refused, with the
+line that does; so is a mini-batch whose sizes differ from the example's where these are not free. The user's
+model is not changed, only shapes are computed, and no tensor without values is left anywhere (``leaks``).
+
+Stages and workers play no role here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from .held import Held
 from .model import StagedModel
 
 _MANY = 16
-"""Number of changes from which the user is told that each costs a recording."""
+"""Number of changes after which a warning says that each costs a recording."""
 
 
 class Recordings:
