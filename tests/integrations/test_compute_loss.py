@@ -28,7 +28,8 @@ def trainer_of(base: Any, arguments: Any, kind: str, folder: Path) -> Any:
         weight, calls = 0.0, 0
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            self.calls += kind == "calls"
+            if kind == "calls":
+                self.calls += 1
             if kind == "autocast":
                 with torch.autocast("cpu", torch.bfloat16):
                     outputs = model(**inputs)
