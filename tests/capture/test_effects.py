@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import counterflow as cf
+from counterflow.errors import ConfigError
 
 
 def sample(number: int) -> Tensor:
@@ -171,3 +172,19 @@ def test_a_default_dtype_that_a_forward_sets_is_refused_and_restored() -> None:
     with pytest.raises(cf.ConfigError, match="changes a setting of the process"):
         cf.layers(Sets(lambda _: 0.0), sample(0))
     assert torch.get_default_dtype() is torch.float32
+
+
+class Iterates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scales = (1.0 / number for number in range(1, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * next(self.scales)
+        return y
+
+
+def test_a_model_that_cannot_be_copied_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"the Iterates cannot be copied.*keep iterators, locks"):
+        cf.layers(Iterates(), torch.ones(4, 2))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.errors import ConfigError
+
 from .record import main_dtype
 from .torch_private import FakeTensorMode, drop_hooks
 from .values import Held
@@ -96,7 +98,14 @@ class FakeModel:
             for value in vars(module).values():
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
-        return copy.deepcopy(model, memo)
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise ConfigError(
+                f"the {type(model).__name__} cannot be copied, and its layers are found in a copy "
+                f"({type(error).__name__}: {error}); keep iterators, locks and open files out of its "
+                "attributes, or give the Pipeline a list of its layers"
+            ) from error
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device=DEVICE)
