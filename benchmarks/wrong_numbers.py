@@ -1004,6 +1004,52 @@ def kept(found: list[Row]) -> list[str]:
 
 
 TESTS: dict[str, str] = {
+    "recorded, between steps: an attribute of the model": "../capture/test_guards.py::"
+    "test_what_changes_counts_from_the_next_step_on",
+    "recorded, between steps: an attribute of every block": "../capture/test_guards.py::"
+    "test_what_changes_counts_from_the_next_step_on",
+    "recorded, between steps: a tensor replaced": "../capture/test_guards.py::"
+    "test_what_changes_counts_from_the_next_step_on",
+    "recorded, between steps: a tensor zeroed": "../capture/test_guards.py::"
+    "test_what_changes_counts_from_the_next_step_on",
+    "recorded, between steps: eval of a block": "../capture/test_guards.py::"
+    "test_what_changes_counts_from_the_next_step_on",
+    "recorded, between steps: a hook on a block": "../capture/test_guards.py::"
+    "test_what_cannot_be_recorded_again_is_refused_and_may_be_undone",
+    "recorded, between steps: a block replaced": "../capture/test_guards.py::"
+    "test_what_cannot_be_recorded_again_is_refused_and_may_be_undone",
+    "recorded: forces by autograd.grad, cuts None": "../capture/test_gradients.py::"
+    "test_no_stage_begins_within_a_gradient",
+    "recorded: forces by autograd.grad, cuts [3]": "../capture/test_gradients.py::"
+    "test_no_stage_begins_within_a_gradient",
+    "recorded: weights given by functional_call": "../capture/test_gradients.py::"
+    "test_losses_are_those_of_one_process",
+    "recorded: a weight exchanged for a call": "../capture/test_gradients.py::"
+    "test_losses_are_those_of_one_process",
+    "recorded: a table in an lru_cache": "../capture/test_effects.py::"
+    "test_a_cache_that_a_recording_fills_is_emptied",
+    "recorded: what is left in the cache": "../capture/test_effects.py::"
+    "test_a_cache_that_a_recording_fills_is_emptied",
+    "recorded: predict of a forward that asks for the grad mode": "../capture/test_contexts.py::"
+    "test_training_and_prediction_are_those_of_one_process",
+    "recorded: predict of a forward that enables gradients": "../capture/test_gradients.py::"
+    "test_no_stage_begins_within_a_gradient",
+    "a layer with a state_dict hook that renames": "test_state_dict.py",
+    "recompute='layer' of a layer that takes a tensor with gaps": "stages/test_recomputation.py",
+    "workers that freeze other weights": "parameters/test_recipes.py::"
+    "test_what_is_refused_alike_changes_nothing",
+    "one worker calls set_trainable": "parameters/test_recipes.py::test_a_call_of_one_worker_is_named",
+    "one worker calls ema": "parameters/test_recipes.py::test_a_call_of_one_worker_is_named",
+    "timeout_seconds of a pipeline of threads": "transport/test_returns.py::"
+    "test_a_pipeline_says_how_long_a_thread_waits",
+    "PipelineTrainer: compute_loss with self.state.global_step": "../integrations/test_compute_loss.py::"
+    "test_what_compute_loss_reads_counts_when_it_changes",
+    "PipelineTrainer: compute_loss with self.state.epoch": "../integrations/test_compute_loss.py::"
+    "test_what_compute_loss_reads_counts_when_it_changes",
+    "PipelineTrainer: compute_loss with an attribute that a callback sets": "../integrations/"
+    "test_compute_loss.py::test_what_compute_loss_reads_counts_when_it_changes",
+    "PipelineTrainer: compute_loss with autocast": "../integrations/test_compute_loss.py::"
+    "test_what_compute_loss_reads_counts_when_it_changes",
     "one batch norm in two stages": "parameters/test_shared_buffers.py::"
     "test_a_shared_buffer_that_a_forward_changes_is_refused",
     "a buffer written in one stage and read in another": "parameters/test_shared_buffers.py::"
