@@ -356,7 +356,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = blank(gradients[0], ctx.output)
+        gradient = gradients[0].new_zeros(ctx.output)  # of a constant, as the check of losses sees it
         DEVICE.made(gradient, 0.0)
         return gradient
 

@@ -1034,8 +1034,10 @@ TESTS: dict[str, str] = {
     "test_training_and_prediction_are_those_of_one_process",
     "recorded: predict of a forward that enables gradients": "../capture/test_gradients.py::"
     "test_no_stage_begins_within_a_gradient",
-    "a layer with a state_dict hook that renames": "test_state_dict.py",
-    "recompute='layer' of a layer that takes a tensor with gaps": "stages/test_recomputation.py",
+    "a layer with a state_dict hook that renames": "test_state_dict.py::"
+    "test_a_layers_state_may_have_other_names_than_its_parameters",
+    "recompute='layer' of a layer that takes a tensor with gaps": "stages/test_recomputation.py::"
+    "test_a_layer_is_computed_again_with_the_strides_of_its_inputs",
     "workers that freeze other weights": "parameters/test_recipes.py::"
     "test_what_is_refused_alike_changes_nothing",
     "one worker calls set_trainable": "parameters/test_recipes.py::test_a_call_of_one_worker_is_named",

@@ -220,12 +220,12 @@ class CapturedLayer(nn.Module):
                 self._add(step.module, variant.called[step.module])
         for name, replacement in variant.replaced.items():
             if name in self._local and isinstance(replacement, Tensor):
-                self._buffers[self._local[name]] = replacement.to(device)
+                setattr(self, self._local[name], replacement.to(device))
             elif name in self._local:
                 self.add_module(self._local[name], replacement)
         for name in held_names(part):
             if name in variant.constants and name in self._local:
-                self._buffers[self._local[name]] = variant.constants[name].to(device)
+                setattr(self, self._local[name], variant.constants[name].to(device))
             elif name in variant.constants:
                 self._hold(name, variant.constants[name].to(device))
 

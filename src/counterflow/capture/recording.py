@@ -120,7 +120,7 @@ class Recording:
             {name for of_slot in parts for name in held_names(of_slot[number])}
             for number in range(len(parts[0]))
         ]
-        self._modules = [
+        self._called_paths = [
             {step.module for of_slot in parts for step in of_slot[number].steps}
             for number in range(len(parts[0]))
         ]
@@ -336,7 +336,7 @@ class Recording:
             if not name.startswith("constant ") and name not in self._names[number]:
                 raise self._refusal(names, f"layer {number} would use {name!r}, which it did not before")
         for step in part.steps:
-            if step.module is not None and step.module not in self._modules[number]:
+            if step.module is not None and step.module not in self._called_paths[number]:
                 module = model.get_submodule(step.module)
                 if any(True for _ in (*module.parameters(), *module.buffers())):
                     raise self._refusal(names, f"it would call {step.module!r}, which it did not before")

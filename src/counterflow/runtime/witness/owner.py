@@ -132,7 +132,7 @@ class Owner:
         copies = list(self._stages.values())
         with ExitStack() as stack:
             stack.enter_context(self._copied_buffers())
-            stack.enter_context(restored_attributes(self._modules()))
+            stack.enter_context(restored_attributes(self._all_modules()))
             for copy in copies if not training else ():
                 stack.enter_context(copy.evaluating())
             stack.enter_context(copies[0].precision.step())
@@ -166,7 +166,7 @@ class Owner:
             for table, name, buffer in held:
                 table[name] = buffer
 
-    def _modules(self) -> list[nn.Module]:
+    def _all_modules(self) -> list[nn.Module]:
         layers = (layer for copy in self._stages.values() for layer in copy.with_weights)
         return [module for layer in layers for module in layer.module.modules()]
 
