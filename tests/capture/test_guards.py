@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -331,3 +334,90 @@ def test_same_model_sees_the_model_as_it_is() -> None:
     model.temperature = 3.0
     model.blocks[0].eval()
     assert cf.same_model(model, layers, sample(1)).ok
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Further(Net):
+    """Reads what other habits leave their numbers in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted, self.ordered = Slotted(), OrderedDict(one=0.5, other=0.7)
+        self.big = dict.fromkeys(range(3000), 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.slotted.scale(super().forward(x)) * next(iter(self.ordered.values())) * self.big[7]
+        x = x * float(os.environ.get("COUNTERFLOW_TEST_SCALE", "1"))
+        return x * (1.0 if self.blocks[0].one.weight.requires_grad else 2.0) * vars(self)["temperature"]  # type: ignore[union-attr,no-any-return]
+
+
+FURTHER: dict[str, Callable[[Any], object]] = {
+    "slot": lambda m: setattr(m.slotted, "factor", 0.5),
+    "order of keys": lambda m: m.ordered.move_to_end("one"),
+    "entry of a large dict": lambda m: m.big.update({7: 0.9}),
+    "environment": lambda _: os.environ.update(COUNTERFLOW_TEST_SCALE="0.9"),
+    "frozen weight": lambda m: m.blocks[0].requires_grad_(False),
+    "attribute read by vars": lambda m: setattr(m, "temperature", 0.9),
+}
+
+
+def test_further_habits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COUNTERFLOW_TEST_SCALE", "1")
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model = Further()
+        with pipeline_of(model, "dapple(stages=1, micro_batches=1)", witness_every=0) as pipeline:
+            for name, change in FURTHER.items():
+                change(model)
+                with torch.no_grad():
+                    expected = loss_of(model(sample(1)), sample(2)).item()
+                assert pipeline.step(sample(1), sample(2)).loss == pytest.approx(expected), name
+
+    cf.launch(work, workers=1, transport="local")
+
+
+class Seeds(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return super().forward(x) + torch.rand(8)
+
+
+class Times(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (time.perf_counter() % 1)
+
+
+class Saves(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor / 2, lambda tensor: tensor):
+            return super().forward(x)
+
+
+class ChangesAView(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask[0].mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Seeds, "sets the state of torch's random numbers"),
+        (Times, "does not do the same in each run"),
+        (Saves, "changes the tensors that autograd saves"),
+        (ChangesAView, "changes a buffer or a parameter in place"),
+    ],
+)
+def test_what_no_steps_repeat_is_refused(kind: type[Net], message: str) -> None:
+    with pytest.raises(cf.ConfigError, match=message):
+        cf.layers(kind(), sample(0))

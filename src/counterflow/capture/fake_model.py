@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from .record import main_dtype
-from .torch_private import FakeTensorMode, drop_hooks
+from .torch_private import NO_MEMORY, FakeTensorMode, drop_hooks, memory_of
 from .values import Held
 
 DEVICE = torch.device("cpu")
@@ -66,6 +66,7 @@ class FakeModel:
         self.origins: dict[int, Held] = {}
         self.tensors: list[Tensor] = []
         self.module = self._copied(model)
+        self._memory = {memory_of(tensor) for tensor in self.tensors} - {NO_MEMORY}
         if training is not None:
             self.module.train(training)
         self.kind = type(self.module)
@@ -106,6 +107,10 @@ class FakeModel:
                 f"({type(error).__name__}: {error}); keep iterators, locks and open files out of its "
                 "attributes, or give the Pipeline a list of its layers"
             ) from error
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a parameter or a buffer of the copy, or a view of one."""
+        return memory_of(tensor) in self._memory
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device=DEVICE)

@@ -4,7 +4,7 @@ The recorded run notes which attributes of modules are read. The values of these
 closures of the functions that ran, the modules of opened modules, their hooks, and the settings of torch are
 the guards. An attribute that no opened forward reads is none, so a change of it costs nothing.
 
-Not seen: entries of containers of more than 1,000 entries, large arrays of NumPy, objects of C extensions,
+Not seen: entries of containers of more than 10,000 entries, large arrays of NumPy, objects of C extensions,
 and globals of installed libraries that no user changes between steps (``walk``).
 """
 
@@ -20,7 +20,7 @@ from torch.nn.modules import module as of_torch
 from .comparison import Comparison
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
-from .state import ABSENT, Entries, Plain, Same, State, Unknown
+from .state import ABSENT, Entries, Plain, Same, State, Trained, Unknown
 from .torch_private import hook_tables, parameter_tables
 from .walk import Walk
 
@@ -121,6 +121,10 @@ def guards_of(model: nn.Module, reads: Reads, environment: Environment) -> Guard
         walk.state.watches.append(Entries(f"{HOOK}all modules", table))
     walk.state.tokens[f"{HOOK}all modules"] = Plain(sum(map(len, tables)))
     state = walk.done()
+    if state.asks_for_gradients:
+        trained = Trained([*model.parameters()])
+        state.watches.append(trained)
+        state.tokens[trained.label] = Plain(trained.flags())
     return Guards(state, Comparison(state.watches), weights, environment)
 
 

@@ -75,7 +75,7 @@ def records_of(model: nn.Module, inputs: Any, kwargs: Mapping[str, Any], dim: in
         except Unfollowed as error:
             errors.append(error)
         except Varies as error:
-            errors.append(Unfollowed("", f"depends on the dtype of the weights: {error}"))
+            errors.append(Unfollowed("", f"does not do the same in each run ({error})"))
     raise ConfigError(_refusal(model, errors[0])) from errors[0].__cause__
 
 
@@ -206,10 +206,8 @@ class _Opening:
         """
         reads = Reads(frozenset(record.reads), frozenset(self._opened), frozenset(record.observed))
         state = guards_of(self._model, reads, Environment.current("cpu")).state
-        for path, label in state.iterators:
-            raise Unfollowed(
-                self._opened_around(path), f"reads {label}, of which each use gives another value"
-            )
+        for path, why in state.refused:
+            raise Unfollowed(self._opened_around(path), why)
         for label in record.live:
             if label in state.tokens:
                 raise Unfollowed("", f"reads {label}, which a module that it calls changes")
@@ -281,6 +279,8 @@ class _Opening:
             raise Varies(str(error)) from error
         if others:
             record = merged([record, *found], [sizes_of(self._example), *others])
+        else:  # what the time or another process decides differs here
+            record = merged([record, self._run({}, training=training)], [{}, {}])
         if self._mark is None:
             return record
         try:

@@ -47,11 +47,12 @@ from .torch_private import (
     RecordingMode,
     ShapeEnv,
     attributes_of,
+    changes_saved_tensors,
     is_of_transform,
     memory_of,
     state_of,
 )
-from .unfollowed import Unfollowed, failed, line_of
+from .unfollowed import Unfollowed, called_by_torch, failed, line_of
 from .values import Held, OfDevice, Ref, Span, Template
 
 
@@ -320,8 +321,10 @@ class Recorder(TorchFunctionMode):
         number = len(self._record.steps)
         changed = [tensor for tensor, version in before if version_of(tensor) != version]
         for tensor in changed:
-            if function is not None and isinstance(self._origin.get(id(tensor)), Held):
+            if function is not None and self._model.owns(tensor):
                 raise self._unfollowed("changes a buffer or a parameter in place")
+        if changes_saved_tensors():
+            raise self._unfollowed("changes the tensors that autograd saves")
         leaves = pytree.tree_leaves(found)
         gives: list[tuple[int, Ref]] = []
         for index, leaf in enumerate(leaves):
@@ -390,11 +393,8 @@ class Recorder(TorchFunctionMode):
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """Attributes of the opened modules."""
-        found: dict[str, dict[str, Any]] = {}
-        for path, module in self._model.module.named_modules():
-            if path in self._opened:
-                found[path] = attributes_of(module)
-        return found
+        modules = self._model.module.named_modules()
+        return {path: attributes_of(module) for path, module in modules if path in self._opened}
 
     def _leave(self, module: nn.Module) -> None:
         """Note the attributes with which a module, and those in it, is left."""
@@ -421,10 +421,14 @@ class Recorder(TorchFunctionMode):
 
     def _note_read(self, module: nn.Module, name: str) -> None:
         """Note an attribute that the code of opened modules reads."""
-        if self._running and not self._atoms and name not in OF_TORCH:
-            path = self._paths.get(id(module))
-            if path is not None:
-                self._record.reads.add((path, name))
+        path = self._paths.get(id(module))
+        if not self._running or self._atoms or path is None:
+            return
+        if name not in OF_TORCH:
+            self._record.reads.add((path, name))
+        elif name == "__dict__" and not called_by_torch(2):  # vars(module)
+            names = object.__getattribute__(module, name)
+            self._record.reads |= {(path, each) for each in names if each not in OF_TORCH}
 
     @contextmanager
     def _costing(self, path: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from operator import contains
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -239,7 +240,6 @@ class Recording:
         return variant
 
     def _again(self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]) -> Variant:
-        before = self.current[slot]
         try:
             record = record_again(
                 model,
@@ -250,10 +250,7 @@ class Recording:
                 grad_in_evaluation=self._grad,
                 autocast=environment.autocast,
             )
-            places = places_of(record, before.parts, before.crossings)
-            parts = parts_of(record, self._example, places, model)
-            if not any(crossings_of(record, parts) == v.crossings for v in self.current):
-                raise Uncut
+            parts = self._recut(model, record, slot)
         except Unfollowed as error:
             raise self._refusal(names, f"its forward {error.why}") from error.__cause__
         except Varies as error:
@@ -269,6 +266,23 @@ class Recording:
         paths = {step.module for part in parts for step in part.steps} - {None}
         variant.called = {path: model.get_submodule(path) for path in paths if path is not None}
         return variant
+
+    def _recut(self, model: nn.Module, record: Record, slot: Slot) -> list[Part]:
+        """Steps by layer, with what crossed between these layers in training or in evaluation.
+
+        Raises:
+            Uncut: there are no such places.
+        """
+        for variant in (self.current[slot], self.current[1 - slot]):
+            try:
+                places = places_of(record, variant.parts, variant.crossings)
+            except Uncut:
+                continue
+            parts = parts_of(record, self._example, places, model)
+            known = zip(*(each.crossings for each in self.current), strict=True)
+            if all(map(contains, known, crossings_of(record, parts))):
+                return parts
+        raise Uncut
 
     def _reads(self, record: Record, *, evaluates: bool) -> Reads:
         names = frozenset(r for r in record.reads if not (evaluates and r[1] == "training"))

@@ -8,15 +8,15 @@ Invariant: a state keeps all objects that it names alive, so identities stay the
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
 from types import CellType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterflow.trees import version_of
 
@@ -174,6 +174,70 @@ class Items:
             add(value)
 
 
+class Order:
+    """Order of the keys of an ``OrderedDict``, which its dict does not show."""
+
+    __slots__ = ("_keys", "_ordered", "label")
+
+    def __init__(self, label: str, ordered: OrderedDict[Any, Any]) -> None:
+        self.label, self._ordered, self._keys = label, ordered, tuple(ordered)
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        return all(map(is_, self._ordered, self._keys))
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        for key in self._keys:
+            self._ordered.move_to_end(key)
+
+
+class Slots:
+    """Attributes of an object that has no dict."""
+
+    __slots__ = ("_names", "_object", "_values", "label")
+
+    def __init__(self, label: str, found: object, names: tuple[str, ...]) -> None:
+        self.label, self._object, self._names = label, found, names
+        self._values = tuple(getattr(found, name, ABSENT) for name in names)
+
+    def unchanged(self) -> bool:
+        """Compare the entries with the saved ones, by identity."""
+        now = (getattr(self._object, name, ABSENT) for name in self._names)
+        return all(map(is_, now, self._values))
+
+    def restore(self) -> None:
+        """Put the saved entries back."""
+        for name, value in zip(self._names, self._values, strict=True):
+            if value is not ABSENT and getattr(self._object, name, ABSENT) is not value:
+                setattr(self._object, name, value)
+
+
+class Trained:
+    """Whether parameters are trained.
+
+    Args:
+        parameters: the parameters.
+    """
+
+    __slots__ = ("_flags", "_parameters", "label")
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.label, self._parameters = "requires_grad of a parameter", tuple(parameters)
+        self._flags = self.flags()
+
+    def flags(self) -> tuple[bool, ...]:
+        """Flag of each parameter."""
+        return tuple([parameter.requires_grad for parameter in self._parameters])
+
+    def unchanged(self) -> bool:
+        """Compare the flags with the saved ones."""
+        return self.flags() == self._flags
+
+    def restore(self) -> None:
+        """Leave the flags as they are."""
+
+
 class Cell:
     """A variable of a closure."""
 
@@ -255,8 +319,7 @@ class State:
     Attributes:
         tokens: by name, what stands for the value: two states are equal if these are.
         watches: the containers.
-        iterators: values that give another value each time they are asked: path of the module that reads
-            one, and its name.
+        refused: reads that no record can have: path of the module that reads, and what it does.
         mentions: names of the Python modules that the walked functions mention.
         caches: functions with a cache of ``functools``, by identity.
         asks_for_gradients: whether a function asks if gradients are recorded.
@@ -264,7 +327,7 @@ class State:
 
     tokens: dict[str, object] = field(default_factory=dict)
     watches: list[Watch] = field(default_factory=list)
-    iterators: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
     mentions: set[str] = field(default_factory=set)
     caches: dict[int, Any] = field(default_factory=dict)
     asks_for_gradients: bool = False

@@ -42,7 +42,20 @@ def silent_fake_tensors() -> Iterator[None]:
 
 def memory_of(tensor: Tensor) -> int:
     """A number of a tensor's memory, which views share. Without it: ``untyped_storage().data_ptr()``."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else NO_MEMORY
+
+
+NO_MEMORY = -1
+"""In place of the number of the memory of a tensor that is not strided."""
+
+
+def changes_saved_tensors() -> bool:
+    """Tell whether hooks change what autograd saves. Without it: such hooks of a forward are left out.
+
+    Those of torch (checkpoints, tensors saved on the CPU) give back the same numbers.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,14 @@ def failed(path: str, error: Exception) -> Unfollowed:
     if type(error).__name__ in _DECIDES:
         return Unfollowed(path, "decides by a tensor's values", line)
     return Unfollowed(path, f"fails on tensors without values ({_first_line(error)})", line)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def called_by_torch(depth: int) -> bool:
+    """Tell whether the code some frames above is torch's."""
+    return sys._getframe(depth + 1).f_code.co_filename.startswith(_TORCH)  # noqa: SLF001 - a public function
 
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -22,7 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state import ABSENT, Cell, Content, Entries, Items, Names, Plain, Same, State, Version, content_of
+from .state import (
+    ABSENT,
+    Cell,
+    Content,
+    Entries,
+    Items,
+    Names,
+    Order,
+    Plain,
+    Same,
+    Slots,
+    State,
+    Version,
+    content_of,
+)
 
 LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -33,9 +48,11 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _TYPES_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _OF_GRADIENTS = {"is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"}
-_LARGEST = 20_000
+_SEEDS = {"manual_seed", "manual_seed_all", "set_rng_state", "fork_rng"}
+_ENVIRONMENT = {"environ", "getenv"}
+_LARGEST = 50_000
 """Largest number of values of a state; further ones are not looked at."""
-_LONGEST = 1_000
+_LONGEST = 10_000
 """Largest number of entries of a container that is walked; of a larger one only the length is compared."""
 _BYTES = 4096
 """Largest array whose content is compared."""
@@ -169,6 +186,10 @@ class Walk:
         if not inside and is_library(function.__module__):
             return
         loaded, names = _loads(function.__code__)
+        if not names.isdisjoint(_SEEDS):
+            self._refuse("sets the state of torch's random numbers")
+        if not names.isdisjoint(_ENVIRONMENT):
+            self.value("os.environ", vars(os.environ).get("_data"))
         self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
         of_module, home = function.__globals__, function.__module__
         for name in loaded:
@@ -255,7 +276,10 @@ class Walk:
             self._token(label, Plain(len(entries)))
             return
         self.state.watches.append(Entries(label, entries))
-        self._token(f"the keys of {label}", Plain(len(entries)))
+        if isinstance(entries, OrderedDict):
+            self.state.watches.append(Order(label, entries))
+        keys = tuple(key if isinstance(key, _NUMBERS) else number for number, key in enumerate(entries))
+        self._token(f"the keys of {label}", Plain(keys))
         for number, (key, value) in enumerate(entries.items()):
             plain = isinstance(key, (*_NUMBERS, *_TYPES_OF_TORCH))
             self.value(f"{label}[{key!r}]" if plain else f"{label}[key {number}]", value)
@@ -293,7 +317,7 @@ class Walk:
     def _object(self, label: str, value: Any) -> None:
         kind = type(value)
         if hasattr(kind, "__next__") or kind.__module__.startswith(("random", "numpy.random")):
-            self.state.iterators.append((self._path, label))
+            self._refuse(f"reads {label}, of which each use gives another value")
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             self._array(label, value)
             return
@@ -309,7 +333,9 @@ class Walk:
         for base in kind.__mro__ if not is_library(kind.__module__) else ():
             if is_library(base.__module__):
                 continue
-            for name in _slots(base):
+            if names := _slots(base):
+                self.state.watches.append(Slots(label, value, names))
+            for name in names:
                 self.value(f"{label}.{name}", getattr(value, name, None))
             for member in vars(base).values():
                 if isinstance(member, FunctionType | property):
@@ -326,6 +352,9 @@ class Walk:
 
     def _token(self, label: str, token: object) -> None:
         self.state.tokens[label] = token
+
+    def _refuse(self, why: str) -> None:
+        self.state.refused.append((self._path, why))
 
     def _name(self, label: str, mapping: Mapping[str, Any], name: str, owner: object = None) -> None:
         key = id(mapping) if owner is None else id(owner)
