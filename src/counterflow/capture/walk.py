@@ -190,7 +190,8 @@ class Walk:
             self._refuse("sets the state of torch's random numbers")
         if not names.isdisjoint(_ENVIRONMENT):
             self.value("os.environ", vars(os.environ).get("_data"))
-        self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
+        if not is_library(function.__module__):  # these ask before checkpoints, which change no number
+            self.state.asks_for_gradients |= not names.isdisjoint(_OF_GRADIENTS)
         of_module, home = function.__globals__, function.__module__
         for name in loaded:
             if name in of_module:
