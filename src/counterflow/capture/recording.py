@@ -168,13 +168,21 @@ class Recording:
             else:
                 variant.guards = variant.guards._replace(weights=now.weights)
 
-    def stale(self, slot: Slot, environment: Environment) -> list[str]:
-        """Names of the values that differ from the recorded ones; none: layers may run."""
+    def stale(self, slot: Slot, environment: Environment, *, ignores_weights: bool = False) -> list[str]:
+        """Names of the values that differ from the recorded ones; none: layers may run.
+
+        Args:
+            slot: use of the record.
+            environment: settings of torch around the forwards.
+            ignores_weights: whether modules may have other weights than at first.
+        """
         variant, model = self.current[slot], self.model
         if model is None or variant.guards.unchanged(environment):
             return []
         now = guards_of(model, variant.reads, environment)
         names = variant.guards.differences(now)
+        if ignores_weights:
+            variant.guards = variant.guards._replace(weights=now.weights)
         names += [n for n, weight in variant.guards.weights.items() if now.weights.get(n) != weight]
         if not names:
             variant.guards = now

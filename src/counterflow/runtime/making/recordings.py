@@ -36,6 +36,7 @@ class Recordings:
         precision: precision in which these run.
         transport: way to the other workers.
         shared: whether workers are threads that were given one model.
+        sharded: whether weights are sharded, in whose place modules have others at times.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Recordings:
         transport: Transport,
         *,
         shared: bool,
+        sharded: bool,
     ) -> None:
-        self._shared = shared
+        self._shared, self._sharded = shared, sharded
         layers = {id(layer): layer for layer in (*every, *own)}
         self._layers = [layer for layer in layers.values() if isinstance(layer, CapturedLayer)]
         self._recordings = recordings_of(self._layers)
@@ -64,7 +66,8 @@ class Recordings:
         """The recordings of a model in stages, of which this worker has some."""
         every = [layer.module for layers in model.layers for layer in layers]
         precision = next(stage.precision for stage in held.stages.values())
-        return cls(every, held.owned.modules, precision, transport, shared=held.owned.shared)
+        sharded = any(stage.module is not None for stage in held.stages.values())
+        return cls(every, held.owned.modules, precision, transport, shared=held.owned.shared, sharded=sharded)
 
     def follow(self, step: int, flush: Callable[[], object], *, training: bool) -> None:
         """Record a model again that has changed since it was recorded; all workers call it.
@@ -83,7 +86,7 @@ class Recordings:
         with self._precision.computing():
             environment = Environment.current(self._transport.device.type)
             for recording in self._recordings:
-                names = recording.stale(slot, environment)
+                names = recording.stale(slot, environment, ignores_weights=self._sharded)
                 if names or recording.current[slot] is not self._adopted[id(recording)][slot]:
                     self._agree(step, 0 if self._shared else recording.digest(slot, environment, names))
                     flush()
