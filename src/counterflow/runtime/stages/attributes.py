@@ -6,7 +6,6 @@ Objects that the user's modules reach otherwise stay as the run left them.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.capture.state import Entries, Items
 from counterflow.trees import version_of
 
 _TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -27,18 +27,13 @@ _CONTAINERS = (list, dict, set, deque)
 def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore, at the end of this context, the attributes that modules' forwards set in it."""
     before = [(vars(module), _own(vars(module))) for module in modules]
-    contents = {
-        id(value): (value, copy.copy(value))
-        for _, attributes in before
-        for value in attributes.values()
-        if type(value) in _CONTAINERS
-    }
-    tensors = {
-        id(value): (value, version_of(value), value.detach().clone())
-        for _, attributes in before
-        for value in attributes.values()
+    values = {id(value): value for _, attributes in before for value in attributes.values()}
+    containers = [_saved(value) for value in values.values() if type(value) in _CONTAINERS]
+    tensors = [
+        (value, version_of(value), value.detach().clone())
+        for value in values.values()
         if isinstance(value, Tensor) and value.is_leaf and not value.is_meta
-    }
+    ]
     try:
         yield
     finally:
@@ -46,9 +41,10 @@ def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in _own(now).keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-        for value, content in contents.values():
-            _refill(value, content)
-        for tensor, version, numbers in tensors.values():
+        for container in containers:
+            if not container.unchanged():
+                container.restore()
+        for tensor, version, numbers in tensors:
             if version_of(tensor) != version:
                 with torch.no_grad():
                     tensor.copy_(numbers)
@@ -58,11 +54,6 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name not in _TORCH}
 
 
-def _refill(container: Any, content: Any) -> None:
-    """Let a list, dict, set or deque contain what a copy of it contains."""
-    if len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True)):
-        values = (container.values(), content.values()) if isinstance(container, dict) else ((), ())
-        if all(a is b for a, b in zip(*values, strict=True)):
-            return
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+def _saved(container: Any) -> Entries | Items:
+    """Entries of a container as they are now."""
+    return Entries("", container) if type(container) is dict else Items("", container)
