@@ -27,6 +27,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
+def dimensional(tree: Any) -> list[Tensor]:
+    """Tensors in a tree that have a dimension."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
 def each_tensor(tree: Any) -> list[Tensor]:
     """Each tensor in a tree once."""
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())

@@ -24,12 +24,14 @@ from torch.utils import _pytree as pytree
 
 from counterflow.added_loss import added_losses
 from counterflow.errors import ConfigError
+from counterflow.trees import dimensional
 
 from ..dtensors import is_dtensor
 from ..messages.values import Unit, Value
 from ..stages.features import Run
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.randomness import SampleRows
+from ..stages.slice_check import calm
 from .graded import FITS, UNDECIDED, Comparison, Graded, added, as_leaves, compare, leaves_of, rounding_of
 from .loss_check import FirstOfKind, points
 from .losses import Entry
@@ -275,19 +277,8 @@ def _ran(copy: StageCopy, run: Run, step: int, rows: SampleRows, value: Value) -
 @contextmanager
 def _still(copy: StageCopy, *, training: bool) -> Iterator[None]:
     """Context in which modules note nothing; unless ``training`` they are in evaluation mode."""
-    modules = [module for layer in copy.layers for module in layer.module.modules()]
-    modes = [module.training for module in modules]
-    then = copy.buffers.now()
-    try:
-        for module in modules:
-            module.training = module.training and training
-        with copy.streams.kept(), copy.buffers.as_then(then):
-            yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        if copy.buffers.now() is not then:
-            copy.buffers.restore(then)
+    with calm(copy, lambda _: training), copy.streams.kept(), copy.buffers.as_then(copy.buffers.now()):
+        yield
 
 
 def _is_low(its: _Layer, tensors: Sequence[Tensor]) -> bool:
@@ -296,19 +287,15 @@ def _is_low(its: _Layer, tensors: Sequence[Tensor]) -> bool:
     return not plain or any(tensor.dtype in _LOW for tensor in tensors)
 
 
-def _tensors(value: Value) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()]
-
-
 def _second_size(value: Value) -> int:
     """The size of the first tensor's second dimension, where positions are as a rule."""
-    first = next(iter(_tensors(value)), None)
+    first = next(iter(dimensional(value)), None)
     return first.shape[1] if first is not None and first.dim() > 1 else 0
 
 
 def _dims(value: Value, size: int) -> list[int]:
     """Dimensions that may have the samples."""
-    tensors = _tensors(value)
+    tensors = dimensional(value)
     most = max((tensor.dim() for tensor in tensors), default=0)
     found = [d for d in range(most) if any(t.dim() > d and t.shape[d] == size for t in tensors)]
     return found or ([_PLAIN] if any(t.shape[0] % size == 0 for t in tensors) else [])

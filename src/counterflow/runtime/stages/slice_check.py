@@ -19,11 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.errors import ConfigError
-from counterflow.trees import tensors_in
+from counterflow.trees import dimensional, tensors_in
 
 from ..messages.values import Value
 from .features import Run
@@ -124,7 +124,8 @@ class SliceCheck:
     def _compare(self, copy: StageCopy, slices: Sequence[tuple[Value, SampleRows]], step: int) -> None:
         values, rows = [_without(value, self._states) for value, _ in slices], [rows for _, rows in slices]
         whole = None
-        with _calm(copy), copy.precision.computing(), torch.enable_grad():
+        norms = {id(module) for module, _ in copy.buffers.norms}  # by what they are given, as in training
+        with calm(copy, lambda module: id(module) in norms), copy.precision.computing(), torch.enable_grad():
             for layer, run, numbers in self._runs:
                 drawn = partial(_unless_drawn, copy, run, step)
                 outputs = self._compare_layer(copy, layer, drawn, _Slices(values, rows, whole), numbers)
@@ -181,15 +182,14 @@ def _unless_drawn(copy: StageCopy, run: Run, step: int, value: Value, rows: Samp
 
 
 @contextmanager
-def _calm(copy: StageCopy) -> Iterator[None]:
-    """Without dropout; norms are by what they are given, as in training, and note nothing."""
+def calm(copy: StageCopy, trains: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Keep in training mode only the modules that ``trains`` names; modes and buffers are restored."""
     modules = [module for layer in copy.layers for module in layer.module.modules()]
     modes = [module.training for module in modules]
-    norms = {id(module) for module, _ in copy.buffers.norms}
     then = copy.buffers.now()
     try:
         for module in modules:
-            module.training = module.training and id(module) in norms
+            module.training = module.training and trains(module)
         yield
     finally:
         for module, mode in zip(modules, modes, strict=True):
@@ -212,10 +212,6 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()]
-
-
 def _length(value: Value, rows: SampleRows) -> int:
     """Length of a micro-batch in positions or, if these are not known, in elements of its first slice."""
     if rows.whole:
@@ -232,7 +228,7 @@ def _sizes(slices: _Slices) -> list[int] | None:
     """
     if slices.rows[0].positions:
         return [rows.positions for rows in slices.rows]
-    first = [next(iter(_tensors(value)), None) for value in slices.values]
+    first = [next(iter(dimensional(value)), None) for value in slices.values]
     shapes = [tensor.shape for tensor in first if tensor is not None and tensor.dim() > 1]
     if len(shapes) < len(slices.values):
         return None
@@ -287,10 +283,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _same(ours: Any, theirs: Any, leaves: Sequence[Any], *, plain: bool) -> bool:
     """Whether outputs are the same, and the gradients that they give their inputs."""
-    pairs = list(zip(_tensors(ours), _tensors(theirs), strict=False))
-    if len(pairs) != len(_tensors(theirs)) or not all(_near(one, other, plain=plain) for one, other in pairs):
+    pairs = list(zip(dimensional(ours), dimensional(theirs), strict=False))
+    if len(pairs) != len(dimensional(theirs)) or not all(
+        _near(one, other, plain=plain) for one, other in pairs
+    ):
         return False
-    wanted = [leaf for value in leaves for leaf in _tensors(value) if leaf.requires_grad]
+    wanted = [leaf for value in leaves for leaf in dimensional(value) if leaf.requires_grad]
     if not plain or not wanted or not pairs:
         return True
     of_slices, of_whole = (_gradients(outputs, wanted) for outputs in zip(*pairs, strict=True))
