@@ -211,7 +211,7 @@ class Pipeline(Forwards):
         self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
         self._witness = Witness(
             model,
-            {layer.index: layer.module for layers in its.layers for layer in layers},
+            its.layers,
             its.schedule,
             held.stages,
             workers,

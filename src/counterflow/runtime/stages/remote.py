@@ -37,6 +37,10 @@ _SET = {"grad", "requires_grad"}
 """Properties that may be set."""
 
 
+class RemoteTensorError(ConfigError):
+    """A use of the numbers of a tensor that another worker has."""
+
+
 class Remote(Tensor):
     """A parameter or a buffer whose numbers another worker has. On the meta device.
 
@@ -65,7 +69,7 @@ class Remote(Tensor):
         """Return what is known; everything else asks for the numbers.
 
         Raises:
-            ConfigError: it does.
+            RemoteTensorError: it does.
         """
         del types
         name = getattr(func, "__name__", "")
@@ -75,7 +79,7 @@ class Remote(Tensor):
             return cls.of(found, args[0].place) if type(found) is Tensor and found.is_meta else found
         given = [*args, *(kwargs or {}).values()]
         given += [each for row in given if isinstance(row, (list, tuple)) for each in row]
-        raise ConfigError(next(each.place for each in given if isinstance(each, Remote)))
+        raise RemoteTensorError(next(each.place for each in given if isinstance(each, Remote)))
 
 
 def refuse_remote(index: int, module: nn.Module) -> None:

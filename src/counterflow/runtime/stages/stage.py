@@ -42,7 +42,7 @@ from .versions import Versions
 
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
-_NO_MODULE = nn.Identity()
+_LOSS = NamedLayer(LOSS, {}, nn.Identity())
 
 
 class StageCopy:
@@ -159,9 +159,8 @@ class StageCopy:
         self._plainly = composed(self.layers, self._plain, self._compiled)
         self._around = self._within(_there(self.entry, hooks, splitting), _there(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
-        loss = NamedLayer(LOSS, {}, _NO_MODULE)
-        self._loss_plainly = layer_run(loss, _of_three, _there(self.means))
-        self.loss = layer_run(loss, _of_three, _there(self.means, hooks, self.streams))
+        self._loss_plainly = layer_run(_LOSS, _of_three, _there(self.means))
+        self.loss = layer_run(_LOSS, _of_three, _there(self.means, hooks, self.streams))
 
     def run_within(self, outer: Sequence[Feature], inner: Sequence[Feature] = ()) -> Run:
         """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
@@ -177,8 +176,7 @@ class StageCopy:
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows
     ) -> Any:
         """Return what a loss function makes of (itself, output, target), with the draws of a step."""
-        loss = NamedLayer(LOSS, {}, _NO_MODULE)
-        return layer_run(loss, _of_three, _there(self.means, self.streams))(value, step, rows)
+        return layer_run(_LOSS, _of_three, _there(self.means, self.streams))(value, step, rows)
 
     def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
         return [self.adding, *outer, *_there(self._pass_by), *inner, *self.features]

@@ -110,7 +110,9 @@ class Owner:
 
     def __init__(self, stages: Mapping[int, StageCopy], streams: RandomStreams) -> None:
         self._stages, self._streams = stages, streams
-        self._layers = {layer.index: copy for copy in stages.values() for layer in copy.layers}
+        self._layers = {
+            layer.index: (copy, layer.module) for copy in stages.values() for layer in copy.layers
+        }
         self._training = True
         self.changes_buffers = False
         """Whether a run has changed a buffer, on which other micro-batches of its step depend."""
@@ -178,9 +180,9 @@ class Owner:
         """Parameters and buffers that the layers' steps use directly, as the layers see them."""
         found: dict[str, Tensor] = {}
         for index in captured.keys() & self._layers.keys():
-            with self._layers[index].precision.computing():
-                module = self._module(index)
-                assert isinstance(module, CapturedLayer)
+            copy, module = self._layers[index]
+            assert isinstance(module, CapturedLayer)
+            with copy.precision.computing():
                 found |= module.tensors
         return found
 
@@ -190,11 +192,10 @@ class Owner:
 
     def call(self, request: ModuleCall) -> ModuleResult:
         """Call a module of a captured layer."""
-        captured = self._module(request.key.layer)
+        copy, captured = self._layers[request.key.layer]
         assert isinstance(captured, CapturedLayer)
-        copy, module = self._layers[request.key.layer], captured.module_at(request.key.path)
         with copy.precision.computing():
-            return self.draw(request, module)
+            return self.draw(request, captured.module_at(request.key.path))
 
     def draw(self, request: ModuleCall, module: Callable[..., Any]) -> ModuleResult:
         """Call a module within the random stream of its layer."""
@@ -250,9 +251,6 @@ class Owner:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _module(self, index: int) -> nn.Module:
-        return next(layer.module for layer in self._layers[index].layers if layer.index == index)
 
 
 def _hooks(module: nn.Module, path: str, layer: int, sketches: dict[CallKey, CallSketch]) -> list[Any]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -31,10 +30,13 @@ from counterflow.schedule.ir import Schedule
 from ..execution.outputs import part as part_of
 from ..execution.step import Workers
 from ..mini_batch.batch import Batch
+from ..mini_batch.graded import copied
 from ..mini_batch.losses import LossFunction, elements_in
 from ..mini_batch.unit_watch import UnitWatch, mean_loss
 from ..stages.added import apart
+from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
+from ..stages.remote import RemoteTensorError
 from ..stages.skips import Carried
 from ..stages.stage import StageCopy, evaluating
 from ..transport.base import Lost, TimedOut
@@ -56,7 +58,7 @@ class Witness:
 
     Args:
         model: the user's model, or its list of layers.
-        layers: all layers of the model, as the user passed them.
+        layers: layers of each stage, as the user passed them.
         schedule: schedule of the pipeline.
         stages: this worker's stages.
         workers: place of this worker.
@@ -69,7 +71,7 @@ class Witness:
     def __init__(
         self,
         model: object,
-        layers: Mapping[int, nn.Module],
+        layers: Sequence[Sequence[NamedLayer]],
         schedule: Schedule,
         stages: Mapping[int, StageCopy],
         workers: Workers,
@@ -84,9 +86,11 @@ class Witness:
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
         self._least = tolerance(torch.bfloat16) if lower else 0.0
-        self._streams, self._owner = streams, Owner(stages, streams)
-        captured = {n: layer for n, layer in layers.items() if isinstance(layer, CapturedLayer)}
-        own = len(captured) == len(layers) and all(layer.is_of_model for layer in captured.values())
+        self._owner = Owner(stages, streams)
+        modules = {layer.index: layer.module for of_stage in layers for layer in of_stage}
+        self._stage_of = {layer.index: n for n, of_stage in enumerate(layers) for layer in of_stage}
+        captured = {n: layer for n, layer in modules.items() if isinstance(layer, CapturedLayer)}
+        own = len(captured) == len(modules) and all(layer.is_of_model for layer in captured.values())
         self._captured = captured if own else {}
         self._model = captured[0].model if own else model if isinstance(model, nn.Module) else None
         self._sharded = sharded
@@ -197,21 +201,16 @@ class Witness:
     def _rank(self) -> int:
         return self._workers.transport.rank
 
-    @cached_property
-    def _stage_of(self) -> dict[int, int]:
-        """Stage of each layer that this worker owns."""
-        return {layer.index: n for n, copy in self._stages.items() for layer in copy.layers}
-
     def _read_inputs(self, comparison: Comparison) -> None:
         """Read the unit's inputs and targets, before the step may change them."""
         unit, batch = comparison.unit, comparison.batch
         number = unit.unit.micro_batch
         if self._rank == unit.inputs_rank and batch.inputs is not None:
             value = part_of(batch.inputs[number], unit.unit, batch, of_targets=False)
-            comparison.value = pytree.tree_map_only(Tensor, _copied, value)
+            comparison.value = pytree.tree_map_only(Tensor, copied, value)
         if self._rank == unit.rank and batch.targets is not None and self._loss_function is not None:
             target = part_of(batch.targets[number], unit.unit, batch, of_targets=True)
-            comparison.target = pytree.tree_map_only(Tensor, _copied, target)
+            comparison.target = pytree.tree_map_only(Tensor, copied, target)
 
     # -- forwards
 
@@ -220,24 +219,19 @@ class Witness:
         unit = comparison.unit
         if not self._captured:
             return self._layers_in_turn(comparison, rounds)
-        mine = None
+        own: dict[str, Tensor] = {}
         if self._rank in self._workers.ranks[unit.replica]:
-            mine = comparison.value, self._owner.tensors(self._captured), self._stage_of
-        rows = rounds.gather(mine)
-        if self._rank != unit.rank:
+            own = self._owner.tensors(self._captured)
+        compares = self._rank == unit.rank
+        rows = rounds.gather((comparison.value, {} if compares else own))
+        if not compares:
             rounds.serve(self._owner.answer)
             return None
-        here = [row for row in rows if row is not None]
-        value = rows[unit.inputs_rank][0]
-        tensors = {name: tensor for _, each, _ in here for name, tensor in each.items()}
-        tensors |= self._owner.tensors(self._captured)
-        stage_of = {layer: stage for _, _, stages in here for layer, stage in stages.items()}
-        result = Result()
+        tensors = {name: tensor for _, of_rank in rows for name, tensor in of_rank.items()} | own
         try:
-            result = self._model_forward(comparison, rounds, value, tensors, stage_of)
+            return self._model_forward(comparison, rounds, rows[unit.inputs_rank][0], tensors)
         finally:
             rounds.end()
-        return result
 
     def _model_forward(
         self,
@@ -245,7 +239,6 @@ class Witness:
         rounds: Rounds,
         value: Any,
         tensors: Mapping[str, Tensor],
-        stage_of: Mapping[int, int],
     ) -> Result:
         unit = comparison.unit
         copy = self._stages[self._schedule.stages - 1]
@@ -255,21 +248,19 @@ class Witness:
             self._captured,
             self._owner,
             rounds,
-            rank_of=lambda layer: self._units.rank_of_stage(unit, stage_of[layer]),
+            rank_of=lambda layer: self._units.rank_of_stage(unit, self._stage_of[layer]),
             precision=copy.precision,
         )
         self._order = forward.order
         try:
-            output, terms = forward.run(pytree.tree_map_only(Tensor, _copied, value), tensors)
+            output, terms = forward.run(pytree.tree_map_only(Tensor, copied, value), tensors)
             loss = self._loss(comparison, output, terms)
         except (Lost, TimedOut):
             raise
-        except (RemoteError, torch.OutOfMemoryError) as error:
+        except (RemoteError, RemoteTensorError, torch.OutOfMemoryError) as error:
             return Result(undecided=str(error))
-        except CounterflowError as error:
-            if not _asks_for_remote(error):
-                raise
-            return Result(undecided=str(error))
+        except CounterflowError:
+            raise
         except Exception as error:  # the step, whose layers do not read what it reads, decides
             if any(layer.differentiates for layer in self._captured.values()):
                 return Result(undecided=f"it takes gradients across workers: {error}")
@@ -278,7 +269,7 @@ class Witness:
                 f"on micro-batch {unit.unit.micro_batch} ({type(error).__name__}: {error}), and its layers "
                 "do not: what it reads has changed since they were found; find the layers again"
             )
-        return Result(pytree.tree_map_only(Tensor, _copied, output), loss, forward.draws)
+        return Result(pytree.tree_map_only(Tensor, copied, output), loss, forward.draws)
 
     def _layers_in_turn(self, comparison: Comparison, rounds: Rounds) -> Result | None:
         """Run the layers one after another; return the result on the worker that compares."""
@@ -291,7 +282,7 @@ class Witness:
             value, draws = self._through_stages(unit, rounds, value)
             output, terms = apart(value)
             loss = self._loss(comparison, output, terms)
-            return Result(pytree.tree_map_only(Tensor, _copied, output), loss, draws)
+            return Result(pytree.tree_map_only(Tensor, copied, output), loss, draws)
         except (Lost, TimedOut):
             raise
         except Exception as error:  # the step reports an error of its layers
@@ -323,10 +314,8 @@ class Witness:
         copy, rows = self._stages[self._schedule.stages - 1], comparison.unit.rows
         size, samples = elements_in(output), rows.stop - rows.start
         if self._loss_function is not None:
-            copied = pytree.tree_map_only(Tensor, _copied, output)
-            output = copy.loss_plainly(
-                (self._loss_function, copied, comparison.target), comparison.batch.step, rows
-            )
+            call = self._loss_function, pytree.tree_map_only(Tensor, copied, output), comparison.target
+            output = copy.loss_plainly(call, comparison.batch.step, rows)
         found = copy.means.read(output, samples)
         if terms:
             found = found.with_added(terms)
@@ -438,12 +427,3 @@ class Witness:
         if not self._undecided:
             self._undecided = True
             _LOG.warning("the model's own forward could not be compared with the pipeline's: %s", why)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _asks_for_remote(error: CounterflowError) -> bool:
-    """Return whether the forward used a weight of another worker in a way that the layers do not."""
-    return "lives on" in str(error)
