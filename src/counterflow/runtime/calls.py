@@ -18,8 +18,9 @@ from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.program.actions import Matching
 
 from .execution.runner import Runner
+from .mini_batch.agreement import agreed_call
 from .mini_batch.refusal import Refusal
-from .mini_batch.told import Call, Told, refuse_other_calls
+from .mini_batch.told import Call, Told
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .transport.watch import worker_error
@@ -153,9 +154,7 @@ class Calls:
         Raises:
             ConfigError: another worker makes another one.
         """
-        mine = Told(call, step)
-        rows = [Told.unpack(row) for row in self._transport.gather(mine.pack())]
-        refuse_other_calls(mine, rows, self._transport.rank)
+        agreed_call(Told(call, step), self._transport)
 
     @contextmanager
     def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:

@@ -16,8 +16,9 @@ from counterflow.capture.layer import CapturedLayer
 from counterflow.capture.recording import Recording, Slot, recordings_of
 from counterflow.errors import ConfigError
 
+from ..mini_batch.agreement import agreed_call
 from ..mini_batch.refusal import refusing
-from ..mini_batch.told import Call, Told, refuse_other_calls
+from ..mini_batch.told import Call, Told
 from ..stages.precision import Precision
 from ..transport.base import Transport
 from .held import Held
@@ -99,9 +100,7 @@ class Recordings:
         Raises:
             ConfigError: another worker has none, or has set other values.
         """
-        told = Told(Call.RECORD, step, kind=digest)
-        rows = list(map(Told.unpack, self._transport.gather(told.pack())))
-        refuse_other_calls(told, rows, self._transport.rank)
+        rows = agreed_call(Told(Call.RECORD, step, kind=digest), self._transport)
         other = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
         if other is not None:
             raise ConfigError(

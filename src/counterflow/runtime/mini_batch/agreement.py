@@ -65,6 +65,21 @@ class Peers:
         return len(self.alike)
 
 
+def agreed_call(told: Told, transport: Transport) -> list[Told]:
+    """Gather the reports of a call by rank; all workers call it.
+
+    Args:
+        told: report of this worker.
+        transport: transport to the others.
+
+    Raises:
+        ConfigError: another worker makes another call.
+    """
+    rows = [Told.unpack(row) for row in transport.gather(told.pack())]
+    refuse_other_calls(told, rows, transport.rank)
+    return rows
+
+
 class Agreement:
     """One worker's part.
 
