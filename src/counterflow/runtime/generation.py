@@ -18,6 +18,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
+from .doubling import is_doubling
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 
@@ -95,7 +96,7 @@ class GenerationCheck:
 
     def due(self, token: int, tokens: int) -> bool:
         """Whether the ``token``-th of ``tokens`` that run alone after a prompt is to be compared."""
-        return token > self._compared and (token == tokens or not token & (token - 1))
+        return token > self._compared and (token == tokens or is_doubling(token))
 
     def compare(self, token: int, ours: Tensor, whole: Tensor) -> None:
         """Compare the logits of a token that ran alone with those of the whole sequence.

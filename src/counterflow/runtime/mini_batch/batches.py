@@ -14,6 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
+from ..doubling import is_doubling
 from .added_check import AddedCheck, AddedChecks
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
@@ -351,4 +352,4 @@ class Batches:
 
 def _checks_again(call: Call, step: int) -> bool:
     """Whether a unit of a step is checked though others of its kind were: in steps 1, 2, 4, 8 and so on."""
-    return call.trains and not step & (step - 1)
+    return call.trains and is_doubling(step)

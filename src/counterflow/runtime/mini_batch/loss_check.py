@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.loss_sum import SLICE, SliceOf
 
+from ..doubling import is_doubling
 from ..messages.values import Unit
 from .graded import (
     JOINED_BYTES,
@@ -89,7 +90,7 @@ class _Kind:
     def due(self) -> bool:
         """Whether the next mini-batch is to be checked."""
         count = self.mini_batches
-        return not self.checked and (self.tries < _TRIES or not count & (count - 1))
+        return not self.checked and (self.tries < _TRIES or is_doubling(count))
 
 
 class LossChecks:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 
+from ..doubling import is_doubling
 from ..dtensors import local
 from ..stages.stage import StageCopy
 from .alike import tensors_of
@@ -45,7 +46,7 @@ class ByHand:
             stage: [(t, t._version, local(t).data_ptr()) for t in of_stage]  # noqa: SLF001 - documented as it
             for stage, of_stage in tensors.items()
         }
-        compares = step < _FIRST_STEPS or not step & (step - 1)
+        compares = step < _FIRST_STEPS or is_doubling(step)
         self._contents = {s: digest(each, self._device) for s, each in tensors.items()} if compares else {}
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from counterflow.errors import ConfigError
 from counterflow.torch_private import never_compiled
 from counterflow.trees import tensors_in, versions
 
+from ..doubling import is_doubling
 from ..dtensors import is_dtensor
 from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, same_memory
@@ -155,7 +156,7 @@ class FirstRuns:
         if last == step:
             return None
         self._last = step
-        if last is not None and self._waits and step & (step - 1):
+        if last is not None and self._waits and not is_doubling(step):
             return None
         return First(tensors, whole=last is None)
 

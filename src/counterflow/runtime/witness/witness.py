@@ -27,6 +27,7 @@ from counterflow.execution import Execution
 from counterflow.nearness import tolerance
 from counterflow.schedule.ir import Schedule
 
+from ..doubling import is_doubling
 from ..execution.outputs import part as part_of
 from ..execution.step import Workers
 from ..mini_batch.batch import Batch
@@ -110,7 +111,7 @@ class Witness:
         number, every = self._calls[training], self._every
         if not every or self._sharded:
             return False
-        return number % every == 0 or (number < every and not number & (number - 1))
+        return number % every == 0 or (number < every and is_doubling(number))
 
     def begin(self, batch: Batch, *, in_flight: bool) -> None:
         """Run the model's own forward on a unit of a mini-batch, before its step; all workers call it.

@@ -18,6 +18,7 @@ from typing import cast
 
 from counterflow.errors import ConfigError
 
+from ...doubling import is_doubling
 from ...messages.values import number_of
 from ...transport.base import Transport
 from ..named_layer import LOSS, NamedLayer, place_of
@@ -188,7 +189,7 @@ class ObjectWatch:
         self._training = training
         calls = self._calls[training]
         self._calls[training] += 1
-        if calls < _FIRST_CALLS or not calls & (calls - 1):
+        if calls < _FIRST_CALLS or is_doubling(calls):
             self._snapshots = {
                 title: [(stage, Snapshot(reached.subject)) for stage, reached in here]
                 for title, here in self._here.items()
