@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+import counterflow as cf
 
 
 class Residuals(nn.Module):
@@ -97,3 +100,39 @@ class Decides(nn.Module):
         if x.mean() > 0:  # here
             return self.one(x)  # type: ignore[no-any-return]
         return self.other(x)  # type: ignore[no-any-return]
+
+
+def sample(number: int) -> Tensor:
+    return torch.randn((8, 8), generator=torch.Generator().manual_seed(number))
+
+
+def losses(make: Callable[[], nn.Module]) -> list[float]:
+    """Losses of one process."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(sample(step)), sample(step + 10))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def staged(make: Callable[[], nn.Module]) -> list[float]:
+    """Losses of two stages."""
+
+    def work() -> list[float]:
+        torch.manual_seed(0)
+        with cf.Pipeline(
+            make(),
+            nn.MSELoss(),
+            "dapple(stages=2, micro_batches=2)",
+            optimizer=lambda p: torch.optim.SGD(p, 0.1),
+            example=sample(0),
+        ) as pipeline:
+            return [pipeline.step(sample(step), sample(step + 10)).loss for step in range(3)]
+
+    return cf.launch(work, workers=2, transport="local")[0]
