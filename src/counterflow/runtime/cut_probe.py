@@ -65,7 +65,7 @@ class CutProbe:
         others: list[Verdict] = []
         with torch.no_grad():
             first = self._verdict(batch, None)
-            if first in {Verdict.DIFFERENT, Verdict.FAILED}:
+            if first in {Verdict.DIFFERENT, Verdict.NEITHER, Verdict.FAILED}:
                 for way in range(batch.ways):
                     others.append(self._verdict(batch, way))
                     if others[-1] is Verdict.SAME:

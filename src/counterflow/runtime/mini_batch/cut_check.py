@@ -5,8 +5,9 @@ by heads, the axes of positions) would be cut too. So in the first mini-batch th
 runs on two micro-batches apart and on both together. If outputs differ, other ways to cut are tried: some
 tensors whole, or cut in another dimension. A way in which outputs do not differ refuses the mini-batch.
 
-The check does not find a tensor that only training mode reads. It cannot decide for a model that mixes
-samples in evaluation mode whichever way tensors are cut.
+If a model mixes samples or draws random numbers in evaluation mode, so that outputs differ whichever way
+tensors are cut, the user has to say the dimensions.
+The check does not find a tensor that only training mode reads.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Verdict(IntEnum):
     DIFFERENT = 2
     FAILED = 3
     """A layer failed."""
+    NEITHER = 4
+    """Scalars are neither means over samples nor sums, such as a mean over tokens that count."""
 
 
 _REASONS = {
     Verdict.UNKNOWN: "outputs have no samples that could be compared",
-    Verdict.DIFFERENT: "outputs depend on which samples are in a micro-batch, whichever way they are cut",
+    Verdict.NEITHER: "scalars of the output are neither means over samples nor sums",
     Verdict.FAILED: "a layer failed in evaluation mode",
 }
 
@@ -144,15 +147,23 @@ class CutCheck:
             warns: whether this worker says that the check could not decide.
 
         Raises:
-            ConfigError: another way of cutting is right, and this one is not.
+            ConfigError: another way of cutting is right, and this one is not; or none is.
         """
         self.settled.add(self.key)
         for way, verdict in zip(self.ways, others, strict=False):
             if verdict is Verdict.SAME:
                 self.settled.discard(self.key)
                 raise ConfigError(self._refusal(way))
+        names = ", ".join(leaf.path for leaf in self.leaves if not leaf.stated)
+        if first is Verdict.DIFFERENT:
+            self.settled.discard(self.key)
+            raise ConfigError(
+                "outputs depend on which samples are in a micro-batch (or are drawn at random), whichever way inputs "
+                f"are cut; so it cannot be seen whether {names} have their samples where they are cut: say "
+                + " and ".join(self._statements({}))
+                + " if they have, with None for a tensor that each micro-batch gets whole"
+            )
         if warns and first is not Verdict.SAME:
-            names = ", ".join(leaf.path for leaf in self.leaves if not leaf.stated)
             _LOG.warning(
                 "it could not be seen whether %s have their samples where they are cut, as they are taken to "
                 "have: %s", names, _REASONS[first],
@@ -182,9 +193,10 @@ class CutCheck:
             yield f"input_dims={stated!r}"
             return
         count = len(pytree.tree_leaves(self.tree.positional, is_leaf=leaves_of(self.tree, self.dims)))
-        if any(number < count for number in way):
+        numbers = way or [leaf.number for leaf in self.leaves if not leaf.stated]
+        if any(number < count for number in numbers):
             yield f"input_dims={stated.positional!r}"
-        if any(number >= count for number in way):
+        if any(number >= count for number in numbers):
             yield f"kwarg_dims={stated.kwargs!r}"
 
 
@@ -229,8 +241,9 @@ def compare(apart: Sequence[Any], together: Any, sizes: Sequence[int]) -> Verdic
     verdicts = {
         _compare(one, other, whole, sizes) for one, other, whole in zip(*(f for f, _ in flat), strict=True)
     }
-    if Verdict.DIFFERENT in verdicts:
-        return Verdict.DIFFERENT
+    for verdict in (Verdict.DIFFERENT, Verdict.NEITHER):
+        if verdict in verdicts:
+            return verdict
     return Verdict.SAME if Verdict.SAME in verdicts else Verdict.UNKNOWN
 
 
@@ -259,7 +272,7 @@ def _compare_scalars(one: Tensor, other: Tensor, whole: Tensor, sizes: Sequence[
     if _near(one, other) and _near(one, whole):
         return Verdict.UNKNOWN
     mean = (one * sizes[0] + other * sizes[1]) / sum(sizes)
-    return Verdict.SAME if _near(mean, whole) or _near(one + other, whole) else Verdict.DIFFERENT
+    return Verdict.SAME if _near(mean, whole) or _near(one + other, whole) else Verdict.NEITHER
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
