@@ -158,8 +158,9 @@ class CutCheck:
         if first is Verdict.DIFFERENT:
             self.settled.discard(self.key)
             raise ConfigError(
-                "outputs depend on which samples are in a micro-batch (or are drawn at random), whichever way inputs "
-                f"are cut; so it cannot be seen whether {names} have their samples where they are cut: say "
+                "outputs depend on which samples are in a micro-batch (or are drawn at random), whichever "
+                f"way inputs are cut; so it cannot be seen whether {names} have their samples where they are "
+                "cut: say "
                 + " and ".join(self._statements({}))
                 + " if they have, with None for a tensor that each micro-batch gets whole"
             )
