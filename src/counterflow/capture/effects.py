@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .instances import instances_of
 from .state import Entries, State, Watch
 from .torch_private import OF_TORCH, FakeTensor
 from .walk import LRU_CACHE, Walk, is_library
@@ -27,7 +28,7 @@ LruCache = Any
 
 def lru_caches(reachable: State) -> list[LruCache]:
     """Functions with a cache of ``functools``: all that are of no library, and those that forwards reach."""
-    every = {id(f): f for f in gc.get_objects() if type(f) is LRU_CACHE and not is_library(f.__module__)}
+    every = {id(cache): cache for cache in instances_of(LRU_CACHE) if not is_library(cache.__module__)}
     return [*(every | reachable.caches).values()]  # objects that were frozen are in the second only
 
 

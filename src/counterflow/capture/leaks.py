@@ -12,6 +12,7 @@ from typing import Any
 
 from counterflow.errors import ConfigError
 
+from .instances import instances_of
 from .torch_private import FakeTensor, RecordingMode
 from .walk import LRU_CACHE
 
@@ -34,7 +35,7 @@ def remove_leaks() -> None:
 
 
 def _leaks() -> list[FakeTensor]:
-    return [o for o in gc.get_objects() if type(o) is FakeTensor and type(o.fake_mode) is RecordingMode]
+    return [each for each in instances_of(FakeTensor) if type(each.fake_mode) is RecordingMode]
 
 
 def _remove(leak: Any, known: Any, depth: int) -> None:
