@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.sharing.reach import reach_of
 from counterflow.runtime.stages.sharing.sources import Use, use_of
@@ -458,6 +458,58 @@ def test_constants_caches_and_notes_are_as_in_one_process(name: str, schedule: s
 def test_one_worker_with_one_micro_batch_runs_the_layers_in_their_order() -> None:
     found = run(losses, REFUSED["a dict"], "interleaved(workers=1, micro_batches=1, chunks=2)", workers=1)
     assert len(found) == 6
+
+
+class Pushes(Layer):
+    def forward(self, x: Tensor) -> Any:
+        self.state.append(mean(x))
+        return super().forward(x)
+
+
+class Pops(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.state.pop()
+
+
+class TakesKey(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.state["mean"]
+
+
+class ReadsAndFails(Layer):
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x) * len(self.state)
+        raise IndexError("of another kind")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "state", "words"),
+    [
+        (Pushes, Pops, list, r"IndexError: pop from empty list\) where it reads self\.state"),
+        (WritesKey, TakesKey, dict, r"KeyError: 'mean'\) where it reads self\.state"),
+        (
+            WritesAttribute,
+            ReadsAttribute,
+            types.SimpleNamespace,
+            r"AttributeError: .*\) where it reads self\.state",
+        ),
+    ],
+)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_fails_where_it_reads_a_shared_object_is_refused(
+    first: type[Layer], last: type[Layer], state: Callable[[], Any], words: str, *, evaluates: bool
+) -> None:
+    def work() -> None:
+        pipeline = Pipeline(made(pair(first, last, state)), nn.MSELoss(), GPIPE, optimizer=sgd)
+        (pipeline.evaluate if evaluates else pipeline.step)(*batch(0))
+
+    with pytest.raises(ConfigError, match=rf"^layer 4 \({last.__name__}\) fails \({words}, which layer 0 \("):
+        run(work)
+
+
+def test_a_layer_that_fails_elsewhere_fails() -> None:
+    with pytest.raises(WorkerError, match="IndexError: of another kind"):
+        run(losses, pair(Pushes, ReadsAndFails, list), GPIPE)
 
 
 class Uses(nn.Module):

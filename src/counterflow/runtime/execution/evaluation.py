@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from counterflow.errors import ConfigError, CounterflowError
+from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.program.actions import Program
 
 from ..mini_batch.batch import Batch
@@ -93,7 +93,12 @@ class EvaluationRunner:
                 evaluating.enter_context(stage.evaluating())
             self.in_flight = True
             self._shared.note(training=False)
-            self._interpreter.run(self._tasks, batch, drains=False)
+            try:
+                self._interpreter.run(self._tasks, batch, drains=False)
+            except WorkerError as error:
+                if isinstance(error.__cause__, Exception):
+                    self._shared.explain(error.__cause__)
+                raise
             self._shared.check()
         self._interpreter.leave(batch)
         self._shared.end()

@@ -262,6 +262,8 @@ class Runner:
             if isinstance(error.__cause__, RuntimeError):
                 changes = self.weights.changes
                 (changes.refuse_overwritten if self._flushes else changes.check)()
+            if isinstance(error.__cause__, Exception):
+                self._shared.explain(error.__cause__)
             raise
         finally:
             self.weights.hooks.give_back()

@@ -32,6 +32,14 @@ class SharedState:
         self._shared_buffers.check()
         self._objects.check()
 
+    def explain(self, error: Exception) -> None:
+        """Refuse what a forward that failed may have read otherwise than in one process.
+
+        Raises:
+            ConfigError: there is such an object.
+        """
+        self._objects.explain(error)
+
     def end(self) -> None:
         """At the end of a step or an evaluation: compare workers, the first times; all workers call it.
 

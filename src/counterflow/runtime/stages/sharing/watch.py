@@ -11,7 +11,10 @@ Invariant: what is shared is read off the user's model before any of it is copie
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import linecache
+import re
+import traceback
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import cast
@@ -24,10 +27,12 @@ from ...transport.base import Transport
 from ..named_layer import LOSS, NamedLayer, place_of
 from .reach import Kind, Path, Reach, Reached, Root, reach_of
 from .sources import Use, use_of
-from .subjects import Snapshot, content
+from .subjects import Snapshot, content, plain_key
 
 _FIRST_CALLS = 4
 """Steps, and evaluations, around which objects are compared; then 4, 8, 16, ..."""
+
+_REMEDY = "pass it on through inputs and outputs, or give cuts that put both in one stage"
 
 _COMPARED = 2
 """First steps, and evaluations, after which workers compare what they hold."""
@@ -79,8 +84,47 @@ class SharedObjects:
                 f"{self.names[_layer(here)]} changes {_shown(here, changed)} in a forward, and "
                 f"{self.names[_layer(there)]} in another stage reads {_shown(there, changed)}, which it has "
                 f"of its own there, or reads at another time than in one process (stages {writer} and "
-                f"{reader}); pass it on through inputs and outputs, or give cuts that put both in one stage"
+                f"{reader}); {_REMEDY}"
             )
+
+    def refuse_failed(
+        self, stages: Collection[int], entries: Mapping[str, set[Hashable]], error: Exception
+    ) -> None:
+        """Refuse an object that the line that failed names, and that another stage may have changed by then.
+
+        Args:
+            stages: stages of the worker whose forward failed.
+            entries: by object, the entries that it has there.
+            error: what failed.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        lines = [
+            (frame.f_code, linecache.getline(frame.f_code.co_filename, line))
+            for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        missing = error.args[:1] if isinstance(error, KeyError) else (getattr(error, "name", None),)
+        for title, shared in self.objects.items():
+            changed = entries.get(title, set()) | {plain_key(key) for key in missing if key is not None} or {
+                0
+            }
+            uses = {stage: use_of(paths, self.codes[stage], changed) for stage, paths in shared.paths.items()}
+            for reader in [stage for stage in stages if Use.READ in uses.get(stage, Use.NONE)]:
+                named = {str(name) for path in shared.paths[reader] for _, name in path[-1:]}
+                here = any(
+                    code in self.codes[reader] and named & set(re.findall(r"\w+", line))
+                    for code, line in lines
+                )
+                writer = next((s for s, use in uses.items() if s != reader and Use.WRITE in use), None)
+                if not here or writer is None:
+                    continue
+                there, path = shared.paths[writer][0], shared.paths[reader][0]
+                raise ConfigError(
+                    f"{self.names[_layer(path)]} fails ({type(error).__name__}: {error}) where it reads "
+                    f"{_shown(path, set())}, which {self.names[_layer(there)]} in another stage changes: a "
+                    f"worker has one of its own (stages {writer} and {reader}); {_REMEDY}"
+                ) from error
 
 
 def shared_objects(
@@ -210,6 +254,20 @@ class ObjectWatch:
                     self._shared.refuse(self._shared.objects[title], [stage], replaced)
                 if replaced or added:
                     self._changed.setdefault(title, set()).update(replaced | added)
+
+    def explain(self, error: Exception) -> None:
+        """Refuse an object that a forward that failed reads, and that another stage may have changed.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self._active:
+            stages = {stage for here in self._here.values() for stage, _ in here}
+            entries = {
+                title: {plain_key(key) for _, reached in here for key in reached.subject.entries()}
+                for title, here in self._here.items()
+            }
+            self._shared.refuse_failed(stages, entries, error)
 
     def compare(self) -> None:
         """After the first steps and evaluations: refuse what workers hold otherwise; all workers call it.
