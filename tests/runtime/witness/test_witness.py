@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.runtime.making.recordings import Recordings
+from counterflow.runtime.stages.stage import evaluating
 from counterflow.runtime.witness.sketches import CallKey, CallSketch, first_difference, sketches_of
 
 
@@ -215,3 +218,31 @@ def test_the_first_call_that_differs_is_named() -> None:
     )
     swapped = sketches_of(torch.tensor([2.0, 1.0])), sketches_of(torch.tensor([1.0, 2.0]))
     assert not swapped[0][0].near(swapped[1][0], 1e-6)
+
+
+def test_an_evaluation_waits_until_the_models_modes_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads with one model: the worker that compares sets modes of modules of the other one, too."""
+
+    @contextmanager
+    def late(modules: Iterable[nn.Module]) -> Iterator[None]:
+        with evaluating(modules):
+            yield
+            time.sleep(0.05)
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                time.sleep(0.1)
+            return x
+
+    monkeypatch.setattr("counterflow.runtime.witness.witness.evaluating", late)
+    model = Net()
+    model.blocks[0] = nn.Sequential(Slow(), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def work() -> list[float]:
+        torch.manual_seed(0)
+        pipeline, x, y = pipeline_of(model, "dapple(stages=2, micro_batches=4)")
+        return [pipeline.evaluate(x, y).loss for _ in range(3)]
+
+    first, second, third = cf.launch(work, workers=2, transport="local")[0]
+    assert first == second == third  # the third is not compared

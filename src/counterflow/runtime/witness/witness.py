@@ -184,12 +184,14 @@ class Witness:
         """Around forwards of a unit, in the modes of its mini-batch."""
         unit, batch = comparison.unit, comparison.batch
         model = [] if self._model is None or batch.training or self._rank != unit.rank else [self._model]
+        # Threads share modules: the model's modes are set before those of the stages here, and restored after
+        # these and before those of the evaluation that follows.
         with evaluating(model):
-            # Threads share modules: the model's modes are set before, and restored after, those of stages.
             self._workers.transport.gather([])
             with self._owner.running(batch.step, unit.rows, training=batch.training):
                 yield
             self._find_changes()
+        self._workers.transport.gather([])
 
     def _find_changes(self) -> None:
         """Learn whether a run has changed buffers: then only the first units of a step can be compared."""
