@@ -316,6 +316,7 @@ class Pipeline(Forwards):
         with self._reported():
             with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
                 batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
+                self._witness.find_state(batch)
                 if self._witness.due(training=True):
                     self._witness.begin(batch, in_flight=self._run.in_flight)
                 self._run.interpreter.saved.counting = self.steps < self.counted_steps

@@ -29,6 +29,8 @@ TOLD = st.builds(
     kind=st.integers(0, 2**53),
     form=st.sampled_from(Form),
     digests=st.tuples(FINITE, FINITE),
+    begins=st.booleans(),
+    ways=st.integers(0, 2**53),
 )
 WEIGHED = st.builds(
     Weighed,

@@ -170,7 +170,7 @@ class StageCopy:
         """Run the layers with the draws of a step, without recomputation and without a compiler."""
         precision = None if self.precision.plain else self.precision
         outer = _there(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
-        return composed(self.layers, [*outer, *inner, *_there(self._skip_runner)])(value, step, rows)
+        return composed(self.layers, [*outer, *_there(self._skip_runner), *inner])(value, step, rows)
 
     def loss_plainly(
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows

@@ -26,6 +26,7 @@ class Result(NamedTuple):
         draws: whether it drew random numbers.
         undecided: reason why nothing can be compared; empty: there is none.
         failure: error of the forward; empty: there is none.
+        stateful: layer that keeps state between forwards; empty: there is none, or none was sought.
     """
 
     output: Any = None
@@ -33,6 +34,7 @@ class Result(NamedTuple):
     draws: bool = False
     undecided: str = ""
     failure: str = ""
+    stateful: str = ""
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from ..stages.skips import Carried
 from ..stages.stage import StageCopy
 from ..torch_private import buffers_of
 from .sketches import CallKey, CallSketch, Sketch, sketches_of
+from .state import Repeats
 
 
 class ModuleCall(NamedTuple):
@@ -67,10 +68,12 @@ class StageRun(NamedTuple):
     Attributes:
         stage: number of the stage.
         value: its input.
+        repeats: whether each layer runs twice, to see whether it keeps state (``Repeats``).
     """
 
     stage: int
     value: Value
+    repeats: bool = False
 
 
 class StageResult(NamedTuple):
@@ -79,10 +82,12 @@ class StageResult(NamedTuple):
     Attributes:
         value: its output.
         draws: whether a layer drew random numbers.
+        stateful: the first layer whose second run differed; empty: none did, or none was repeated.
     """
 
     value: Value
     draws: bool
+    stateful: str = ""
 
 
 class _Draws(Feature):
@@ -106,10 +111,11 @@ class Owner:
     Args:
         stages: the worker's stages by number.
         streams: streams of random draws.
+        least: minimum of the relative difference that counts as rounding.
     """
 
-    def __init__(self, stages: Mapping[int, StageCopy], streams: RandomStreams) -> None:
-        self._stages, self._streams = stages, streams
+    def __init__(self, stages: Mapping[int, StageCopy], streams: RandomStreams, least: float = 0.0) -> None:
+        self._stages, self._streams, self._least = stages, streams, least
         self._layers = {
             layer.index: (copy, layer.module) for copy in stages.values() for layer in copy.layers
         }
@@ -231,9 +237,9 @@ class Owner:
         with self._sketching(copy), copy.precision.computing():
             if not self._training:
                 return StageResult(copy.forward(value, self.step, self.rows), draws=False)
-            draws = _Draws(self._streams)
-            output = copy.run_plainly(value, self.step, self.rows, [draws])
-            return StageResult(output, draws.any)
+            draws, repeats = _Draws(self._streams), Repeats(self._streams, self._least)
+            output = copy.run_plainly(value, self.step, self.rows, [draws, repeats][: 1 + request.repeats])
+            return StageResult(output, draws.any, repeats.layer)
 
     @contextmanager
     def _sketching(self, copy: StageCopy) -> Iterator[None]:

@@ -46,6 +46,7 @@ from .model_forward import ModelForward
 from .owner import Owner, StageResult, StageRun
 from .rounds import RemoteError, Rounds, packed, unpacked
 from .sketches import CallSketch, first_difference
+from .state import other_calls
 from .units import Units, WitnessUnit
 
 _LOG = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class Witness:
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
         self._least = tolerance(torch.bfloat16) if lower else 0.0
-        self._owner = Owner(stages, streams)
+        self._owner = Owner(stages, streams, self._least)
+        self._other_calls = "" if sharded else other_calls(schedule, len(workers.ranks))
         modules = {layer.index: layer.module for of_stage in layers for layer in of_stage}
         self._stage_of = {layer.index: n for n, of_stage in enumerate(layers) for layer in of_stage}
         captured = {n: layer for n, layer in modules.items() if isinstance(layer, CapturedLayer)}
@@ -125,9 +127,7 @@ class Witness:
         """
         if not self._compares(batch, in_flight=in_flight):
             return
-        batch.agree()
-        self._workers.transport.status.now("running the model's own forward")
-        unit = self._units.choose(batch)
+        unit = self._agreed_unit(batch)
         if unit is None:
             return
         watch = None
@@ -150,6 +150,35 @@ class Witness:
         if self._rank == unit.rank:
             batch.watch = watch
         self._begun.append(comparison)
+
+    def find_state(self, batch: Batch) -> None:
+        """Refuse layers that keep state between forwards, before the first step; all workers call it.
+
+        Raises:
+            ConfigError: a layer's output depends on its earlier forwards, and its calls are not those of one
+                process.
+        """
+        why, self._other_calls = self._other_calls, ""
+        unit = self._agreed_unit(batch) if why else None
+        if unit is None:
+            return
+        comparison = Comparison(unit, batch, None)
+        self._read_inputs(comparison)
+        rounds = Rounds(self._workers.transport, unit.rank, self._tag)
+        with self._running(comparison):
+            result = self._layers_in_turn(comparison, rounds, repeats=True)
+            layer = "" if result is None else result.stateful
+            text = layer and (
+                f"{layer} gives other values when it runs again on the same input: it keeps state between "
+                f"forwards, and {why}; pass the state on through inputs and outputs, or take one replica and "
+                "a schedule in which each stage is on one worker"
+            )
+            self._raise(comparison, text)
+
+    def _agreed_unit(self, batch: Batch) -> WitnessUnit | None:
+        batch.agree()
+        self._workers.transport.status.now("running the model's own forward")
+        return self._units.choose(batch)
 
     def _compares(self, batch: Batch, *, in_flight: bool) -> bool:
         """Return whether the schedule runs something else than the forward: layers of a list run alike."""
@@ -274,7 +303,9 @@ class Witness:
             )
         return Result(pytree.tree_map_only(Tensor, copied, output), loss, forward.draws)
 
-    def _layers_in_turn(self, comparison: Comparison, rounds: Rounds) -> Result | None:
+    def _layers_in_turn(
+        self, comparison: Comparison, rounds: Rounds, *, repeats: bool = False
+    ) -> Result | None:
         """Run the layers one after another; return the result on the worker that compares."""
         unit = comparison.unit
         value = rounds.gather(comparison.value)[unit.inputs_rank]
@@ -282,10 +313,11 @@ class Witness:
             rounds.serve(self._owner.answer)
             return None
         try:
-            value, draws = self._through_stages(unit, rounds, value)
-            output, terms = apart(value)
-            loss = self._loss(comparison, output, terms)
-            return Result(pytree.tree_map_only(Tensor, copied, output), loss, draws)
+            found = self._through_stages(unit, rounds, value, repeats=repeats)
+            output, terms = apart(found.value)
+            loss = None if repeats else self._loss(comparison, output, terms)
+            output = pytree.tree_map_only(Tensor, copied, output)
+            return Result(output, loss, found.draws, stateful=found.stateful)
         except (Lost, TimedOut):
             raise
         except Exception as error:  # the step reports an error of its layers
@@ -293,22 +325,23 @@ class Witness:
         finally:
             rounds.end()
 
-    def _through_stages(self, unit: WitnessUnit, rounds: Rounds, value: Any) -> tuple[Any, bool]:
-        """Output of all stages, and whether any drew random numbers."""
+    def _through_stages(self, unit: WitnessUnit, rounds: Rounds, value: Any, *, repeats: bool) -> StageResult:
+        """Output of all stages, whether any drew random numbers, and the first layer that keeps state."""
         held: dict[int, Any] = {}
-        draws = False
+        draws, stateful = False, ""
         for stage in range(self._schedule.stages):
-            request = StageRun(stage, Carried(value, held) if held else value)
+            request = StageRun(stage, Carried(value, held) if held else value, repeats and not stateful)
             result: StageResult
             if stage in self._stages:
                 result = self._owner.run(unpacked(packed(request), self._workers.transport.device))
             else:
                 result = rounds.ask(self._units.rank_of_stage(unit, stage), request)
             value, draws = result.value, draws or result.draws
+            stateful = stateful or result.stateful
             if type(value) is Carried:
                 held |= value.skips
                 value = value.value
-        return value, draws
+        return StageResult(value, draws, stateful)
 
     def _loss(self, comparison: Comparison, output: Any, terms: Mapping[str, Tensor]) -> float | None:
         """Mean loss of the unit, with the loss function's random draws and modes."""

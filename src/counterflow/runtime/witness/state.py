@@ -1,0 +1,97 @@
+"""Layers that keep state between forwards, where such a state differs from that of one process.
+
+Copies of a stage on several workers have a state each, and a stage that computes parts of micro-batches, or
+several at once, calls its layers at other times. So in the first step the layers run twice on one unit, with
+the same random draws. What they keep must not change their outputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.added_loss import added_losses
+from counterflow.nearness import difference, tolerance
+from counterflow.schedule.ir import Schedule
+from counterflow.trees import version_of
+
+from ..messages.mappings import know
+from ..messages.values import Value
+from ..stages.features import Feature, Run
+from ..stages.named_layer import NamedLayer, place_of
+from ..stages.randomness import RandomStreams, SampleRows
+from ..transport.turns import PythonStates
+
+
+def other_calls(schedule: Schedule, replicas: int) -> str:
+    """Reason why layers are called otherwise than in one process; empty: once by micro-batch, as there.
+
+    Args:
+        schedule: schedule of the pipeline.
+        replicas: number of replicas.
+    """
+    if replicas > 1:
+        return f"each of {replicas} replicas has its own"
+    workers: dict[int, set[int]] = {}
+    for worker, order in enumerate(schedule.orders):
+        for op in order:
+            workers.setdefault(op.stage, set()).add(worker)
+            if op.kind.whole and (op.parts > 1 or len(op.micro_batches) > 1):
+                return "the schedule computes parts of micro-batches, or several at once"
+    most = max(map(len, workers.values()))
+    return f"each of {most} workers with a copy of the layer has its own" if most > 1 else ""
+
+
+class Repeats(Feature):
+    """Runs each layer twice, and names the first one whose second output differs.
+
+    Args:
+        streams: streams of random draws.
+        least: minimum of the relative difference that counts as rounding.
+    """
+
+    def __init__(self, streams: RandomStreams, least: float) -> None:
+        self._streams, self._least = streams, least
+        self.layer = ""
+        """The layer, for messages; empty: there is none."""
+
+    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        """See ``Feature``."""
+        if self.layer:
+            return run(value, step, rows)
+        know(value)
+        again = pytree.tree_map_only(Tensor, _copy, value)
+        before, python, versions = self._streams.states(), PythonStates.now(), _versions(layer)
+        output = run(value, step, rows)
+        if _versions(layer) != versions:
+            return output  # a forward that changes weights is refused by the step
+        after = self._streams.states(), PythonStates.now()
+        self._restore(before, python)
+        try:
+            with added_losses():
+                second = run(again, step, rows)
+        finally:
+            self._restore(*after)
+        know(output)
+        dtypes = [
+            t.dtype for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        limit = max(map(tolerance, dtypes), default=0.0)
+        if difference(output, second) > max(limit, self._least):
+            self.layer = place_of(layer)
+        return output
+
+    def _restore(self, states: list[Tensor], python: PythonStates) -> None:
+        for generator, state in zip(self._streams.generators, states, strict=True):
+            generator.set_state(state)
+        python.restore()
+
+
+def _versions(layer: NamedLayer) -> list[int]:
+    return [version_of(parameter) for parameter in layer.module.parameters()]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with no graph, which is no leaf if it requires a gradient: layers may change it in place."""
+    plain = tensor.detach().clone()
+    return plain.requires_grad_().clone() if tensor.requires_grad else plain
