@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -172,6 +175,87 @@ def test_what_is_set_in_the_users_model_counts(schedule: Schedule, given: bool) 
     expected = dict(alone.state_dict())
     for state in threads(_changed, with_modes() if given else None, schedule):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+class Settings(nn.Module):
+    """Multiplies by what it holds in attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: Any = {"a": {"scale": [1.0]}, "unused": (1, 2)}
+        self.config: Any = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0))
+        self.array: Any = np.ones(4)
+        self.act: Any = torch.tanh
+        self.extra: Any = 1.0
+        self.count = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.count += 1
+        value = value * self.tables["a"]["scale"][0] * self.config.inner.gain * torch.from_numpy(self.array)
+        found: Tensor = self.act(value) * getattr(self, "extra", 0.25)
+        return found
+
+
+def set_config(layer: Settings) -> None:
+    layer.config.inner.gain = 0.5
+
+
+def delete_extra(layer: Settings) -> None:
+    del layer.extra
+
+
+def set_extra(layer: Settings) -> None:
+    layer.extra = torch.full((4,), 0.5, dtype=F)
+
+
+SET: dict[str, Callable[[Settings], object]] = {
+    "an entry of an entry": lambda layer: layer.tables["a"]["scale"].__setitem__(0, 3.0),
+    "a key that is deleted": lambda layer: layer.tables.pop("unused"),
+    "an attribute of an attribute": set_config,
+    "an array": lambda layer: layer.array.__setitem__(slice(2), 0.5),
+    "a function": lambda layer: setattr(layer, "act", partial(torch.mul, other=0.5)),
+    "a tensor": set_extra,
+    "an attribute that is deleted": delete_extra,
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_attributes_of_all_kinds_that_are_set_count(name: str) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(linear(), Settings(), linear(), linear(), Settings(), linear())
+
+    def work(model: nn.Sequential) -> dict[str, Tensor]:
+        pipeline = piped(model, CHIMERA)
+        for number in range(3):
+            pipeline.step(*batch(number))
+            if number == 0 and pipeline.worker == 0:
+                SET[name](cast("Settings", model[4]))
+        return pipeline.model_state_dict()
+
+    alone = make()
+    optimizer = sgd(list(alone.parameters()))
+    for number in range(3):
+        optimizer.zero_grad()
+        for part, target in zip(*(each.split(4) for each in batch(number)), strict=True):
+            (functional.mse_loss(alone(part), target) / 4).backward()
+        optimizer.step()
+        if number == 0:
+            SET[name](cast("Settings", alone[4]))
+    for state in threads(work, make()):
+        torch.testing.assert_close(state, dict(alone.state_dict()), rtol=0, atol=1e-12)
+
+
+def test_an_attribute_that_cannot_be_copied_is_refused() -> None:
+    def work(model: nn.Sequential) -> None:
+        pipeline = piped(model, CHIMERA)
+        pipeline.step(*batch(0))
+        if pipeline.worker == 0:
+            cast("Settings", model[1]).extra = (number for number in (1.0, 2.0))
+        pipeline.step(*batch(1))
+
+    with pytest.raises(ConfigError, match="'extra' of a Settings changed and cannot be copied"):
+        threads(work, nn.Sequential(linear(), Settings(), linear(), linear()))
 
 
 def _shown() -> None:

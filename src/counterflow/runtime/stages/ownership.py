@@ -30,13 +30,10 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
-from ..torch_private import hooks_of, module_hook_tables, parameters_of
+from ..torch_private import hooks_of
 from ..transport.base import Transport
 from .remote import leave, tables
-
-_PLAIN = {bool, int, float, str, NoneType}
-"""What a module's attributes are that the user may set while a copy of it is trained."""
+from .twins import Twin
 
 _CONSTANT = (torch.device, torch.Size, frozenset, partial)
 """Kinds of objects that ``copy.deepcopy`` copies and nobody changes; what they are made of is looked at."""
@@ -76,7 +73,7 @@ class Owned:
         self._every = tuple(every)
         self._transport = transport
         self._held = {id(found) for _, module in held for found in _objects(module)}
-        self._twins: list[_Twin] = []
+        self._twins: list[Twin] = []
         self._calls = 0
         self.shared = False
         self.modules = [module for _, module in held]
@@ -117,7 +114,7 @@ class Owned:
             raise refusal
         if common and refusal is None:
             pairs = [(child, memo.get(id(child))) for module in self.modules for child in module.modules()]
-            self._twins = [_Twin(own, twin) for own, twin in pairs if isinstance(twin, nn.Module)]
+            self._twins = [Twin(own, twin, memo) for own, twin in pairs if isinstance(twin, nn.Module)]
             self.modules = copies
         self._held = set().union(*(row.objects for row in rows))
 
@@ -182,102 +179,6 @@ class Owned:
         leave(others, self._every, self._held, self._transport.rank)
         self._every, self._held = (), set()
         self._note()
-
-
-class _Twin:
-    """A copy of a user's module, which follows what he sets in his own."""
-
-    def __init__(self, own: nn.Module, twin: nn.Module) -> None:
-        self._own, self._twin = own, twin
-        self._tensors = [
-            _CopiedTensor(table, twins, name)
-            for table, twins in zip(tables(own), tables(twin), strict=True)
-            for name in table
-        ]
-        self._seen = _plain(own)
-        self._hooks = [set(hooks) for hooks in module_hook_tables(own)]
-
-    def follow(self) -> None:
-        """Set what was set in the user's module since the last time."""
-        now = _plain(self._own)
-        vars(self._twin).update({n: v for n, v in now.items() if n not in self._seen or self._seen[n] != v})
-        self._seen = now
-        of_both = zip(module_hook_tables(self._own), module_hook_tables(self._twin), self._hooks, strict=True)
-        for own, twin, seen in of_both:
-            for gone in seen - own.keys():
-                twin.pop(gone, None)
-            twin.update({key: hook for key, hook in own.items() if key not in seen})
-            seen.clear()
-            seen.update(own)
-        theirs = parameters_of(self._twin)
-        for name, parameter in parameters_of(self._own).items():
-            mine = theirs.get(name)
-            if parameter is not None and mine is not None and mine.requires_grad != parameter.requires_grad:
-                mine.requires_grad_(parameter.requires_grad)
-        for tensor in self._tensors:
-            tensor.follow()
-
-    def note(self, *, contents: bool) -> None:
-        """Note what tensors are after a call; ``contents``: also whether the copies are equal to them."""
-        for tensor in self._tensors:
-            tensor.note(contents=contents)
-
-
-class _CopiedTensor:
-    """A weight or a buffer of the user's module, and the copy of it that this worker computes with.
-
-    Args:
-        own: the table of the user's module.
-        twin: the table of its copy.
-        name: the tensor's name in both.
-    """
-
-    def __init__(
-        self, own: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
-    ) -> None:
-        self._own, self._twin, self._name = own, twin, name
-        self._noted: tuple[int, int] | None = None
-        self._equal = self._by_data = False
-
-    def follow(self) -> None:
-        """Let the copy have what the user's tensor was given since the call before."""
-        pair = self._pair()
-        if pair is None or self._noted is None:
-            return
-        own, twin = pair
-        state = _state(own)
-        changed = state != self._noted
-        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(own, twin))):
-            changed = self._by_data = True  # others of these may show in the contents alone
-        if changed:
-            with torch.no_grad():
-                twin.copy_(own)
-
-    def note(self, *, contents: bool) -> None:
-        """Note the user's tensor after a call."""
-        pair = self._pair()
-        self._noted = None if pair is None else _state(pair[0])
-        self._equal = (contents or self._by_data) and pair is not None and _equal(*pair)
-
-    def _pair(self) -> tuple[Tensor, Tensor] | None:
-        """Both tensors; None: there is no copy, or one of another shape."""
-        own, twin = self._own.get(self._name), self._twin.get(self._name)
-        if own is None or twin is None or own is twin or own.shape != twin.shape:
-            return None
-        return None if is_dtensor(twin) or own.is_meta or twin.is_meta else (own.detach(), twin.detach())
-
-
-def _equal(own: Tensor, twin: Tensor) -> bool:
-    return own.to(twin.device).equal(twin)
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Address and count of changes of a tensor; changes through ``.data`` are not counted."""
-    return tensor.data_ptr(), tensor._version  # noqa: SLF001 - documented as it
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 def _objects(module: nn.Module) -> list[object]:

@@ -1,0 +1,187 @@
+"""Copies of the user's modules that follow what the user sets in these.
+
+Followed are attributes of all kinds (also what is in containers and objects that they hold), modes, hooks,
+freezing, and contents of weights and buffers.
+
+Invariant: only what changed between two calls is followed, so what a forward sets stays with its module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from counterflow.errors import ConfigError
+
+from ..dtensors import is_dtensor
+from ..torch_private import module_hook_tables, parameters_of
+from .remote import tables
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that belong to torch, and are followed otherwise."""
+
+_DEEPEST = 6
+"""Containers and objects that are looked into, one within another."""
+
+_LARGEST = 2**16
+"""Entries of a container, and bytes of an array, that are compared."""
+
+
+class Twin:
+    """A module of the user's, and the copy of it that this worker runs.
+
+    Args:
+        own: the user's module.
+        twin: its copy.
+        memo: by identity, copies of objects that ``own`` reaches.
+    """
+
+    def __init__(self, own: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
+        self._own, self._twin = own, twin
+        self._memo = memo
+        self._tensors = [
+            _CopiedTensor(table, twins, name)
+            for table, twins in zip(tables(own), tables(twin), strict=True)
+            for name in table
+        ]
+        self._attributes = _attributes(own)
+        self._hooks = [set(hooks) for hooks in module_hook_tables(own)]
+
+    def follow(self) -> None:
+        """Set what was set in the user's module since ``note``.
+
+        Raises:
+            ConfigError: an attribute cannot be copied.
+        """
+        self._follow_attributes()
+        of_both = zip(module_hook_tables(self._own), module_hook_tables(self._twin), self._hooks, strict=True)
+        for own, twin, seen in of_both:
+            for gone in seen - own.keys():
+                twin.pop(gone, None)
+            twin.update({key: hook for key, hook in own.items() if key not in seen})
+            seen.clear()
+            seen.update(own)
+        theirs = parameters_of(self._twin)
+        for name, parameter in parameters_of(self._own).items():
+            mine = theirs.get(name)
+            if parameter is not None and mine is not None and mine.requires_grad != parameter.requires_grad:
+                mine.requires_grad_(parameter.requires_grad)
+        for tensor in self._tensors:
+            tensor.follow()
+
+    def note(self, *, contents: bool) -> None:
+        """Note what the user's module is after a call; ``contents``: also whether tensors are equal."""
+        self._attributes = _attributes(self._own)
+        for tensor in self._tensors:
+            tensor.note(contents=contents)
+
+    def _follow_attributes(self) -> None:
+        now, before = _attributes(self._own), self._attributes
+        changed = [name for name, (_, content) in now.items() if before.get(name, (None, None))[1] != content]
+        if changed:
+            values = {name: now[name][0] for name in changed}
+            # Objects of before may have changed within; modules and registered tensors have their copies.
+            known = {key: each for key, each in self._memo.items() if isinstance(each, (nn.Module, Tensor))}
+            try:
+                vars(self._twin).update(copy.deepcopy(values, known))
+            except Exception as error:
+                raise ConfigError(
+                    f"{', '.join(map(repr, changed))} of a {type(self._own).__name__} changed and cannot be "
+                    f"copied ({error}), and threads that are given one model copy what several of them use; "
+                    "make the model in the function that launch() runs"
+                ) from error
+        for name in before.keys() - now.keys():
+            vars(self._twin).pop(name, None)
+        self._attributes = now
+
+
+class _CopiedTensor:
+    """A weight or a buffer of the user's module, and the copy of it that this worker computes with.
+
+    Args:
+        own: the table of the user's module.
+        twin: the table of its copy.
+        name: the tensor's name in both.
+    """
+
+    def __init__(
+        self, own: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
+    ) -> None:
+        self._own, self._twin, self._name = own, twin, name
+        self._noted: tuple[int, int] | None = None
+        self._equal = self._by_data = False
+
+    def follow(self) -> None:
+        """Let the copy have what the user's tensor was given since the call before."""
+        pair = self._pair()
+        if pair is None or self._noted is None:
+            return
+        own, twin = pair
+        state = _state(own)
+        changed = state != self._noted
+        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(own, twin))):
+            changed = self._by_data = True  # others of these may show in the contents alone
+        if changed:
+            with torch.no_grad():
+                twin.copy_(own)
+
+    def note(self, *, contents: bool) -> None:
+        """Note the user's tensor after a call."""
+        pair = self._pair()
+        self._noted = None if pair is None else _state(pair[0])
+        self._equal = (contents or self._by_data) and pair is not None and _equal(*pair)
+
+    def _pair(self) -> tuple[Tensor, Tensor] | None:
+        """Both tensors; None: there is no copy, or one of another shape."""
+        own, twin = self._own.get(self._name), self._twin.get(self._name)
+        if own is None or twin is None or own is twin or own.shape != twin.shape:
+            return None
+        return None if is_dtensor(twin) or own.is_meta or twin.is_meta else (own.detach(), twin.detach())
+
+
+def _equal(own: Tensor, twin: Tensor) -> bool:
+    return own.to(twin.device).equal(twin)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Address and count of changes of a tensor; changes through ``.data`` are not counted."""
+    return tensor.data_ptr(), tensor._version  # noqa: SLF001 - documented as it
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Hashable]]:
+    """A module's attributes, each with what identifies its contents; the value keeps identities its own."""
+    return {
+        name: (value, _content(value, _DEEPEST))
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _content(value: Any, depth: int) -> Hashable:
+    """What identifies an object and its contents while it lives."""
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return type(value), repr(value)
+    if isinstance(value, Tensor):
+        return (id(value), *(() if value.is_meta or is_dtensor(value) else _state(value)))
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes() if value.nbytes <= _LARGEST else b""
+    if isinstance(value, (nn.Module, type)) or not depth:
+        return id(value)
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = [part for pair in value.items() for part in pair]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts = value
+    elif isinstance(value, partial):
+        parts = (value.func, value.args, value.keywords)
+    if len(parts) > _LARGEST:
+        return id(value), len(parts)
+    own = getattr(value, "__dict__", {})
+    return id(value), *(_content(part, depth - 1) for part in (*parts, *own.values()))
