@@ -19,6 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["FakeTensor", "FakeTensorMode", "RecordingMode", "ShapeEnv", "TorchDispatchMode"]
 
 
+if torch.__version__ < "2.13":
+    with FakeTensorMode():  # its first two uses at once, in threads, end a CUDA build without a GPU
+        pass
+
+
 class RecordingMode(FakeTensorMode):
     """Mode of the tensors of recordings, of which none is left after these."""
 

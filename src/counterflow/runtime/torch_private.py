@@ -40,6 +40,13 @@ __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass"]
 # micro-batches for layers that draw random numbers, and no strict_nccl.
 # is_traceable_wrapper_subclass: ``hasattr(tensor, "__tensor_flatten__")`` says the same.
 
+# -- functions that a supported version lacks
+
+LINEAR_CROSS_ENTROPY: tuple[Callable[..., Tensor], ...] = (
+    (functional.linear_cross_entropy,) if hasattr(functional, "linear_cross_entropy") else ()
+)
+"""``functional.linear_cross_entropy``, which torch has since 2.13; without it no loss calls it."""
+
 # -- autograd
 
 run_backward: Any = Variable._execution_engine.run_backward  # noqa: SLF001

@@ -98,7 +98,7 @@ def _profiled() -> list[str]:
     )
     batch = torch.ones(4, 4), torch.ones(4, 4)
     pipeline.step(*batch)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
         pipeline.step(*batch)
     return [event.name for event in found.events()]
 

@@ -40,7 +40,7 @@ def test_squared_norms_are_of_pieces_and_by_group(monkeypatch: pytest.MonkeyPatc
 def test_no_more_than_a_piece_is_copied() -> None:
     """In float64 a copy of all gradients is twice what these take."""
     whole = group(torch.ones(3 * gradients._NORM_PIECE))
-    with torch.profiler.profile(profile_memory=True, record_shapes=False) as found:
+    with torch.profiler.profile(profile_memory=True, record_shapes=False, acc_events=True) as found:
         SquaredNorms([whole]).read()
     events = found.events()
     assert events is not None

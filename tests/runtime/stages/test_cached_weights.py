@@ -72,8 +72,12 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
 
 
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.to(F), target)  # torch before 2.13 has no gradient of two dtypes
+
+
 def losses(kind: type[Normed], schedule: str, options: dict[str, Any]) -> list[float]:
-    pipeline = Pipeline(model(kind), nn.MSELoss(), schedule, optimizer=momentum, **options)
+    pipeline = Pipeline(model(kind), loss, schedule, optimizer=momentum, **options)
     steps = [pipeline.step(*batch(number)) for number in range(STEPS)]
     steps += pipeline.flush()
     found = [step.loss for step in steps if step.reports_step is not None]

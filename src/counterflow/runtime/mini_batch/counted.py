@@ -26,7 +26,7 @@ from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.named_layer import LOSS, NamedLayer
 from ..stages.randomness import SampleRows
-from ..torch_private import whole_call
+from ..torch_private import LINEAR_CROSS_ENTROPY, whole_call
 from .losses import Found, read_loss
 
 _NOTHING = nullcontext()
@@ -208,9 +208,7 @@ def _scaled(func: Any, args: Any) -> Any:
 
 
 _DIVISORS: dict[Any, Callable[[Mapping[str, Any]], Tensor | int]] = {
-    **dict.fromkeys(
-        (functional.cross_entropy, functional.nll_loss, functional.linear_cross_entropy), _by_targets
-    ),
+    **dict.fromkeys((functional.cross_entropy, functional.nll_loss, *LINEAR_CROSS_ENTROPY), _by_targets),
     **dict.fromkeys((functional.mse_loss, functional.l1_loss), _by_weights),
     **dict.fromkeys(
         (
