@@ -142,7 +142,7 @@ class Scale(nn.Module):
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum()
+    return output.mean()
 
 
 def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipeline:
@@ -157,6 +157,7 @@ def pipeline(schedule: cf.Schedule, worker: int, *, barrier: bool) -> cf.Pipelin
         digest_every=0,
         barrier=barrier,
     )
+    made._witness._other_calls = ""  # the workers that it compares are not there
     alone.units = {
         task.envelope.number: (len(task.envelope.of), not task.envelope.gradient)
         for tasks in made._run.lists
