@@ -120,7 +120,8 @@ class Alone(Transport):
         return Ready([list(values)] * self.world_size)
 
     def gather_objects(self, value: object) -> list[object]:
-        return [Anything()] * self.world_size
+        titles = isinstance(value, dict) and any(isinstance(key, str) for key in value)
+        return [value if titles else Anything()] * self.world_size
 
     def statuses(self) -> list[Status | None]:
         return [self.status]
