@@ -39,6 +39,8 @@ from counterflow.schedule.ir import OpKind
 
 RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
 SHAPE = (1, 4)
+DEVICE = torch.device("cpu")
+"""Where everything is computed; the one-GPU programme sets another."""
 NO_BARRIER = ", no barrier"
 """Of a schedule's name: steps follow each other without one."""
 
@@ -78,7 +80,7 @@ class Alone(Transport):
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.device = torch.device("cpu")
+        self.device = DEVICE
         self.timeout_seconds = 60.0
         self.status = Status(rank)
         self.units: dict[int, tuple[int, bool]] = {}  # by tag, tensors, and of activations or not
@@ -99,7 +101,7 @@ class Alone(Transport):
     def receive_described(self, peer: int, tag: int) -> Ready:
         units, activation = self.units[tag]
         head = [torch.empty(0, dtype=torch.uint8)] if activation else []
-        return Ready([*head, *(torch.zeros(SHAPE, requires_grad=True) for _ in range(units))])
+        return Ready([*head, *(torch.zeros(SHAPE, device=DEVICE, requires_grad=True) for _ in range(units))])
 
     def group(self, ranks: Sequence[int]) -> Group:
         return Group(tuple(ranks))
@@ -227,10 +229,10 @@ def kind_of(action: Action) -> str:
 
 def bare() -> dict[str, float]:
     """A forward and a backward that nobody looks after, in microseconds."""
-    layer = Scale()
-    layer.weight.grad = torch.zeros(1, 1)
-    gradient = torch.ones(SHAPE)
-    inputs = [torch.ones(SHAPE, requires_grad=True) for _ in range(256)]
+    layer = Scale().to(DEVICE)
+    layer.weight.grad = torch.zeros(1, 1, device=DEVICE)
+    gradient = torch.ones(SHAPE, device=DEVICE)
+    inputs = [torch.ones(SHAPE, device=DEVICE, requires_grad=True) for _ in range(256)]
     edges: list[Any] = []
 
     def forwards() -> None:

@@ -1,5 +1,6 @@
 """What to run on a machine with GPUs: whether numbers are right there, and how quick and how large they are.
 
+    python benchmarks/gpu_check.py --one-gpu  # eight minutes on a machine with one GPU: one_gpu.py
     python benchmarks/gpu_check.py [--devices 1,2,4,8] [--parts verify,speed] [--models gpt-2,bert-48]
                                    [--steps 10] [--peak-tflops 989] [--small] [--out gpu_check.json]
 
@@ -29,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import one_gpu
 import torch
 from machine import machine
 from torch import nn
@@ -426,14 +428,28 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--one-gpu", action="store_true", help="the programme for one GPU, in eight minutes")
+    parser.add_argument("--pretend", action="store_true", help="with --one-gpu: rehearse it on CPUs")
+    parser.add_argument("--thin", type=int, default=1, help="with --pretend: run each so-many-th case")
     parser.add_argument("--devices", default="1,2,4,8", help="numbers of devices to verify on")
-    parser.add_argument("--parts", default="verify,speed")
+    parser.add_argument(
+        "--parts", help="verify,speed; with --one-gpu: " + ",".join(p.name for p in one_gpu.PARTS)
+    )
     parser.add_argument("--models", default="gpt-2,bert-48")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--peak-tflops", type=float, help="of a device, in bf16; by default by its name")
     parser.add_argument("--small", action="store_true", help="small models on the CPU")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"))
     given = parser.parse_args()
+    if given.one_gpu:
+        if not (given.pretend or torch.cuda.is_available()):
+            parser.error("torch finds no GPU here; rehearse with --pretend")
+        parts = (given.parts or ",".join(part.name for part in one_gpu.PARTS)).split(",")
+        unknown = {*parts} - {part.name for part in one_gpu.PARTS}
+        if unknown:
+            parser.error(f"--parts: there is no {min(unknown)}")
+        return one_gpu.run(parts, given.out, pretend=given.pretend, thin=given.thin)
+    given.parts = given.parts or "verify,speed"
     on_gpu = torch.cuda.is_available() and not given.small
     there = torch.cuda.device_count() if on_gpu else 2
     found: dict[str, Any] = {"machine": about(), "on_gpu": on_gpu, "verify": {}, "speed": []}

@@ -38,6 +38,9 @@ from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
 GOAL = 0.05
+STEPS = 2, 4
+"""Numbers of the steps that count, from 0: the first one learns shapes and makes the optimiser's state, and
+in the first, second, fourth, eighth, ... one checks of the loss hold more."""
 RESULTS = Path(__file__).parent / "results"
 GPTS = {
     "gpt": GPTConfig(layers=6, hidden=96, heads=4, vocabulary=256, positions=64, dropout=0.0),
@@ -158,6 +161,32 @@ def profiled(subject: tuple[str, str, str, int]) -> tuple[Model, Profile]:
     return model, assembled(layers, [found])
 
 
+def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, float]]:
+    """What a worker with a GPU runs: by run the peak bytes of its allocator, reserved and pinned bytes."""
+    found = []
+    for run, cuts in every:
+        schedule = registry.build(run.scheme, run.options)
+        inputs, targets = batch(run.model, run.samples * schedule.micro_batches)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
+        peak = 0
+        for step in range(STEPS[-1] + 1):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            one.step(inputs.pin_memory(), targets.pin_memory())
+            torch.cuda.synchronize()
+            if step in STEPS:
+                peak = max(peak, torch.cuda.max_memory_allocated() - before)
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        found.append({"bytes": peak, "reserved": torch.cuda.max_memory_reserved(), "pinned": pinned})
+        one.flush()
+        one.close()
+        del one
+    return found
+
+
 def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
     """What a worker runs: its peak of each run, with everything from the pipeline's making on."""
     found = []
@@ -170,10 +199,10 @@ def measured(every: list[tuple[Run, tuple[int, ...]]]) -> list[int]:
         with allocated() as now:
             one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
         peak = 0
-        for step in range(3):
+        for step in range(STEPS[-1] + 1):
             with allocated(since=now.current) as now:
                 one.step(inputs, targets)
-            if step:  # the first learns shapes, and makes the optimiser's state
+            if step in STEPS:
                 peak = max(peak, now.peak)
         found.append(peak)
         one.flush()

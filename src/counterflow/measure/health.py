@@ -29,7 +29,7 @@ from .machine import cores, memory_bytes, processor
 from .storage import ADVICE, WANTED, storage_of
 
 GIB = 2**30
-_LEAST_TORCH = (2, 13)
+_LEAST_TORCH = (2, 11)
 _LEAST_SHARED = GIB // 4
 _LEAST_FILES = 1024
 

@@ -333,12 +333,12 @@ def test_it_costs_the_first_mini_batch_of_a_kind_and_a_unit_of_some_steps() -> N
 
     def steps() -> None:
         with Pipeline(layers(), counted(own_mean, calls), ONE, optimizer=sgd) as pipeline:
-            for samples in (16, 16, 12, 16):  # the second step is one that is checked again
+            for samples in (16, 16, 12, 16, 16):  # the second and the fourth are checked again
                 pipeline.step(*batch(samples))
 
     launch(steps, workers=2, transport="local")
-    first, second, third = [4, 2, 2, 4] * 4 + [16], [4, 2, 2] + [4] * 4, [3, 1, 2, 3] * 4 + [12]
-    assert calls == first + second + third + [4] * 4
+    first, again, third = [4, 2, 2, 4] * 4 + [16], [4, 2, 2] + [4] * 4, [3, 1, 2, 3] * 4 + [12]
+    assert calls == first + again + third + again + [4] * 4
 
 
 def drawing(output: Tensor, target: Tensor) -> Tensor:

@@ -352,4 +352,4 @@ class Batches:
 
 def _checks_again(call: Call, step: int) -> bool:
     """Whether a unit of a step is checked though others of its kind were: in steps 1, 2, 4, 8 and so on."""
-    return call.trains and is_doubling(step)
+    return call.trains and is_doubling(step + 1)

@@ -1,0 +1,27 @@
+"""One part of the programme, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from one_gpu import PARTS, Report, run_part
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=[part.name for part in PARTS], required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--pretend", action="store_true")
+    parser.add_argument("--thin", type=int, default=1)
+    options = parser.parse_args()
+    seconds = next(part.seconds for part in PARTS if part.name == options.part)
+    end = time.monotonic() + seconds
+    run_part(options.part, Report(options.part, options.rows, end, options.pretend, options.thin))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
