@@ -429,6 +429,7 @@ def play_one_by_one(
         samples,
         recompute,
         passes=-(-workload.micro_batches // placement.pipes),
+        synchronous=workload.synchronous,
         on=links,
     )
     return Play(predictor, configuration, problem.schedule(one_by_one(problem)), stages, links)

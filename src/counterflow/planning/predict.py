@@ -84,7 +84,7 @@ class Predictor:
         self.profile = positioned(model, profile, cluster, tensor_parallel)
         self._of_positions = {tensor_parallel: self}
         self._parameters = parameters_of(model, profile)
-        self._sums: dict[tuple[int, bool], Any] = {}
+        self._sums: dict[tuple[int, bool, bool], Any] = {}
         self.schedule = lru_cache(maxsize=_KEPT_SCHEDULES)(partial(_build, far=bool(model.skips)))
         """Schedule of a scheme and its options; an asynchronous one is long enough to reach its steady state.
         """
@@ -148,6 +148,7 @@ class Predictor:
             configuration.samples,
             configuration.recompute,
             passes=-(-schedule.micro_batches // schedule.pipes),
+            synchronous=schedule.synchronous,
             on=links,
         )
         skips = [link for link, _ in stages.skips]
@@ -178,6 +179,7 @@ class Predictor:
         recompute: Recompute,
         *,
         passes: int,
+        synchronous: bool,
         on: Network | None = None,
     ) -> StageCosts:
         """The costs of a placement's stages.
@@ -188,10 +190,12 @@ class Predictor:
             samples: samples of a micro-batch.
             recompute: what a backward computes again.
             passes: number of micro-batches of an update through each pipe.
+            synchronous: whether updates flush the pipeline.
             on: devices of its workers; cuts depend on them only if devices differ.
         """
         slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
-        found = self._cuts(cuts, (placement, passes, samples, recompute), usable, slowness)
+        of = placement, passes, samples, recompute
+        found = self._cuts(cuts, of, usable, slowness, synchronous=synchronous)
         return self._stage_costs(found, samples)
 
     def _cuts_of(
@@ -200,22 +204,32 @@ class Predictor:
         of: tuple[Placement, int, int, Recompute],
         usable: tuple[float, ...],
         slowness: tuple[float, ...],
+        *,
+        synchronous: bool,
     ) -> tuple[int, ...]:
         placement, passes, samples, recompute = of
         if cuts is not Cutting.BALANCED:
             return self._cut(cuts, placement.stages, samples)
         again = recompute is not Recompute.NONE
         room = usable or self.cluster.usable_bytes
-        balance = Balance(self.model, self.profile, *of, room, self._sums, slowness)
-        return balance.fitting(self._balanced(placement, passes, samples, again, slowness))
+        balance = Balance(self.model, self.profile, *of, room, self._sums, slowness, synchronous)
+        balanced = self._balanced(placement, passes, samples, again, slowness, synchronous=synchronous)
+        return balance.fitting(balanced)
 
     def _balanced_cuts(
-        self, placement: Placement, passes: int, samples: int, again: bool, slowness: tuple[float, ...]
+        self,
+        placement: Placement,
+        passes: int,
+        samples: int,
+        again: bool,
+        slowness: tuple[float, ...],
+        *,
+        synchronous: bool,
     ) -> tuple[int, ...]:
         """Cuts by seconds alone; recomputed work counts, whatever its granularity."""
         recompute = Recompute.STAGE if again else Recompute.NONE
         judged = placement, passes, samples, recompute, math.inf
-        balance = Balance(self.model, self.profile, *judged, self._sums, slowness)
+        balance = Balance(self.model, self.profile, *judged, self._sums, slowness, synchronous)
         return balance.balanced(self._cut(Cutting.BALANCED, placement.stages, samples))
 
 

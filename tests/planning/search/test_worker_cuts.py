@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.planning import Arrangement, Cluster, LayerProfile, Link, Model, Predictor, Profile
+from counterflow.planning import (
+    Arrangement,
+    Cluster,
+    Configuration,
+    LayerProfile,
+    Link,
+    Model,
+    Predictor,
+    Profile,
+)
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.planning.search.space import space
 from counterflow.planning.search.worker_cuts import Balance
+from counterflow.schedule.cuts import balance, stage_layers
+from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.placement import Placement, bidirectional, linear, wave
+from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+
+from ...tables import examples
 
 PROFILE = Profile(
     "p",
@@ -77,6 +91,85 @@ def test_what_may_fit_by_hand() -> None:
         assert Balance(model, PROFILE, linear(2), 3, 1, Recompute.NONE, usable)._may_fit is fits
 
 
+def test_weights_have_two_versions_without_a_flush() -> None:
+    """In addition to what fits with a flush, 10 bytes of weights."""
+    model = Model("m", ("wide",) * 2, optimizer_states=1.0)
+    for synchronous, usable, fits in ((True, 118.0, True), (False, 127.0, False), (False, 128.0, True)):
+        given_ = model, PROFILE, linear(2), 3, 1, Recompute.NONE, usable
+        assert Balance(*given_, synchronous=synchronous)._may_fit is fits
+
+
+def of_seconds(*seconds: float) -> tuple[Model, Profile]:
+    """Layers of these forwards, with backwards twice as long, which need no memory."""
+    layers = {
+        str(each): LayerProfile((1.0,), (each,), (2 * each,), (0.0,), 0.0, 0.0) for each in set(seconds)
+    }
+    return Model("m", tuple(map(str, seconds))), Profile("p", "a device", "2026-01-01", layers)
+
+
+def longest(seconds: Sequence[float], cuts: Sequence[int], workers: int) -> list[float]:
+    """The longest stage of each chunk of ``workers`` stages."""
+    stages = [sum(seconds[layers.start : layers.stop]) for layers in stage_layers(cuts, len(seconds))]
+    return [max(stages[first : first + workers]) for first in range(0, len(stages), workers)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cuts", "longest_stages"),
+    [
+        # Equal layers: equal stages.
+        ([1.0] * 12, (3, 6, 9), (3, 3)),
+        # Both stages of 3 in one group, because one in each would make 3 and 3.
+        ([1.0] * 10, (2, 4, 7), (2, 3)),
+        # The head sets the pace of its group, so the other group has fewer layers: not 2, 2, 3 and 5.
+        ([1.0] * 7 + [5.0], (1, 2, 7), (1, 5)),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_cuts_of_wpipe_by_hand(
+    seconds: list[float], cuts: tuple[int, ...], longest_stages: tuple[int, int], micro_batches: int
+) -> None:
+    """A micro-batch takes the longest stage of both groups, and the second worker their difference once."""
+    model, profile = of_seconds(*seconds)
+    cluster = Cluster("c", 2, 1, 1e9, Link(0, 0), Link(0, 0))
+    options: dict[str, OptionValue] = {"workers": 2, "micro_batches": micro_batches}
+    play = Predictor(model, profile, cluster).play(Configuration.of("wpipe", options, replicas=1, samples=1))
+    assert play.stages.cuts == cuts
+    assert tuple(longest(seconds, cuts, workers=2)) == longest_stages
+    first, second = longest_stages
+    assert play.seconds == pytest.approx(3 * (micro_batches * (first + second) + second - first))
+
+
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 5.0]), min_size=6, max_size=9),
+)
+def test_no_other_cuts_of_two_chunks_have_a_shorter_period(
+    workers: int, more: int, seconds: list[float]
+) -> None:
+    model, profile = of_seconds(*seconds)
+    passes = workers + more
+    given_ = model, profile, looped(workers, 2), passes, 1, Recompute.NONE, 1e9
+    cuts = Balance(*given_, synchronous=False).balanced(balance(seconds, 2 * workers))
+
+    def period(cuts: tuple[int, ...]) -> float:
+        first, second = longest(seconds, cuts, workers)
+        return passes * (first + second) + (workers - 1) * abs(first - second)
+
+    every = combinations(range(1, len(seconds)), 2 * workers - 1)
+    assert period(cuts) == min(map(period, every))
+
+
+def test_a_slow_worker_has_fewer_layers_in_the_steady_state() -> None:
+    """Of nine equal layers a worker half as fast has three, whatever the number of micro-batches."""
+    model, profile = of_seconds(*[1.0] * 9)
+    for passes in (1, 8):
+        given_ = model, profile, linear(2), passes, 1, Recompute.NONE, 1e9
+        slow = Balance(*given_, slowness=(2.0, 1.0), synchronous=False)
+        assert slow.balanced((5,)) == (3,)
+
+
 @pytest.mark.parametrize(("nodes", "devices"), [(8, 1), (1, 8)])
 def test_arrangements_are_one_where_a_device_is_a_node_or_all_are(nodes: int, devices: int) -> None:
     alone = Cluster("c", nodes, devices, 1e9, Link(0.1, 0.2), Link(0.3, 0.4))
@@ -84,7 +177,7 @@ def test_arrangements_are_one_where_a_device_is_a_node_or_all_are(nodes: int, de
     for placement, replicas in product((linear(4), bidirectional(4), wave(2, 4)), (1, 2)):
         found = {predictor.network(placement, replicas, arrangement) for arrangement in Arrangement}
         assert len(found) == 1
-    constraints = Constraints(schemes=("dapple", "chimera"), depths=(4,), zero_stages=(0,))
+    constraints = Constraints(schemes=("dapple", "chimera"), depths=(4,), zero_stages=(0,), cuts=(3, 6, 8))
     groups, _ = space(MODEL, alone, 8, constraints)
     rejections = search(MODEL, PROFILE, alone, 8, constraints).rejections
     assert sum(r.candidates for r in rejections) == len(groups) * len(Recompute)

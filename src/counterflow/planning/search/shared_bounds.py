@@ -132,7 +132,8 @@ class SharedBounds:
         shape = group.shape
         passes = -(-sum(shape.passes) // len(shape.passes))
         where = shape.placement, group.samples, recompute
-        return self._predictor.stages(self._cuts, *where, passes=passes, on=links)
+        synchronous = shape.synchronous
+        return self._predictor.stages(self._cuts, *where, passes=passes, synchronous=synchronous, on=links)
 
     def _hops_of(self, place: _Key, shape: Shape, links: Network) -> Hops:
         if place not in self._hops:

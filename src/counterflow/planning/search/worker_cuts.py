@@ -4,6 +4,10 @@ Stages of equal cost are not best if a worker holds two of them (two directions,
 time at which the last worker ends counts. Layers move from a stage of the worst worker to another stage while
 that is better.
 
+Warm-up and drain of an asynchronous schedule occur once in a training, so only its steady state counts. There
+the chunks (WPipe's groups) take turns on all workers, and the longest stage of a chunk sets the pace of its
+turn.
+
 Invariant: by this measure the cuts are never worse than those that balance stages, and the same inputs give
 the same cuts. The measure is an estimate; the duration and memory of an order are simulated.
 """
@@ -18,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from counterflow.schedule.cuts import balance
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 
@@ -42,6 +47,7 @@ class Balance:
         recompute: what a backward computes again.
         usable_bytes: memory of a worker, or of each.
         slowness: factor of seconds by worker; empty: all workers are alike.
+        synchronous: whether updates flush the pipeline.
     """
 
     model: Model
@@ -51,14 +57,19 @@ class Balance:
     samples: int
     recompute: Recompute
     usable_bytes: float | tuple[float, ...]
-    known: dict[tuple[int, bool], dict[str, Floats]] = field(default_factory=dict, compare=False, repr=False)
-    """Cached sums over layers of the same model and profile, by ``samples`` and whether anything is
-    recomputed.
+    known: dict[tuple[int, bool, bool], dict[str, Floats]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Cached sums over layers of the same model and profile, by ``samples``, whether anything is recomputed,
+    and ``synchronous``.
     """
     slowness: tuple[float, ...] = ()
+    synchronous: bool = True
 
     def balanced(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Cuts found from these, better for the slowest worker, whatever its memory."""
+        if not self.synchronous:
+            cuts = self._in_two_turns(cuts)
         if len({*self.slowness}) > 1 or any(len(held) > 1 for held in self._table.held):
             return self._moved(cuts, by_memory=False)
         return cuts
@@ -74,36 +85,72 @@ class Balance:
         """Move one layer after another, each time by the best move, while one improves."""
         ends = self._ends(cuts)
         while True:
-            judged = (self._over if by_memory else self._seconds)(Moves(ends))
-            tried = Moves(ends, self._sources(ends, int(judged[0].argmax())))
+            tried = Moves(ends, self._sources(ends, by_memory=by_memory))
             best = self._best(tried, by_memory=by_memory)
             if best == 0:
                 return tuple(ends[1:-1].tolist())
             ends = tried.after(best)
 
-    def _sources(self, ends: Ints, worker: int) -> tuple[int, ...]:
-        """The stages of a worker from which a layer may move."""
-        return tuple(stage for stage in self._table.held[worker] if ends[stage + 1] - ends[stage] > 1)
+    def _sources(self, ends: Ints, *, by_memory: bool) -> tuple[int, ...]:
+        """The stages of the worst worker (if asynchronous, of each chunk) from which a layer may move."""
+        table, now = self._table, Moves(ends)
+        judged = [self._over(now)] if by_memory else self._seconds(now)
+        turns = [table.holds] if by_memory else self._turns
+        worst = [(int(each[0].argmax()), holds) for each, holds in zip(judged, turns, strict=True)]
+        stages = [stage for worker, holds in worst for stage in table.held[worker] if holds[stage, worker]]
+        return tuple(stage for stage in stages if ends[stage + 1] - ends[stage] > 1)
+
+    def _in_two_turns(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts that minimise ``_period`` if there are two chunks; exact where workers are alike.
+
+        Single moves would not find them: fewer layers in a chunk pay only if all of its longest stages have
+        one less.
+        """
+        chunks, stages = self._table.chunks, self.placement.stages
+        head = int(chunks[0].sum())
+        if self.placement.pipes > 1 or len(chunks) != 2 or chunks[0][:head].sum() < head:
+            return cuts
+        seconds, tail = self._sums["each seconds"], stages - head
+        longest = np.array([_longest(seconds, head), _longest(seconds[::-1], tail)[::-1]])
+        middles = np.arange(head, len(seconds) - tail + 1)
+        middles = middles[_least(self._period(longest[:, middles]))]
+        middle = int(middles[np.abs(middles - cuts[head - 1]).argmin()])
+        both = balance(seconds[:middle].tolist(), head), balance(seconds[middle:].tolist(), tail)
+        return (*both[0], middle, *(middle + cut for cut in both[1]))
 
     def _best(self, moves: Moves, *, by_memory: bool) -> int:
-        """The best move, the first of equal ones: by bytes too many, then by the end of the slowest worker,
-        then by the longest stage, which all micro-batches have to pass, then by the evenness of workers.
+        """The best move, the first of equal ones: by bytes too many, then by the end of the slowest worker or
+        the period, then by the longest stage, which all micro-batches pass, then by the evenness of workers.
         """
         some = np.arange(len(moves))
         if by_memory:
             some = _least(np.maximum(self._over(moves).max(axis=1), 0.0))
             if len(some) == 1:
                 return int(some[0])
-        done = self._seconds(moves)
+        turns = self._seconds(moves)
         measures: tuple[Callable[[Ints], Floats], ...] = (
-            lambda some: done[some].max(axis=1),
+            lambda some: self._period(np.array([done[some].max(axis=1) for done in turns])),
             lambda some: moves.most(self._on_slowest)[some],
-            lambda some: np.square(done[some]).sum(axis=1),
+            lambda some: np.sum([np.linalg.norm(done[some], axis=1) for done in turns], axis=0),
         )
         for measure in measures:
             if len(some) > 1:
                 some = some[_least(measure(some))]
         return int(some[0])
+
+    def _period(self, longest: Floats) -> Floats:
+        """Seconds of all turns; of a single one a multiple.
+
+        A turn takes its longest stage once for each micro-batch. If its stages are longer than those of the
+        turn before, it reaches each further worker later by the difference. So with as many micro-batches as
+        workers all turns take nearly as long as the longest.
+
+        Args:
+            longest: seconds of the slowest worker in each turn, ``[turn][cuts]``.
+        """
+        longer = np.abs(longest - np.roll(longest, 1, axis=0)).sum(axis=0) / 2
+        period: Floats = self.passes * longest.sum(axis=0) + (self.placement.workers - 1) * longer
+        return period
 
     def _on_slowest(self, begin: Ints, end: Ints) -> Floats:
         """Seconds of stages on the slowest of their holders."""
@@ -121,17 +168,30 @@ class Balance:
     def _excess(self, cuts: tuple[int, ...]) -> float:
         return max(0.0, float(self._over(Moves(self._ends(cuts))).max()))
 
-    def _seconds(self, moves: Moves) -> Floats:
-        """Earliest end of each worker, by move: its first input, all of its work, its last gradient."""
+    def _seconds(self, moves: Moves) -> list[Floats]:
+        """Seconds of each worker, by move.
+
+        If synchronous, its earliest end, after its first input, all of its work and its last gradient; if
+        asynchronous, its work in the turn of each chunk.
+        """
         each, table = self._of("seconds"), self._table
+        if not self.synchronous:
+            slow = np.array(self.slowness or 1.0)
+            turns = [holds * slow for holds in self._turns]
+            return [moves.sums(moves.now(each) @ weights, (each, weights)) for weights in turns]
         if self.slowness:
             slowed = _slowed(self.placement, self.slowness)
             weights = self.passes * slowed.holds + slowed.before
-            return moves.sums(moves.now(each) @ weights, (each, weights))
+            return [moves.sums(moves.now(each) @ weights, (each, weights))]
         until = self._sums["seconds"]
         now = self.passes * (moves.now(each) @ table.holds) + until[moves.ends[table.first]]
         before: OfStages = lambda begin, _end: until[begin]  # noqa: E731 - its type
-        return moves.sums(now, (each, self.passes * table.holds), (before, table.begins))
+        return [moves.sums(now, (each, self.passes * table.holds), (before, table.begins))]
+
+    @property
+    def _turns(self) -> list[Floats]:
+        """Stages that workers run in turn, ``[stage][worker]``: all if synchronous, otherwise each chunk."""
+        return [self._table.holds] if self.synchronous else self._table.chunks
 
     def _bytes(self, moves: Moves) -> Floats:
         """Approximate memory of each worker, by move."""
@@ -163,7 +223,8 @@ class Balance:
 
     def _fixed(self, layer: LayerProfile) -> float:
         state = self.model.optimizer_states * layer.trained_bytes
-        return layer.weights_bytes + layer.gradient_bytes + state
+        versions = 1 if self.synchronous else 2
+        return versions * layer.weights_bytes + layer.gradient_bytes + state
 
     @property
     def _may_fit(self) -> bool:
@@ -212,7 +273,7 @@ class Balance:
     @cached_property
     def _sums(self) -> dict[str, Floats]:
         """Cumulative sums over layers, and the input of each."""
-        key = self.samples, self.recompute is not Recompute.NONE
+        key = self.samples, self.recompute is not Recompute.NONE, self.synchronous
         if key not in self.known:
             self.known[key] = self._summed()
         return self.known[key]
@@ -230,7 +291,22 @@ class Balance:
             each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
             rows[name] = [each[kind] for kind in self.model.layers]
         found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
-        return found | {"each input": np.append(inputs, 0.0), "largest input": inputs[1:].max(initial=0.0)}
+        return found | {
+            "each seconds": np.array(rows["seconds"]),
+            "each input": np.append(inputs, 0.0),
+            "largest input": inputs[1:].max(initial=0.0),
+        }
+
+
+def _longest(seconds: Floats, stages: int) -> Floats:
+    """Minimum of the longest of this many stages, by the number of first layers that they contain."""
+    ends = np.concatenate(([0.0], np.cumsum(seconds)))
+    longest = ends
+    for _ in range(stages - 1):
+        # The last stage begins where it stops being longer than all before it, or a layer earlier.
+        begin = np.searchsorted(longest + ends, ends)
+        longest = np.minimum(longest[begin], ends - ends[np.maximum(begin - 1, 0)])
+    return longest
 
 
 def _least(values: Floats) -> Ints:
@@ -241,27 +317,33 @@ def _least(values: Floats) -> Ints:
 @dataclass(frozen=True, slots=True)
 class _Held:
     """The stages that a placement's workers hold: the stages of each, its first one; ``[stage][worker]``,
-    how often it holds a stage, and 1 for its first one.
+    how often it holds a stage, in all and by chunk, and 1 for its first one.
     """
 
     held: list[list[int]]
     first: list[int]
     holds: Floats
     begins: Floats
+    chunks: list[Floats]
 
 
 @lru_cache(maxsize=256)
 def _held(placement: Placement) -> _Held:
     held: list[list[int]] = [[] for _ in range(placement.workers)]
-    holds = np.zeros((placement.stages, placement.workers))
+    chunks: list[Floats] = []
     for stages in placement.pipes_stages:
+        earlier = [0] * placement.workers
         for stage, worker in enumerate(stages):
             held[worker].append(stage)
-            holds[stage, worker] += 1
+            if earlier[worker] == len(chunks):
+                chunks.append(np.zeros((placement.stages, placement.workers)))
+            chunks[earlier[worker]][stage, worker] += 1
+            earlier[worker] += 1
+    holds = np.sum(chunks, axis=0)
     first = [min(stages) for stages in held]
     begins = np.zeros_like(holds)
     begins[first, np.arange(placement.workers)] = 1.0
-    return _Held(held, first, holds, begins)
+    return _Held(held, first, holds, begins, chunks)
 
 
 @dataclass(frozen=True, slots=True)
