@@ -28,7 +28,7 @@ from counterflow.planning import (
     Profile,
 )
 from counterflow.planning.cost.device_placement import network
-from counterflow.planning.cost.stages import Cutting
+from counterflow.planning.cost.stages import Cuts, Cutting, may_cut
 from counterflow.planning.play import Play
 from counterflow.planning.search.any_cuts import AnyCuts
 from counterflow.planning.search.bounds import common
@@ -125,8 +125,12 @@ def everything(
     predictor = Predictor(model, profile, cluster)
     slicings = slicings_of(model, profile, constraints.slices)
     groups, _ = space(model, cluster, mini_batch, constraints, slicings)
+    rules: tuple[Cuts, ...] = (constraints.cuts,)
+    if constraints.cuts is Cutting.BALANCED:
+        rules = (*rules, Cutting.EVEN)
     for group in groups:
-        for recompute, sync, arrangement, nodes, zero_stage in product(
+        for cuts, recompute, sync, arrangement, nodes, zero_stage in product(
+            [rule for rule in rules if may_cut(model, rule, group.stages)],
             constraints.recompute,
             constraints.sync,
             constraints.arrangements,
@@ -141,7 +145,7 @@ def everything(
                 recompute,
                 sync,
                 arrangement,
-                constraints.cuts,
+                cuts,
                 nodes=nodes,
                 zero_stage=zero_stage,
             )
@@ -181,8 +185,8 @@ def test_the_search_finds_what_brute_force_finds(
         best[scheme] = min(play.seconds, best.get(scheme, play.seconds))
     mine = {plan.play.configuration.scheme: plan.seconds for plan in found.of_schemes}
     assert mine == pytest.approx(best)
-    # The next best: a plan is the quickest sync mode of a configuration, and arrangements between which
-    # no message and no all-reduce differs are one.
+    # The next best: a plan is the quickest sync mode and the better cuts of a configuration, and arrangements
+    # between which no message and no all-reduce differs are one.
     alike: dict[object, float] = {}
     for _, play in fitting:
         c = play.configuration
@@ -539,13 +543,13 @@ def test_a_closer_bound_of_halves_is_not_above_a_sketch(concat: str, recompute: 
     (group, *_), _ = space(MODEL, cluster, 32, wanted)
     play = predictor.play(Configuration("chimera", group.options, group.replicas, 2, recompute=recompute))
     place = (Arrangement.PIPELINE_INSIDE, ()), play.network
-    shared = SharedBounds(predictor, Cutting.BALANCED)
-    plain = shared.of(group, recompute, *place, 0).seconds_in_any_memory
-    closer = play.step_seconds(shared.of_halves(group, recompute, *place))
+    shared, cuts = SharedBounds(predictor), Cutting.BALANCED
+    plain = shared.of(group, recompute, *place, cuts=cuts, zero_stage=0).seconds_in_any_memory
+    closer = play.step_seconds(shared.of_halves(group, recompute, *place, cuts))
     assert max(plain, closer) <= least_seconds(play) * (1 + 1e-9)
     assert (closer >= plain) is (concat == "backward-halving")
     flowing = Predictor(replace(MODEL, config={"pipeline": {"barrier": False}}), PROFILE, cluster)
-    assert SharedBounds(flowing, Cutting.BALANCED).of_halves(group, recompute, *place) == 0
+    assert SharedBounds(flowing).of_halves(group, recompute, *place, cuts) == 0
 
 
 def test_candidates_whose_ops_take_the_same_time_share_a_sketch() -> None:

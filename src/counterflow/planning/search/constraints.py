@@ -32,7 +32,7 @@ class Constraints:
         recompute: only these.
         sync: only these.
         arrangements: only these.
-        cuts: how layers are cut.
+        cuts: how layers are cut; even cuts are tried in addition to balanced ones.
         zero_stages: only these, if a stage has several holders; otherwise they do not differ.
         options: (name, values) pairs: only these values of the option, for schemes that have it;
             ``scheme.name``: for that scheme alone, instead of the pair for all. A value that is not tried
@@ -101,7 +101,8 @@ class Constraints:
     )
     cuts: Cuts = asked(
         Cutting.BALANCED,
-        "How layers are cut into stages: balanced (the default): by cost; even: equally many blocks each; "
+        "How layers are cut into stages: balanced (the default): by cost, or evenly if that is faster; even: "
+        "equally many blocks each; "
         "the first layer of each stage but the first; or a layout of Megatron-LM (Et*3|(tt|)*5,L).",
         metavar="RULE",
     )

@@ -22,7 +22,7 @@ class Plan:
 
     Attributes:
         seconds: seconds of one step.
-        place: its place in the space; the first of two equal plans is taken.
+        place: its place in the space, whatever its cuts; the first of two equal plans is taken.
         play: the simulated candidate.
     """
 
@@ -73,7 +73,7 @@ class Rejections:
 
     Attributes:
         scheme: name of the scheme.
-        candidates: all of them.
+        candidates: all of them; one whose layers are cut by two rules counts twice.
         too_large: candidates that do not fit, unless they were known to be slower before.
         slower: candidates whose bound or sketch exceeds the best found, so they were never simulated.
         simulated: candidates that were simulated, in each sync mode.

@@ -5,6 +5,9 @@ It is exact over its space: the plans found are the best ones, of all and of eve
 ordered by their place in the space. A candidate is pruned by a bound that holds for any cuts
 (``any_cuts.py``) or, once its layers are cut, by one for these (``bounds.py`` proves each); one refused for
 memory is reported with its bytes. A schedule is built once for all candidates of its group.
+
+Balanced cuts minimise an estimate. So if cuts are free, a candidate that is not pruned before its layers are
+cut becomes two, with balanced and with even cuts, unless these are equal.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from counterflow.program.player import load_numba
 from counterflow.schedule.modes import Recompute, Sync
 
 from ..cost.device_placement import Arrangement, Network
+from ..cost.stages import Cuts, Cutting, may_cut
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile import Profile
@@ -55,7 +59,9 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(slots=True)
 class _Candidate:
-    """A member of a group: one arrangement, one way to recompute, one ``zero_stage``, every sync mode."""
+    """A member of a group: one arrangement, one way to recompute, one ``zero_stage``, every sync mode; if its
+    layers are cut, one rule of cuts.
+    """
 
     group: Group
     place: int
@@ -67,6 +73,7 @@ class _Candidate:
     in_any_cuts: float
     """Minimum seconds of a step, however its layers are cut: no bound is lower."""
     zero_stage: int = 0
+    cuts: Cuts = Cutting.BALANCED
     bound: Bounds = field(init=False)
 
     @property
@@ -87,8 +94,10 @@ class _Best:
     of_schemes: dict[str, Plan] = field(default_factory=dict)
 
     def add(self, scheme: str, plan: Plan) -> None:
+        """Add a plan, unless the same place has one with other cuts that is as good."""
         key = attrgetter("seconds", "place")
-        self.plans = sorted([*self.plans, plan], key=key)[: self.count]
+        by_place = {each.place: each for each in sorted([plan, *self.plans], key=key, reverse=True)}
+        self.plans = sorted(by_place.values(), key=key)[: self.count]
         kept = self.of_schemes.get(scheme)
         if kept is None or key(plan) < key(kept):
             self.of_schemes[scheme] = plan
@@ -214,7 +223,9 @@ class _Search:
         self.decided = self.total = place
         self.networks: dict[tuple[object, ...], list[tuple[Arrangement, Runs, Network]]] = {}
         self.orders = node_orders(predictor.cluster)
-        self.bounds = SharedBounds(predictor, constraints.cuts)
+        self.bounds = SharedBounds(predictor)
+        balanced = constraints.cuts is Cutting.BALANCED
+        self.rules: tuple[Cuts, ...] = (*Cutting,) if balanced else (constraints.cuts,)
 
     def run(self, groups: list[Group]) -> None:
         waiting = self._by_work(groups)
@@ -230,13 +241,26 @@ class _Search:
                 left = [one for one in members if self.best.needs(scheme, one.in_any_cuts)]
                 self.tallies[scheme].slower += len(members) - len(left)
                 self.decided += len(members) - len(left)
-                for one in left:
-                    where = one.arrangement, one.nodes
-                    one.bound = self.bounds.of(one.group, one.recompute, where, one.links, one.zero_stage)
-                if left:
-                    left.sort(key=attrgetter("seconds", "place"))
-                    heappush(waiting, (left[0].seconds, left[0].place, True, left))
+                cut = [each for one in left for each in self._cut(one)]
+                self.tallies[scheme].candidates += len(cut) - len(left)
+                self.total += len(cut) - len(left)
+                if cut:
+                    cut.sort(key=attrgetter("seconds", "place"))
+                    heappush(waiting, (cut[0].seconds, cut[0].place, True, cut))
             self.progress(self.decided, self.total, scheme)
+
+    def _cut(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """The candidate with the cuts of each rule and their bound; once if rules make the same cuts."""
+        group, model, known = candidate.group, self.predictor.model, set[tuple[int, ...]]()
+        of = group, candidate.recompute, (candidate.arrangement, candidate.nodes), candidate.links
+        for rule in self.rules:
+            if may_cut(model, rule, group.stages):
+                cuts = self.bounds.stages(group, rule, candidate.recompute, candidate.links).cuts
+                if cuts not in known:
+                    known.add(cuts)
+                    cut = replace(candidate, cuts=rule)
+                    cut.bound = self.bounds.of(*of, cuts=rule, zero_stage=candidate.zero_stage)
+                    yield cut
 
     def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
         """A heap of the candidates of every group, with the lower bound of any and whether it comes from
@@ -300,11 +324,12 @@ class _Search:
         """
         refused = []
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
-        played: dict[tuple[Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
+        played: dict[tuple[Cuts, Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
         """Simulations by candidates that differ only in ``zero_stage``, and their fastest sync mode."""
         sketches = Sketches()
         for candidate in members:
-            alike = candidate.recompute, candidate.arrangement, candidate.nodes
+            where = candidate.arrangement, candidate.nodes
+            alike = candidate.cuts, candidate.recompute, *where
             scheme = candidate.group.scheme
             tally = self.tallies[scheme]
             if candidate.bound.too_many_bytes > 0:
@@ -327,7 +352,7 @@ class _Search:
                     play = self.predictor.play(self._configuration(candidate), self.mini_batch)
                 played[alike] = play, quickest
                 limit = self.best.limit(scheme)
-                times = of_times(candidate.group.shape, candidate.recompute), *alike[1:]
+                times = of_times(candidate.group.shape, candidate.recompute), *where
                 if quickest is None and not self.best.needs(
                     scheme, sketches.least_seconds(play, limit, times)
                 ):
@@ -347,8 +372,8 @@ class _Search:
         return refused
 
     def _halves_take_longer(self, candidate: _Candidate) -> bool:
-        where = candidate.arrangement, candidate.nodes
-        least = self.bounds.of_halves(candidate.group, candidate.recompute, where, candidate.links)
+        of = candidate.group, candidate.recompute, (candidate.arrangement, candidate.nodes), candidate.links
+        least = self.bounds.of_halves(*of, candidate.cuts)
         return not self.best.needs(candidate.group.scheme, least * candidate.updates / _ROUNDING)
 
     def _configuration(self, candidate: _Candidate) -> Configuration:
@@ -361,7 +386,7 @@ class _Search:
             candidate.recompute,
             self.sync[0],
             candidate.arrangement,
-            self.constraints.cuts,
+            candidate.cuts,
             self.predictor.tensor_parallel,
             candidate.nodes,
             candidate.zero_stage,

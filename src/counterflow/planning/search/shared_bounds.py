@@ -28,11 +28,10 @@ class SharedBounds:
 
     Args:
         predictor: predictor of the model on the cluster.
-        cuts: how layers are cut.
     """
 
-    def __init__(self, predictor: Predictor, cuts: Cuts) -> None:
-        self._predictor, self._cuts = predictor, cuts
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
         self._common: dict[_Key, Common] = {}
         self._ways: dict[_Key, Ways] = {}
         self._hops: dict[_Key, Hops] = {}
@@ -57,6 +56,8 @@ class SharedBounds:
         recompute: Recompute,
         where: tuple[Arrangement, Runs],
         links: Network,
+        *,
+        cuts: Cuts,
         zero_stage: int,
     ) -> Bounds:
         """The bounds of a candidate.
@@ -66,16 +67,22 @@ class SharedBounds:
             recompute: what a backward computes again.
             where: its devices.
             links: costs of its messages and all-reduces there.
+            cuts: how its layers are cut.
             zero_stage: 1: optimiser state is sharded.
         """
         shape = group.shape
-        key = shape.without_promise, group.replicas, group.samples, where, recompute
+        key = shape.without_promise, group.replicas, group.samples, where, recompute, cuts
         if key not in self._common:
-            self._common[key] = self._in_common(group, recompute, where, links)
+            self._common[key] = self._in_common(group, recompute, where, links, cuts)
         return self._common[key].bounds(shape.most_stashed, zero_stage, shape.most_in_flight)
 
     def of_halves(
-        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+        self,
+        group: Group,
+        recompute: Recompute,
+        where: tuple[Arrangement, Runs],
+        links: Network,
+        cuts: Cuts,
     ) -> float:
         """A bound of an update in any memory that is closer if every backward is halved; otherwise 0.
 
@@ -85,16 +92,21 @@ class SharedBounds:
         halved = shape.parts == 2 and shape.all_parts and not shape.split
         if not (halved and shape.synchronous and barrier):
             return 0.0
-        stages = self._stages(group, recompute, links)
+        stages = self.stages(group, cuts, recompute, links)
         hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
         ways = least_ways(shape, stages, links, recompute, hops=hops, halves_alone=True)
         return ways.seconds(shape.most_stashed, shape.most_in_flight)
 
     def _in_common(
-        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+        self,
+        group: Group,
+        recompute: Recompute,
+        where: tuple[Arrangement, Runs],
+        links: Network,
+        cuts: Cuts,
     ) -> Common:
         shape, predictor = group.shape, self._predictor
-        stages = self._stages(group, recompute, links)
+        stages = self.stages(group, cuts, recompute, links)
         place = shape.placement, group.replicas, *where
         sharded = None
         if 1 in group.zero_stages:
@@ -128,12 +140,13 @@ class SharedBounds:
             )
         return self._ways[key]
 
-    def _stages(self, group: Group, recompute: Recompute, links: Network) -> StageCosts:
+    def stages(self, group: Group, cuts: Cuts, recompute: Recompute, links: Network) -> StageCosts:
+        """The costs of a candidate's stages."""
         shape = group.shape
         passes = -(-sum(shape.passes) // len(shape.passes))
         where = shape.placement, group.samples, recompute
         synchronous = shape.synchronous
-        return self._predictor.stages(self._cuts, *where, passes=passes, synchronous=synchronous, on=links)
+        return self._predictor.stages(cuts, *where, passes=passes, synchronous=synchronous, on=links)
 
     def _hops_of(self, place: _Key, shape: Shape, links: Network) -> Hops:
         if place not in self._hops:

@@ -1,0 +1,50 @@
+"""Plans against the same search with even cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from counterflow.planning import Arrangement, Configuration, Predictor
+from counterflow.planning.cost.stages import Cutting
+from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.search import search
+from counterflow.planning.task import EXAMPLES, load_example
+from counterflow.schedule.cuts import stage_layers
+from counterflow.schedule.modes import Recompute
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_example_is_faster_with_even_cuts(example: str) -> None:
+    """The best plan of every scheme."""
+    task = load_example(example)
+    where = task.model, task.profile, task.cluster, task.mini_batch
+    free, even = (
+        search(*where, Constraints(stale=True, cuts=cuts), count=1).of_schemes
+        for cuts in (Cutting.BALANCED, Cutting.EVEN)
+    )
+    seconds = {plan.play.configuration.scheme: plan.seconds for plan in free}
+    slower = {
+        plan.play.configuration.scheme
+        for plan in even
+        if plan.seconds < seconds[plan.play.configuration.scheme] * (1 - 1e-9)
+    }
+    assert not slower
+
+
+def test_wpipe_s_deepest_model_is_faster_with_balanced_cuts() -> None:
+    """BERT of 768 layers on 16 workers: 24 layers a stage, and 21 beside the head."""
+    task = load_example("wpipe-bert768")
+    predictor = Predictor(task.model, task.profile, task.cluster)
+    even = replace(
+        Configuration.of("wpipe", {"workers": 16, "micro_batches": 16}, replicas=4, samples=8),
+        recompute=Recompute.STAGE,
+        arrangement=Arrangement.REPLICAS_INSIDE,
+        cuts=Cutting.EVEN,
+    )
+    plays = [predictor.play(replace(even, cuts=cuts), task.mini_batch) for cuts in Cutting]
+    assert [play.seconds for play in plays] == pytest.approx([4.732, 4.877], abs=1e-3)
+    layers = stage_layers(plays[0].stages.cuts, len(task.model.layers))
+    assert list(map(len, layers)) == [25, *[24] * 27, 25, 25, 25, 22]
