@@ -342,7 +342,10 @@ def predicted(subject: Subject, workers: int) -> tuple[Measured | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def speed(subject: Subject, workers: int, steps: int, peak: float | None, *, on_gpu: bool) -> list[Row]:
+def speed(
+    subject: Subject, workers: int, steps: int, peak: float | None, *, on_gpu: bool, together: bool = False
+) -> list[Row]:
+    """Rows of all contenders; ``together``: in one launch, which is quicker and ends at the first error."""
     profiled, why = predicted(subject, workers)
     rows, wanted = {}, {}
     for scheme, options in schemes_of(workers, subject.micro_batches).items():
@@ -361,12 +364,13 @@ def speed(subject: Subject, workers: int, steps: int, peak: float | None, *, on_
         else:
             row.failed = f"profiling: {why}"
         wanted[scheme] = options, cuts
-    if workers > 1:
+    if workers > 1 or together:
         wanted |= {"torch 1F1B": ({}, None), "torch ZB-V": ({}, None)}
     flops = subject.flops()
     samples = subject.samples * subject.micro_batches
+    found = started(subject, wanted, steps, workers, on_gpu=on_gpu) if together else {}
     for name, how in wanted.items():  # each by itself: what fails takes nothing with it
-        value = started(subject, {name: how}, steps, workers, on_gpu=on_gpu)[name]
+        value = found.get(name) or started(subject, {name: how}, steps, workers, on_gpu=on_gpu)[name]
         row = rows.setdefault(name, Row(subject.name, name, workers))
         if isinstance(value, str):
             row.failed = "; ".join(filter(None, (row.failed, value)))

@@ -141,7 +141,8 @@ def stages(report: Report, subject: Subject) -> None:
     if not report.pretend:
         name = torch.cuda.get_device_name(0)
         peak = next((each * 1e12 for part, each in PEAKS.items() if part in name), None)
-    for row in speed(subject, 1, 3 if report.pretend else 10, peak, on_gpu=not report.pretend):
+    steps = 3 if report.pretend else 10
+    for row in speed(subject, 1, steps, peak, on_gpu=not report.pretend, together=True):
         values = {"step_ms": row.seconds * 1e3, "mfu": row.mfu or 0.0}
         if row.predicted_seconds:
             values["predicted_ms"] = row.predicted_seconds * 1e3
@@ -153,7 +154,7 @@ def stages(report: Report, subject: Subject) -> None:
 
 def rows(report: Report) -> None:
     """Host costs first, then kernels."""
-    engine_cost.DEVICE = torch.device(report.device)
+    engine_cost.DEVICE = torch.device("cpu") if report.pretend else torch.device("cuda", 0)
     report.case("a bare loop", bare)
     for name in report.cases(SCHEDULES):
         report.case(name, partial(host, name))
