@@ -149,8 +149,9 @@ def chimera_activations(stages: int, pairs: int = 1) -> Range:
 def mixpipe_idle(stages: int, injected: int, early_forwards: int = 0) -> Fraction:
     """5D−3K−4−3Γ in units of F, with B = 2F and N = D.
 
-    Exact for the paper's orders at D = 4 (Figure 3); not reachable with a peak of K+Γ for K < D/2 at
-    D >= 6; not the best for K >= D/2.
+    Exact for the paper's orders at D = 4 (Figure 3). For K >= D/2 there are orders with less. For K < D/2 and
+    D >= 6 most settings have no symmetric order with K/2 forwards first and a peak of K+Γ that reaches it: up
+    to D = 12 only (6, 2, 2), (10, 4, 2), (10, 4, 3) and (12, 4, 2..4) have one, as (D, K, Γ).
 
     Source: MixPipe, section III-A, where N_bubbles = (5D−3K−4)/3 − Γ counts bubbles of F + B.
 

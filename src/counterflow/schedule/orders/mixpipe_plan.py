@@ -18,7 +18,8 @@ the same kind, with F and B exchanged. So the plan is made again from its end, w
 is due first. That determines how late each op may start: the due times of another plan from the beginning.
 
 *Choice.* No due times are best everywhere. Twelve plans, `WAITS` × `STARTS`, go there and back, and the
-shortest is kept. ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
+shortest is kept. For N = D up to 12 the shortest symmetric orders are known and taken if all plans are longer
+(``mixpipe_optima.py``). ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
 ``benchmarks/results/mixpipe_optima.txt`` what the best orders are at the same memory: those need no K/2
 forwards first, but computing one takes up to a minute instead of milliseconds.
 
@@ -27,10 +28,12 @@ All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
+
+from .mixpipe_optima import OPTIMA
 
 __all__ = ["mixpipe_orders", "played", "use"]
 
@@ -69,6 +72,8 @@ def mixpipe_orders(
     is then left out: that adds no memory and delays no op.
     """
     pairs = (micro_batches + 1) // 2
+    if injected is not None and 2 * pairs == depth and (depth, injected, early_forwards) in OPTIMA:
+        return _mirrored(map(_order, OPTIMA[depth, injected, early_forwards]), micro_batches)
     if injected is None:
         shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
         plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
@@ -78,7 +83,7 @@ def mixpipe_orders(
         if depth == 4 and pairs == 2:  # the paper's Figure 3, in which two orders could be one unit shorter
             plans = iter([next(plans)])
     found = min(plans, key=lambda ends: ends[(depth + 1) * pairs - 1])  # of stage 0 the last backward
-    return _unfold(found, depth, pairs, micro_batches)
+    return _mirrored(_unfold(found, depth, pairs), micro_batches)
 
 
 def _tries(shape: Shape) -> Iterator[Times]:
@@ -217,9 +222,8 @@ def use(play: Callable[..., Times]) -> None:
     _Loop.play = staticmethod(play)
 
 
-def _unfold(plan: Times, depth: int, pairs: int, micro_batches: int) -> list[list[tuple[str, int]]]:
-    """The workers' orders: those of the plan, then their mirror images."""
-    near: list[list[tuple[str, int]]] = []
+def _unfold(plan: Times, depth: int, pairs: int) -> Iterator[list[tuple[str, int]]]:
+    """The orders of the first half of the workers."""
     for worker in range(depth // 2):
         ended = [
             (plan[start + stage * pairs + pair], kind, 2 * pair + up)
@@ -227,6 +231,23 @@ def _unfold(plan: Times, depth: int, pairs: int, micro_batches: int) -> list[lis
             for up, stage in enumerate((worker, depth - 1 - worker))
             for pair in range(pairs)
         ]
-        near.append([(kind, micro_batch) for _, kind, micro_batch in sorted(ended)])
-    far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(near)]
-    return [[op for op in order if op[1] < micro_batches] for order in near + far]
+        yield [(kind, micro_batch) for _, kind, micro_batch in sorted(ended)]
+
+
+def _order(word: str) -> list[tuple[str, int]]:
+    """The order of a worker, as ``mixpipe_optima.py`` writes it.
+
+    >>> _order("FfbB")
+    [('F', 0), ('F', 1), ('B', 1), ('B', 0)]
+    """
+    return [
+        (letter.upper(), 2 * word[:place].count(letter) + letter.islower())
+        for place, letter in enumerate(word)
+    ]
+
+
+def _mirrored(near: Iterable[list[tuple[str, int]]], micro_batches: int) -> list[list[tuple[str, int]]]:
+    """The orders of all workers: those of the first half, then their mirror images."""
+    first = list(near)
+    far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(first)]
+    return [[op for op in order if op[1] < micro_batches] for order in first + far]

@@ -19,8 +19,12 @@ from its end, which determines how late each op may start, and once more from it
 times. Twelve such schedules are made and the shortest is kept. One place in memory is always left for the
 later of a worker's two stages, so none can deadlock, whatever the due times.
 
+For N = D up to 12 the orders are the shortest symmetric ones with K/2 forwards first (``mixpipe_optima.py``),
+except at D=4 and K=2, where they are the paper's.
+
 The paper's idle time 5D − 3K − 4 − 3Γ is exact at D=4; from K ≥ D/2 on the orders here idle at most that
-long up to D=16; for K < D/2 it cannot be reached within a peak of K + Γ. Simulate to get the exact value.
+long up to D=16; for K < D/2 and D ≥ 6 most settings have no such order, and another K often idles less within
+the same peak of K + Γ. Simulate to get the exact value.
 
 Source: Zhang et al., MixPipe (2023) section III-A (Figure 3, equation 5) and III-C (Figure 6).
 """
