@@ -2,11 +2,12 @@
 
 Copies of a stage on several workers have a state each, and a stage that computes parts of micro-batches, or
 several at once, calls its layers at other times. So in the first step the layers run twice on one unit, with
-the same random draws. What they keep must not change their outputs.
+the same random draws and buffers. What else they keep must not change their outputs.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,6 +21,7 @@ from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.randomness import RandomStreams, SampleRows
+from ..torch_private import buffers_of
 from ..transport.turns import PythonStates
 
 
@@ -62,11 +64,21 @@ class Repeats(Feature):
         know(value)
         again = pytree.tree_map_only(Tensor, _copy, value)
         before, python, versions = self._streams.states(), PythonStates.now(), _versions(layer)
+        buffers = [
+            (buffers_of(module), name, tensor, tensor.detach().clone())
+            for module in layer.module.modules()
+            for name, tensor in buffers_of(module).items()
+            if tensor is not None
+        ]
         output = run(value, step, rows)
         if _versions(layer) != versions:
             return output  # a forward that changes weights is refused by the step
         after = self._streams.states(), PythonStates.now()
         self._restore(before, python)
+        for table, name, tensor, contents in buffers:  # copies that change buffers are refused by the step
+            table[name] = tensor
+            with torch.no_grad():
+                tensor.copy_(contents)
         try:
             with added_losses():
                 second = run(again, step, rows)
