@@ -258,7 +258,11 @@ def fsdp_groups(module: Any) -> list[Any]:
     ``mesh/one_sum.py`` gathers and sums them by these groups. Without: ``set_requires_gradient_sync(True)``
     before a step's last backward, so that split backwards are refused.
     """
-    return list(module._get_fsdp_state()._fsdp_param_groups)  # noqa: SLF001
+    state = module._get_fsdp_state()  # noqa: SLF001
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)  # noqa: SLF001
+    group = state._fsdp_param_group  # noqa: SLF001 - before torch 2.13 there is one, or none
+    return [] if group is None else [group]
 
 
 def whole_parameter(parameter: Any) -> nn.Parameter | None:

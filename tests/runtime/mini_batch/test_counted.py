@@ -134,7 +134,8 @@ def piped(schedule: Schedule, loss: Any, mode: str) -> tuple[list[float], dict[s
     return [*losses, evaluated], pipeline.model_state_dict(), [s.metrics.get("half", 0.0) for s in steps]
 
 
-LOSSES = [plain, by_classes, Smoothed(), weighted, weighted_absolute, fused, last_token]
+FUSED = [fused] if hasattr(functional, "linear_cross_entropy") else []  # torch has it since 2.13
+LOSSES = [plain, by_classes, Smoothed(), weighted, weighted_absolute, *FUSED, last_token]
 MODES = ["none", "stage", "layer"]
 
 
@@ -314,7 +315,7 @@ def test_asynchronous_schemes_take_what_counts_alike_in_all_micro_batches(schedu
 
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS, ids=str)
-@pytest.mark.parametrize("loss", [plain, by_classes, fused, weighted, together])
+@pytest.mark.parametrize("loss", [plain, by_classes, *FUSED, weighted, together])
 def test_asynchronous_schemes_refuse_other_shares(schedule: Schedule, loss: Any) -> None:
     def targets(y: Tensor) -> Tensor:
         y = y.clone()
