@@ -67,6 +67,14 @@ def test_json_is_as_promised(run: Run) -> None:
     }
 
 
+def test_a_note_names_settings_that_are_shorter_in_the_same_memory(run: Run) -> None:
+    line = "simulate mixpipe --stages 8 --micro-batches 8 --json --injected"
+    assert run(f"{line} 2 --early-forwards 2").err == (
+        "Note: --injected 4 --early-forwards 0 takes 47 instead of 50 in the same memory.\n"
+    )
+    assert run(f"{line} 4").err == ""
+
+
 def test_timeline_only_on_request(run: Run) -> None:
     shown = run("simulate dapple --stages 2 --micro-batches 1 --json --timeline").json
     assert list(shown) == [*KEYS, "ops"]

@@ -11,9 +11,11 @@ from counterflow.simulation import Costs, Simulation
 from counterflow.simulation import simulate as play
 from counterflow.simulation.cost_texts import COSTS
 from counterflow.simulation.model_share import CostsOf
+from counterflow.simulation.order_options import shorter
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
+from ..options.wording import flag
 from ..output.console import (
     WIDE,
     alike,
@@ -52,6 +54,11 @@ def simulate(
     result = play(schedule, costs.of_stages(schedule.placement))
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
+    if not is_file(subject) and (other := shorter(result)) is not None:
+        given = dict(schedule.options)
+        changed = [f"{flag(name)} {v}" for name, v in other.schedule.options if given[name] != v]
+        spans = f"{number(other.makespan)} instead of {number(result.makespan)}"
+        note(f"Note: {' '.join(changed)} takes {spans} in the same memory.")
     if as_json:
         from counterflow.simulation.report import simulated
 
