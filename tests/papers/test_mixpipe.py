@@ -7,6 +7,7 @@ D = stages and workers, K = ``injected``, Γ = ``early_forwards``; F = 1, B = 2.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import chain, product
 
@@ -213,6 +214,30 @@ def test_section_iii_a_k_equal_d_takes_at_most_the_time_of_chimera(depth: int) -
     """K = D: 2D−4 idle, with MixPipe's peak of D."""
     assert published_idle(depth, depth, 0) == 2 * depth - 4
     assert idle(depth, depth, 0) <= simulate(chimera(depth, depth)).idle[0]
+
+
+# --- Section III-C, Figure 6: direct concatenation ------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [2, 4])
+@pytest.mark.parametrize(("depth", "injected", "early"), legal((4, 6, 8, 10, 12)))
+def test_figure_6b_no_order_is_longer_than_direct_concatenation(
+    depth: int, injected: int, early: int, units: int
+) -> None:
+    schedule = mixpipe(depth, depth, injected, early)
+    orders_of = [
+        tuple(
+            op._replace(micro_batches=(op.micro_batches[0] + depth * unit,))
+            for unit in range(units)
+            for op in order
+        )
+        for order in schedule.orders
+    ]
+    whole = mixpipe(depth, units * depth, injected, early)
+    concatenated = simulate(replace(whole, orders=tuple(orders_of)))
+    result = simulate(whole)
+    assert result.makespan <= concatenated.makespan
+    assert max(result.peak_activations) <= injected + early
 
 
 # --- Section III-C, Figure 6: K maximizing -------------------------------------------------------------

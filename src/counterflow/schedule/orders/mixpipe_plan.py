@@ -18,8 +18,9 @@ the same kind, with F and B exchanged. So the plan is made again from its end, w
 is due first. That determines how late each op may start: the due times of another plan from the beginning.
 
 *Choice.* No due times are best everywhere. Twelve plans, `WAITS` × `STARTS`, go there and back, and the
-shortest is kept. For N = D up to 12 the shortest symmetric orders are known and taken if all plans are longer
-(``mixpipe_optima.py``). ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
+shortest is kept. For N = D up to 12 the shortest symmetric orders are known (``mixpipe_optima.py``). They are
+taken if all plans are longer; for multiples of D they are concatenated first.
+``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
 ``benchmarks/results/mixpipe_optima.txt`` what the best orders are at the same memory: those need no K/2
 forwards first, but computing one takes up to a minute instead of milliseconds.
 
@@ -28,7 +29,7 @@ All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
@@ -72,8 +73,11 @@ def mixpipe_orders(
     is then left out: that adds no memory and delays no op.
     """
     pairs = (micro_batches + 1) // 2
-    if injected is not None and 2 * pairs == depth and (depth, injected, early_forwards) in OPTIMA:
-        return _mirrored(map(_order, OPTIMA[depth, injected, early_forwards]), micro_batches)
+    words = OPTIMA.get((depth, injected, early_forwards), ()) if injected is not None else ()
+    times, rest = divmod(2 * pairs, depth)
+    units = [_order(word * times) for word in words if not rest]
+    if units and times == 1:
+        return _mirrored(units, micro_batches)
     if injected is None:
         shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
         plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
@@ -82,8 +86,11 @@ def mixpipe_orders(
         plans = _tries(shape)
         if depth == 4 and pairs == 2:  # the paper's Figure 3, in which two orders could be one unit shorter
             plans = iter([next(plans)])
-    found = min(plans, key=lambda ends: ends[(depth + 1) * pairs - 1])  # of stage 0 the last backward
-    return _mirrored(_unfold(found, depth, pairs), micro_batches)
+    last = (depth + 1) * pairs - 1  # of stage 0 the last backward
+    found = min(plans, key=lambda ends: ends[last])
+    if not units or found[last] <= _makespan(units, depth):
+        units = list(_unfold(found, depth, pairs))
+    return _mirrored(units, micro_batches)
 
 
 def _tries(shape: Shape) -> Iterator[Times]:
@@ -246,8 +253,27 @@ def _order(word: str) -> list[tuple[str, int]]:
     ]
 
 
-def _mirrored(near: Iterable[list[tuple[str, int]]], micro_batches: int) -> list[list[tuple[str, int]]]:
+def _makespan(near: list[list[tuple[str, int]]], depth: int) -> int:
+    """When the last op of these workers ends."""
+    ends: dict[tuple[str, int, int], int] = {}
+    free_at, left = [0] * len(near), [order[::-1] for order in near]
+    while any(left):
+        for worker, ops in enumerate(left):
+            while ops:
+                kind, micro_batch = ops[-1]
+                pair, late = divmod(micro_batch, 2)
+                stage = depth - 1 - worker if late else worker
+                source = (kind, stage - 1, pair) if kind == "F" else (kind, stage + 1, pair)
+                source = ("F", stage, pair) if source == ("B", depth, pair) else source
+                if stage + (kind == "B") > 0 and source not in ends:
+                    break
+                begin = max(free_at[worker], ends.get(source, 0))
+                ends[kind, stage, pair] = free_at[worker] = begin + (1 if kind == "F" else 2)
+                ops.pop()
+    return max(free_at)
+
+
+def _mirrored(near: list[list[tuple[str, int]]], micro_batches: int) -> list[list[tuple[str, int]]]:
     """The orders of all workers: those of the first half, then their mirror images."""
-    first = list(near)
-    far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(first)]
-    return [[op for op in order if op[1] < micro_batches] for order in first + far]
+    far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(near)]
+    return [[op for op in order if op[1] < micro_batches] for order in near + far]
