@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from types import CellType, FrameType, ModuleType
+from types import CellType, ModuleType
 from typing import Any
 
 from counterflow.errors import ConfigError
@@ -29,30 +29,42 @@ def remove_leaks() -> None:
     if not _leaks():
         return
     gc.collect()
-    leaks = _leaks()
-    for leak in leaks:
-        _remove(leak, leaks, 0)
+    level: list[Any] = [*_leaks()]
+    for _ in range(_DEEPEST + 1):
+        level = _remove(level)
+        if not level:
+            return
 
 
 def _leaks() -> list[FakeTensor]:
     return [each for each in instances_of(FakeTensor) if type(each.fake_mode) is RecordingMode]
 
 
-def _remove(leak: Any, known: Any, depth: int) -> None:
-    for owner in gc.get_referrers(leak):
-        if owner is known or isinstance(owner, FrameType) or type(owner) is FakeTensor:
+def _remove(objects: list[Any]) -> list[Any]:
+    """Remove objects from the caches and dicts that refer to them; return further containers that do."""
+    containers: list[Any] = []
+    numbers = set(map(id, objects))
+    # One search for all of them: each goes through all objects of the process.
+    for owner in gc.get_referrers(*objects):
+        if owner is objects:
             continue
         if type(owner) is LRU_CACHE:
             owner.cache_clear()
         elif isinstance(owner, dict):
-            _remove_entry(owner, leak)
-        elif isinstance(owner, (list, tuple, set, deque, CellType)) and depth < _DEEPEST:
-            _remove(owner, known, depth + 1)
+            _remove_entries(owner, numbers)
+        elif isinstance(owner, (list, tuple, set, deque, CellType)):
+            containers.append(owner)
+    return containers
 
 
-def _remove_entry(entries: dict[Any, Any], leak: Any) -> None:
+def _remove_entries(entries: dict[Any, Any], numbers: set[int]) -> None:
+    """Remove objects with some identities from a dict.
+
+    Raises:
+        ConfigError: the dict has the attributes of an object.
+    """
     owners = [o for o in gc.get_referrers(entries) if getattr(o, "__dict__", None) is entries]
-    names = [name for name, value in list(entries.items()) if value is leak]
+    names = [name for name, value in list(entries.items()) if id(value) in numbers]
     caches = [o for o in gc.get_referrers(entries) if type(o) is LRU_CACHE]
     for cache in caches:
         cache.cache_clear()

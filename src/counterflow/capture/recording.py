@@ -29,7 +29,7 @@ from .record import Record
 from .recutting import Uncut, crossings_of, places_of
 from .sizes import Varies
 from .state import Plain, Unknown
-from .torch_private import silent_fake_tensors
+from .torch_private import saved_without_hooks, silent_fake_tensors
 from .unfollowed import Unfollowed, clear_frames
 
 _CAPTURING = threading.Lock()
@@ -78,7 +78,7 @@ class Variant:
 @contextmanager
 def capturing() -> Iterator[None]:
     """Let one thread record at a time, and leave no tensor without values behind."""
-    with _CAPTURING, silent_fake_tensors():
+    with _CAPTURING, silent_fake_tensors(), saved_without_hooks():
         try:
             yield
         except ConfigError as error:

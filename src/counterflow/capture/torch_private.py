@@ -59,8 +59,21 @@ def changes_saved_tensors() -> bool:
 
     Those of torch (checkpoints, tensors saved on the CPU) give back the same numbers.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and not getattr(hooks[0], "__module__", "").startswith("torch.")
+
+
+@contextmanager
+def saved_without_hooks() -> Iterator[None]:
+    """Let autograd save tensors without hooks, which may hold outputs with their graphs for ever.
+
+    Without it: tensors of recordings within ``torch.autograd.graph.save_on_cpu`` are never freed.
+    """
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
