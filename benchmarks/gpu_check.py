@@ -317,7 +317,12 @@ def work(subject: Subject, wanted: dict[str, tuple[dict[str, Any], Any]], steps:
             if theirs_is == name
             else partial(Theirs, subject, theirs_is, transport.device)
         )
-        found[name] = timed(make, steps)
+        try:
+            found[name] = timed(make, steps)
+        except Exception as error:
+            if theirs_is == name:
+                raise
+            found[name] = f"{type(error).__name__}: {error}"  # torch's may not run with one rank
         gc.collect()
     return found
 

@@ -161,15 +161,27 @@ def profiled(subject: tuple[str, str, str, int]) -> tuple[Model, Profile]:
     return model, assembled(layers, [found])
 
 
+def warm_up() -> None:
+    """Let cuBLAS allocate its workspaces, of each thread and dtype, which are no stage's."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(64, 64, device="cuda", dtype=dtype)
+        x = torch.randn(8, 64, device="cuda", dtype=dtype, requires_grad=True)
+        layer(x).sum().backward()
+        torch.bmm(x[None], x.T[None])
+    torch.cuda.synchronize()
+
+
 def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, float]]:
     """What a worker with a GPU runs: by run the peak bytes of its allocator, reserved and pinned bytes."""
     found = []
+    warm_up()
     for run, cuts in every:
         schedule = registry.build(run.scheme, run.options)
         inputs, targets = batch(run.model, run.samples * schedule.micro_batches)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
+        asked = torch.cuda.memory_stats()["requested_bytes.all.current"]
         one = pipeline(run.subject, schedule, cuts=list(cuts), recompute=run.recompute)
         peak = 0
         for step in range(STEPS[-1] + 1):
@@ -180,7 +192,16 @@ def peaks_of_device(every: list[tuple[Run, tuple[int, ...]]]) -> list[dict[str, 
             if step in STEPS:
                 peak = max(peak, torch.cuda.max_memory_allocated() - before)
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-        found.append({"bytes": peak, "reserved": torch.cuda.max_memory_reserved(), "pinned": pinned})
+        stats = torch.cuda.memory_stats()
+        found.append(
+            {
+                "bytes": peak,
+                "requested": stats["requested_bytes.all.peak"] - asked,
+                "reserved": torch.cuda.max_memory_reserved(),
+                "pinned": pinned,
+                "workspaces": before,
+            }
+        )
         one.flush()
         one.close()
         del one

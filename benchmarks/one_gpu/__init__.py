@@ -63,13 +63,13 @@ class Part:
 
 
 PARTS = (
-    Part("numbers", "one_gpu.numbers", 110, "workers as threads against one process"),
-    Part("nccl", "one_gpu.nccl", 100, "ranks as processes over NCCL on one GPU"),
+    Part("numbers", "one_gpu.numbers", 95, "workers as threads against one process"),
+    Part("nccl", "one_gpu.nccl", 125, "ranks as processes over NCCL on one GPU"),
     Part("memory", "one_gpu.memory", 60, "peak memory of each worker, predicted and measured"),
-    Part("host", "one_gpu.host", 70, "host microseconds, kernels, share of the peak"),
-    Part("rules", "one_gpu.rules", 25, "the pretended device beside the device"),
-    Part("graphs", "one_gpu.graphs", 25, "a stage's ops as a CUDA graph"),
-    Part("profile", "one_gpu.profile", 75, "profiles of GPT, Llama and MoE layers"),
+    Part("host", "one_gpu.host", 75, "host microseconds, kernels, share of the peak"),
+    Part("rules", "one_gpu.rules", 20, "the pretended device beside the device"),
+    Part("graphs", "one_gpu.graphs", 20, "a stage's ops as a CUDA graph"),
+    Part("profile", "one_gpu.profile", 70, "profiles of GPT, Llama and MoE layers"),
 )
 """Together 465 seconds, in the order of their value."""
 
@@ -103,6 +103,8 @@ class Report:
         end: time at which the part has to end, of ``time.monotonic``.
         pretend: whether it is a rehearsal on CPUs.
         thin: in a rehearsal each so-many-th case runs.
+        longest: seconds of the longest case so far.
+        broken: whether the device answers with errors, after which nothing runs.
     """
 
     part: str
@@ -110,6 +112,8 @@ class Report:
     end: float
     pretend: bool
     thin: int = 1
+    longest: float = 2.0
+    broken: bool = False
 
     @property
     def device(self) -> str:
@@ -130,24 +134,32 @@ class Report:
     def case(self, name: str, run: Callable[[], tuple[str, str, dict[str, Any]]]) -> None:
         """Run a case and write its row; an error is a row too."""
         begin = time.perf_counter()
+        now_of(self.path).write_text(name, encoding="utf-8")
         try:
             verdict, text, values = run()
         except Exception as error:
+            self.broken = isinstance(error, getattr(torch, "AcceleratorError", ()))
             lines = traceback.format_exc().splitlines()
             self.add(name, "failed", f"{type(error).__name__}: {error}"[:2000], traceback=lines[-12:])
             return
-        self.add(name, verdict, text, seconds=round(time.perf_counter() - begin, 2), **values)
+        seconds = time.perf_counter() - begin
+        self.longest = max(self.longest, seconds)
+        self.add(name, verdict, text, seconds=round(seconds, 2), **values)
 
     def cases(self, cases: Sequence[Any]) -> Iterator[Any]:
         """Cases that are run: in a rehearsal each so-many-th, and those for which there is time."""
         chosen = cases[:: self.thin]
         for number, case in enumerate(chosen):
-            if self.left() < 1:
-                self.add(
-                    "further cases", "not available", f"no time was left for {len(chosen) - number} cases"
-                )
+            if self.broken or self.left() < self.longest:
+                why = "the device answers with errors" if self.broken else "no time was left"
+                self.add("further cases", "not available", f"{why}; {len(chosen) - number} cases")
                 return
             yield case
+
+
+def now_of(path: Path) -> Path:
+    """File with the name of the case that runs."""
+    return path.with_suffix(".now")
 
 
 def shown(row: Row) -> str:
@@ -171,7 +183,9 @@ def run_part(name: str, report: Report) -> None:
         report.add("the part itself", "failed", f"{type(error).__name__}: {error}", traceback=lines[-12:])
     others = other_packages()
     if others:
-        report.add("packages beside the allowed ones", "failed", ", ".join(others))
+        # torch and numba import others of their own where these are installed.
+        verdict = "failed" if report.pretend else "measured"
+        report.add("packages beside the allowed ones", verdict, ", ".join(others))
 
 
 def other_packages() -> list[str]:
@@ -237,6 +251,7 @@ def _process(part: Part, path: Path, *, pretend: bool, thin: int) -> str:
     """Run a part in a process; returns why it did not end by itself, or nothing."""
     command = [sys.executable, "-m", "one_gpu", "--part", part.name, "--rows", str(path)]
     command += ["--thin", str(thin), *(["--pretend"] if pretend else [])]
+    command += ["--end", str(time.monotonic() + part.seconds)]
     environment = os.environ | {"PYTHONPATH": _import_path(), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -248,13 +263,14 @@ def _process(part: Part, path: Path, *, pretend: bool, thin: int) -> str:
             os.killpg(process.pid, signal.SIGKILL)  # also what it has started
         process.wait()
     if status is None:
-        return f"it took more than {part.seconds:g} s"
+        now = now_of(path).read_text(encoding="utf-8") if now_of(path).exists() else "its imports"
+        return f"it took more than {part.seconds:g} s, in {now}"
     return "" if status == 0 else f"its process ended with status {status}"
 
 
 def _import_path() -> str:
     given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(filter(None, (given, str(FOLDER))))
+    return os.pathsep.join(filter(None, (given, str(FOLDER.parent / "src"), str(FOLDER))))
 
 
 def about_machine() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from one_gpu import PARTS, Report, run_part
@@ -16,10 +15,10 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--pretend", action="store_true")
     parser.add_argument("--thin", type=int, default=1)
+    parser.add_argument("--end", type=float, required=True, help="time of time.monotonic, of all processes")
     options = parser.parse_args()
-    seconds = next(part.seconds for part in PARTS if part.name == options.part)
-    end = time.monotonic() + seconds
-    run_part(options.part, Report(options.part, options.rows, end, options.pretend, options.thin))
+    report = Report(options.part, options.rows, options.end, options.pretend, options.thin)
+    run_part(options.part, report)
     return 0
 
 

@@ -26,25 +26,25 @@ RUNS = (
 )
 """Runs of two workers, which are processes that share the GPU and pass messages over Gloo."""
 
-TOGETHER = 3
+TOGETHER = 5
 """Runs of one launch."""
 
 
 def rows(report: Report) -> None:
     """A row for each worker of each run."""
-    device = None if report.pretend else "cuda"
+    device, wait = None if report.pretend else "cuda", {"timeout_seconds": 30.0}
     known: dict[Any, Any] = {}
     chosen = RUNS[:: report.thin]
     for first in report.cases(range(0, len(chosen), TOGETHER)) if report.thin == 1 else [0]:
         runs, plays = chosen[first : first + TOGETHER], []
         for run in runs:
             if run.subject not in known:
-                job: dict[str, Any] = {"workers": 1, "transport": "local", "device": device}
+                job: dict[str, Any] = {"workers": 1, "transport": "local", "device": device} | wait
                 (known[run.subject],) = cf.launch(memory.profiled, run.subject, **job)
             plays.append(memory.predicted(run, *known[run.subject]))
         pairs = [(run, play.stages.cuts) for run, play in zip(runs, plays, strict=True)]
         work = memory.measured if report.pretend else memory.peaks_of_device
-        by_worker = cf.launch(work, pairs, workers=2, threads=1, transport="gloo", device=device)
+        by_worker = cf.launch(work, pairs, workers=2, threads=1, transport="gloo", device=device, **wait)
         for number, (run, play) in enumerate(zip(runs, plays, strict=True)):
             for worker, expected in enumerate(play.memory):
                 found = by_worker[worker][number]

@@ -26,6 +26,9 @@ LOWER = {True: 3e-2, False: 0.2}
 kernels depend on the number of samples, and asynchronous schemes scale losses of unequal micro-batches
 elsewhere."""
 
+WAIT_SECONDS = 20.0
+"""Time that a worker waits for another, so that a hang leaves time for other cases."""
+
 SCHEDULES = (
     s.dapple(2, 3),
     s.chimera(2, 4, concat="direct"),
@@ -101,7 +104,7 @@ def verified(report: Report, case: Case) -> tuple[str, str, dict[str, Any]]:
         dropout=0.0 if lower or schedule.workload.slices > 1 else 0.1,
     )
     where = {"transport": "strict-nccl"} if report.pretend else {"transport": "local", "device": "cuda"}
-    found: Agreement = trial.verify(**where, **options)
+    found: Agreement = trial.verify(**where, timeout_seconds=WAIT_SECONDS, **options)
     errors = found.loss_error, found.norm_error, found.gradient_error, found.weight_error
     limit = LOWER[schedule.synchronous] if lower else found.tolerance
     verdict = "agrees" if max(errors) <= limit else "differs"
@@ -198,11 +201,9 @@ def with_skips(report: Report, schedule: Schedule) -> tuple[str, str, dict[str, 
     with torch.no_grad():
         prediction = plain(batches[0][0].to(report.device)).cpu()
         evaluation = nn.functional.mse_loss(prediction, batches[0][1]).item()
-    where = "strict-nccl" if report.pretend else "local"
-    device = None if report.pretend else "cuda"
-    every = cf.launch(
-        _with_skips, schedule, layers, batches, workers=schedule.workers, transport=where, device=device
-    )
+    where: dict[str, Any] = {"transport": "strict-nccl" if report.pretend else "local"}
+    where |= {"device": None if report.pretend else "cuda", "timeout_seconds": WAIT_SECONDS}
+    every = cf.launch(_with_skips, schedule, layers, batches, workers=schedule.workers, **where)
     errors = [abs(a - b) for found in every for a, b in zip(found["losses"], losses, strict=True)]
     assert outputs is not None
     for found in every:
@@ -232,9 +233,9 @@ def generates(report: Report, schedule: Schedule) -> tuple[str, str, dict[str, A
     with torch.no_grad():
         for _ in range(8):
             expected = torch.cat([expected, plain(expected)[:, -1].argmax(-1, keepdim=True)], 1)
-    device = None if report.pretend else "cuda"
-    job = schedule, layers, prompt
-    every = cf.launch(_generated, *job, workers=schedule.workers, transport="local", device=device)
+    where: dict[str, Any] = {"transport": "local", "device": None if report.pretend else "cuda"}
+    where |= {"workers": schedule.workers, "timeout_seconds": WAIT_SECONDS}
+    every = cf.launch(_generated, schedule, layers, prompt, **where)
     same = all(torch.equal(found, expected.cpu()) for found in every)
     return "agrees" if same else "differs", "", {}
 

@@ -16,6 +16,10 @@ import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.testing.strict_nccl.device import Device
+from counterflow.testing.strict_nccl.modes import computing
+from counterflow.training.trial import small_trial
+from counterflow.verification.reference import Staleness
 
 SCHEDULES = [
     schemes.gpipe(2, 3),
@@ -154,3 +158,16 @@ def test_it_is_as_on_a_cpu(turn: int) -> None:
                 assert not isinstance(found, str), f"{case}: {found}"
                 same = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6, equal_nan=True)
                 same(found, expected, msg=f"{case}: {{}}".format)
+
+
+@pytest.mark.parametrize(
+    "schedule", [schemes.dapple(2, 3), schemes.pipedream_2bw(2, 2), schemes.chimera(2, 2)], ids=str
+)
+def test_one_process_on_a_device_trains_what_the_host_has(schedule: Schedule) -> None:
+    trial = small_trial(schedule, steps=2, tied=False, dropout=0.0)
+    alone: dict[str, Any] = {"staleness": Staleness.of(schedule, [2])}
+    expected = [step.loss for step in trial.one_process(**alone).steps]
+    device = Device(0, lambda _launches, _why: None)
+    with computing(device.stream, device):
+        found = trial.one_process(device=device.handle, **alone)
+    assert [step.loss for step in found.steps] == pytest.approx(expected, rel=1e-12)

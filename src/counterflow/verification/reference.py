@@ -25,7 +25,7 @@ from counterflow.runtime.execution.step import Step
 from counterflow.runtime.messages.values import Unit
 from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.mini_batch.losses import Found, LossFunction, added, read_loss
-from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
+from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler, Parameters
@@ -307,6 +307,7 @@ class Reference:
                     yield rows, cut(inputs, piece), cut(targets, piece)
 
     def _loss(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
+        inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, drawn)
 
