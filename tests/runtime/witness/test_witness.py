@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.runtime.making.recordings import Recordings
 from counterflow.runtime.stages.stage import evaluating
+from counterflow.runtime.witness.rounds import packed, unpacked
 from counterflow.runtime.witness.sketches import CallKey, CallSketch, first_difference, sketches_of
 
 
@@ -246,3 +248,29 @@ def test_an_evaluation_waits_until_the_models_modes_are_restored(monkeypatch: py
 
     first, second, third = cf.launch(work, workers=2, transport="local")[0]
     assert first == second == third  # the third is not compared
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3),
+        torch.randn(3, 2).T,
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(2, dtype=torch.complex64).conj(),
+        torch.empty(0, 2),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=lambda tensor: f"{tensor.layout}-{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_tensors_between_processes_keep_their_values(tensor: Tensor) -> None:
+    found = unpacked(pickle.loads(pickle.dumps(packed({"x": [tensor]}))), torch.device("cpu"))["x"][0]
+    assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    torch.testing.assert_close(found, tensor, rtol=0, atol=0)
+
+
+def test_whether_a_tensor_requires_a_gradient_travels_too() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    found = unpacked(pickle.loads(pickle.dumps(packed(tensor))), torch.device("cpu"))
+    assert found.requires_grad
+    assert not found.is_leaf
