@@ -65,11 +65,11 @@ class Part:
 PARTS = (
     Part("numbers", "one_gpu.numbers", 95, "workers as threads against one process"),
     Part("nccl", "one_gpu.nccl", 125, "ranks as processes over NCCL on one GPU"),
-    Part("memory", "one_gpu.memory", 60, "peak memory of each worker, predicted and measured"),
-    Part("host", "one_gpu.host", 75, "host microseconds, kernels, share of the peak"),
+    Part("memory", "one_gpu.memory", 75, "peak memory of each worker, predicted and measured"),
+    Part("host", "one_gpu.host", 70, "host microseconds, kernels, share of the peak"),
     Part("rules", "one_gpu.rules", 20, "the pretended device beside the device"),
     Part("graphs", "one_gpu.graphs", 20, "a stage's ops as a CUDA graph"),
-    Part("profile", "one_gpu.profile", 70, "profiles of GPT, Llama and MoE layers"),
+    Part("profile", "one_gpu.profile", 60, "profiles of GPT, Llama and MoE layers"),
 )
 """Together 465 seconds, in the order of their value."""
 
