@@ -313,6 +313,7 @@ class Steps(Counts):
         return super().forward(x) * self.what  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")  # of itertools, in Python 3.12
 @pytest.mark.parametrize(
     ("model", "message"),
     [
