@@ -8,7 +8,7 @@ import memory
 from memory import GOAL, Run
 
 import counterflow as cf
-from one_gpu import Report
+from one_gpu import Report, now_of
 
 TWO = {"stages": 2, "micro_batches": 4}
 BY_WORKER = {"workers": 2, "micro_batches": 4}
@@ -37,6 +37,7 @@ def rows(report: Report) -> None:
     chosen = RUNS[:: report.thin]
     for first in report.cases(range(0, len(chosen), TOGETHER)) if report.thin == 1 else [0]:
         runs, plays = chosen[first : first + TOGETHER], []
+        now_of(report.path).write_text(f"runs from {runs[0]} on", encoding="utf-8")
         for run in runs:
             if run.subject not in known:
                 job: dict[str, Any] = {"workers": 1, "transport": "local", "device": device} | wait
