@@ -138,7 +138,7 @@ def grade(  # noqa: PLR0917
 @contextmanager
 def _without_gradients(copy: StageCopy) -> Iterator[None]:
     """Context in which functions that add to weights' gradients themselves add to others."""
-    weights = copy.parameters()
+    weights = [weight for weight in copy.parameters() if weight.is_leaf]  # a cast one has no gradient
     gradients = [weight.grad for weight in weights]
     try:
         for weight in weights:
