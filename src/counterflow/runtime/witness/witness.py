@@ -216,11 +216,16 @@ class Witness:
         # Threads share modules: the model's modes are set before those of the stages here, and restored after
         # these and before those of the evaluation that follows.
         with evaluating(model):
-            self._workers.transport.gather([])
+            self._meet_threads()
             with self._owner.running(batch.step, unit.rows, training=batch.training):
                 yield
             self._find_changes()
-        self._workers.transport.gather([])
+        self._meet_threads()
+
+    def _meet_threads(self) -> None:
+        """Wait for the other workers if they are threads, which may share modules."""
+        if self._workers.transport.shares_process:
+            self._workers.transport.gather([])
 
     def _find_changes(self) -> None:
         """Learn whether a run has changed buffers: then only the first units of a step can be compared."""
