@@ -96,8 +96,7 @@ class EvaluationRunner:
             try:
                 self._interpreter.run(self._tasks, batch, drains=False)
             except WorkerError as error:
-                if isinstance(error.__cause__, Exception):
-                    self._shared.explain(error.__cause__)
+                self._shared.explain(error)
                 raise
             self._shared.check()
         self._interpreter.leave(batch)

@@ -262,8 +262,7 @@ class Runner:
             if isinstance(error.__cause__, RuntimeError):
                 changes = self.weights.changes
                 (changes.refuse_overwritten if self._flushes else changes.check)()
-            if isinstance(error.__cause__, Exception):
-                self._shared.explain(error.__cause__)
+            self._shared.explain(error)
             raise
         finally:
             self.weights.hooks.give_back()

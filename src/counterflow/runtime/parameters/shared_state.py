@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from counterflow.errors import WorkerError
+
 from ..stages.sharing.watch import ObjectWatch
 from .shared_buffers import SharedBuffers
 
@@ -32,13 +34,14 @@ class SharedState:
         self._shared_buffers.check()
         self._objects.check()
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: WorkerError) -> None:
         """Refuse what a forward that failed may have read otherwise than in one process.
 
         Raises:
             ConfigError: there is such an object.
         """
-        self._objects.explain(error)
+        if isinstance(error.__cause__, Exception):
+            self._objects.explain(error.__cause__)
 
     def end(self) -> None:
         """At the end of a step or an evaluation: compare workers, the first times; all workers call it.

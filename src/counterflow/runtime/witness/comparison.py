@@ -63,6 +63,37 @@ class Comparison:
         outputs = list(self.watch.outputs.values())
         return Result(outputs[0] if len(outputs) == 1 else None, self.watch.loss())
 
+    def described(
+        self, name: str, losses: tuple[float | None, float | None], where: str, *, layers_agree: bool
+    ) -> str:
+        """Describe a difference in a sentence.
+
+        Args:
+            name: class of the model.
+            losses: of the model's own forward, and of the pipeline.
+            where: clause that names the first call that differs; empty: none does.
+            layers_agree: whether the layers one after another agree with the model's own forward.
+        """
+        step, number = self.batch.step, self.unit.unit.micro_batch
+        own, theirs = losses
+        shown = "" if own is None or theirs is None else f" (loss {own:.6g} and {theirs:.6g})"
+        when = f"step {step}" if self.batch.training else f"an evaluation after {step} steps"
+        advice = (
+            "Find the layers again after what the forward reads has changed, or pass what changes as an input"
+        )
+        if layers_agree:
+            where = (
+                "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
+                "recomputed or compiled"
+            )
+            advice = "Leave slices, recompute and compile away, one after another, to see which it is"
+        elif not where:
+            where = "its layers agree, and what comes after them does not"
+        return (
+            f"{when}: the {name}'s own forward and the pipeline give micro-batch {number} different "
+            f"results{shown}; {where}. {advice}"
+        )
+
 
 def same(one: Result, other: Result, least: float = 0.0) -> bool:
     """Return whether two results differ by rounding only.

@@ -237,7 +237,7 @@ class Owner:
         with self._sketching(copy), copy.precision.computing():
             if not self._training:
                 return StageResult(copy.forward(value, self.step, self.rows), draws=False)
-            draws, repeats = _Draws(self._streams), Repeats(self._streams, self._least)
+            draws, repeats = _Draws(self._streams), Repeats(self._streams.device, self._least)
             output = copy.run_plainly(value, self.step, self.rows, [draws, repeats][: 1 + request.repeats])
             return StageResult(output, draws.any, repeats.layer)
 

@@ -20,9 +20,10 @@ from ..messages.mappings import know
 from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer, place_of
-from ..stages.randomness import RandomStreams, SampleRows
+from ..stages.randomness import SampleRows
 from ..torch_private import buffers_of
-from ..transport.turns import PythonStates
+from ..transport.turns import RandomStates
+from .rounds import packed, unpacked
 
 
 def other_calls(schedule: Schedule, replicas: int) -> str:
@@ -44,16 +45,30 @@ def other_calls(schedule: Schedule, replicas: int) -> str:
     return f"each of {most} workers with a copy of the layer has its own" if most > 1 else ""
 
 
+def refusal_of_state(layer: str, why: str) -> str:
+    """Sentence that refuses a layer.
+
+    Args:
+        layer: the layer, for messages.
+        why: reason why its calls are not those of one process.
+    """
+    return (
+        f"{layer} gives other values when it runs again on the same input: it keeps state between forwards, "
+        f"and {why}; pass the state on through inputs and outputs, or take one replica and a schedule in "
+        "which each stage is on one worker"
+    )
+
+
 class Repeats(Feature):
     """Runs each layer twice, and names the first one whose second output differs.
 
     Args:
-        streams: streams of random draws.
+        device: device of the worker.
         least: minimum of the relative difference that counts as rounding.
     """
 
-    def __init__(self, streams: RandomStreams, least: float) -> None:
-        self._streams, self._least = streams, least
+    def __init__(self, device: torch.device, least: float) -> None:
+        self._device, self._least = device, least
         self.layer = ""
         """The layer, for messages; empty: there is none."""
 
@@ -61,9 +76,8 @@ class Repeats(Feature):
         """See ``Feature``."""
         if self.layer:
             return run(value, step, rows)
-        know(value)
-        again = pytree.tree_map_only(Tensor, _copy, value)
-        before, python, versions = self._streams.states(), PythonStates.now(), _versions(layer)
+        again = unpacked(packed(value), self._device)
+        before, versions = RandomStates.now(), _versions(layer)
         buffers = [
             (buffers_of(module), name, tensor, tensor.detach().clone())
             for module in layer.module.modules()
@@ -73,8 +87,8 @@ class Repeats(Feature):
         output = run(value, step, rows)
         if _versions(layer) != versions:
             return output  # a forward that changes weights is refused by the step
-        after = self._streams.states(), PythonStates.now()
-        self._restore(before, python)
+        after = RandomStates.now()
+        before.restore()
         for table, name, tensor, contents in buffers:  # copies that change buffers are refused by the step
             table[name] = tensor
             with torch.no_grad():
@@ -83,7 +97,7 @@ class Repeats(Feature):
             with added_losses():
                 second = run(again, step, rows)
         finally:
-            self._restore(*after)
+            after.restore()
         know(output)
         dtypes = [
             t.dtype for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
@@ -93,17 +107,6 @@ class Repeats(Feature):
             self.layer = place_of(layer)
         return output
 
-    def _restore(self, states: list[Tensor], python: PythonStates) -> None:
-        for generator, state in zip(self._streams.generators, states, strict=True):
-            generator.set_state(state)
-        python.restore()
-
 
 def _versions(layer: NamedLayer) -> list[int]:
     return [version_of(parameter) for parameter in layer.module.parameters()]
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with no graph, which is no leaf if it requires a gradient: layers may change it in place."""
-    plain = tensor.detach().clone()
-    return plain.requires_grad_().clone() if tensor.requires_grad else plain

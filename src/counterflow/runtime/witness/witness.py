@@ -46,7 +46,7 @@ from .model_forward import ModelForward
 from .owner import Owner, StageResult, StageRun
 from .rounds import RemoteError, Rounds, packed, unpacked
 from .sketches import CallSketch, first_difference
-from .state import other_calls
+from .state import other_calls, refusal_of_state
 from .units import Units, WitnessUnit
 
 _LOG = logging.getLogger(__name__)
@@ -168,12 +168,7 @@ class Witness:
         with self._running(comparison):
             result = self._layers_in_turn(comparison, rounds, repeats=True)
             layer = "" if result is None else result.stateful
-            text = layer and (
-                f"{layer} gives other values when it runs again on the same input: it keeps state between "
-                f"forwards, and {why}; pass the state on through inputs and outputs, or take one replica and "
-                "a schedule in which each stage is on one worker"
-            )
-            self._raise(comparison, text)
+            self._raise(comparison, layer and refusal_of_state(layer, why))
 
     def _agreed_unit(self, batch: Batch) -> WitnessUnit | None:
         batch.agree()
@@ -440,28 +435,11 @@ class Witness:
         if self._captured and not agree:
             limit = tolerance(torch.float32)
             where = first_difference(self._order, sketches[0], sketches[1], limit)
-        step, number = comparison.batch.step, comparison.unit.unit.micro_batch
-        theirs = layers.loss
+        losses = own.loss, layers.loss
         if differs and comparison.watch is not None and comparison.result is not None:
-            own, theirs = comparison.result, comparison.watch.loss()
+            losses = comparison.result.loss, comparison.watch.loss()
         name = type(self._model).__name__ if self._model is not None else "model"
-        shown = "" if own.loss is None or theirs is None else f" (loss {own.loss:.6g} and {theirs:.6g})"
-        when = f"step {step}" if comparison.batch.training else f"an evaluation after {step} steps"
-        advice = (
-            "Find the layers again after what the forward reads has changed, or pass what changes as an input"
-        )
-        if agree:
-            where = (
-                "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
-                "recomputed or compiled"
-            )
-            advice = "Leave slices, recompute and compile away, one after another, to see which it is"
-        elif not where:
-            where = "its layers agree, and what comes after them does not"
-        return (
-            f"{when}: the {name}'s own forward and the pipeline give micro-batch {number} different "
-            f"results{shown}; {where}. {advice}"
-        )
+        return comparison.described(name, losses, where, layers_agree=agree)
 
     def _tell_undecided(self, why: str) -> None:
         """Warn, once, that a unit could not be compared."""

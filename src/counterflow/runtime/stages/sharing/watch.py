@@ -74,7 +74,7 @@ class SharedObjects:
         Raises:
             ConfigError: it does.
         """
-        uses = {stage: use_of(paths, self.codes[stage], changed) for stage, paths in shared.paths.items()}
+        uses = self._uses(shared, changed)
         for writer in writers:
             reader = next((s for s, use in uses.items() if s != writer and Use.READ in use), None)
             if Use.WRITE not in uses[writer] or reader is None:
@@ -109,7 +109,7 @@ class SharedObjects:
             changed = entries.get(title, set()) | {plain_key(key) for key in missing if key is not None} or {
                 0
             }
-            uses = {stage: use_of(paths, self.codes[stage], changed) for stage, paths in shared.paths.items()}
+            uses = self._uses(shared, changed)
             for reader in [stage for stage in stages if Use.READ in uses.get(stage, Use.NONE)]:
                 named = {str(name) for path in shared.paths[reader] for _, name in path[-1:]}
                 here = any(
@@ -125,6 +125,10 @@ class SharedObjects:
                     f"{_shown(path, set())}, which {self.names[_layer(there)]} in another stage changes: a "
                     f"worker has one of its own (stages {writer} and {reader}); {_REMEDY}"
                 ) from error
+
+    def _uses(self, shared: SharedObject, changed: Collection[Hashable]) -> dict[int, Use]:
+        """What the code of each stage does with some entries of an object."""
+        return {stage: use_of(paths, self.codes[stage], changed) for stage, paths in shared.paths.items()}
 
 
 def shared_objects(
