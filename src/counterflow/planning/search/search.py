@@ -77,6 +77,11 @@ class _Candidate:
     bound: Bounds = field(init=False)
 
     @property
+    def setting(self) -> tuple[Group, Recompute, tuple[Arrangement, Runs], Network]:
+        """Schedule, recomputation, devices and links, on which bounds depend beside cuts."""
+        return self.group, self.recompute, (self.arrangement, self.nodes), self.links
+
+    @property
     def seconds(self) -> float:
         return self.bound.seconds * self.updates
 
@@ -252,14 +257,13 @@ class _Search:
     def _cut(self, candidate: _Candidate) -> Iterator[_Candidate]:
         """The candidate with the cuts of each rule and their bound; once if rules make the same cuts."""
         group, model, known = candidate.group, self.predictor.model, set[tuple[int, ...]]()
-        of = group, candidate.recompute, (candidate.arrangement, candidate.nodes), candidate.links
         for rule in self.rules:
             if may_cut(model, rule, group.stages):
                 cuts = self.bounds.stages(group, rule, candidate.recompute, candidate.links).cuts
                 if cuts not in known:
                     known.add(cuts)
                     cut = replace(candidate, cuts=rule)
-                    cut.bound = self.bounds.of(*of, cuts=rule, zero_stage=candidate.zero_stage)
+                    cut.bound = self.bounds.of(*candidate.setting, cuts=rule, zero_stage=candidate.zero_stage)
                     yield cut
 
     def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
@@ -372,8 +376,7 @@ class _Search:
         return refused
 
     def _halves_take_longer(self, candidate: _Candidate) -> bool:
-        of = candidate.group, candidate.recompute, (candidate.arrangement, candidate.nodes), candidate.links
-        least = self.bounds.of_halves(*of, candidate.cuts)
+        least = self.bounds.of_halves(*candidate.setting, candidate.cuts)
         return not self.best.needs(candidate.group.scheme, least * candidate.updates / _ROUNDING)
 
     def _configuration(self, candidate: _Candidate) -> Configuration:

@@ -73,7 +73,23 @@ class SharedBounds:
         shape = group.shape
         key = shape.without_promise, group.replicas, group.samples, where, recompute, cuts
         if key not in self._common:
-            self._common[key] = self._in_common(group, recompute, where, links, cuts)
+            predictor = self._predictor
+            stages = self.stages(group, cuts, recompute, links)
+            place = shape.placement, group.replicas, *where
+            sharded = None
+            if 1 in group.zero_stages:
+                sharded = predictor.sharded_state(stages.cuts, group.samples, place)
+            self._common[key] = common(
+                shape,
+                stages,
+                links,
+                predictor.cluster,
+                recompute,
+                update_seconds_per_byte=predictor.profile.update_seconds_per_byte,
+                step_overhead_seconds=predictor.profile.step_overhead_seconds,
+                sharded=sharded,
+                ways=self._ways_of(group, stages, recompute, place, links),
+            )
         return self._common[key].bounds(shape.most_stashed, zero_stage, shape.most_in_flight)
 
     def of_halves(
@@ -96,32 +112,6 @@ class SharedBounds:
         hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
         ways = least_ways(shape, stages, links, recompute, hops=hops, halves_alone=True)
         return ways.seconds(shape.most_stashed, shape.most_in_flight)
-
-    def _in_common(
-        self,
-        group: Group,
-        recompute: Recompute,
-        where: tuple[Arrangement, Runs],
-        links: Network,
-        cuts: Cuts,
-    ) -> Common:
-        shape, predictor = group.shape, self._predictor
-        stages = self.stages(group, cuts, recompute, links)
-        place = shape.placement, group.replicas, *where
-        sharded = None
-        if 1 in group.zero_stages:
-            sharded = predictor.sharded_state(stages.cuts, group.samples, place)
-        return common(
-            shape,
-            stages,
-            links,
-            predictor.cluster,
-            recompute,
-            update_seconds_per_byte=predictor.profile.update_seconds_per_byte,
-            step_overhead_seconds=predictor.profile.step_overhead_seconds,
-            sharded=sharded,
-            ways=self._ways_of(group, stages, recompute, place, links),
-        )
 
     def _ways_of(
         self, group: Group, stages: StageCosts, recompute: Recompute, place: _Key, links: Network
