@@ -32,7 +32,6 @@ from typing import Any
 
 import one_gpu
 import torch
-from machine import machine
 from torch import nn
 from torch.distributed import pipelining as theirs
 from torch.utils.flop_counter import FlopCounterMode
@@ -61,6 +60,12 @@ PEAKS = {
     "4090": 165,
 }
 """Of bf16, dense, in 10**12 operations a second, by what is in a device's name."""
+
+
+def peak_of(name: str) -> float | None:
+    """Peak of a device in bf16, in operations a second, by its name; None: unknown."""
+    return next((peak * 1e12 for part, peak in PEAKS.items() if part in name), None)
+
 
 WARM_UP = 3
 
@@ -404,11 +409,9 @@ def started(
 
 
 def about() -> dict[str, Any]:
-    """The machine."""
-    found: dict[str, Any] = {**machine(), "cuda": torch.version.cuda}
+    """The machine, how its devices are connected, and NCCL's variables."""
+    found = one_gpu.about_machine()
     if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["nccl"] = torch.cuda.nccl.version()
         try:
             shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
             found["topology"] = shown.stdout
@@ -476,12 +479,12 @@ def main() -> int:
                     f"{devices} devices  {name}: {wrong.splitlines()[0] if wrong else 'agrees'}", flush=True
                 )
     if "speed" in given.parts.split(","):
-        known = next((p for n, p in PEAKS.items() if on_gpu and n in torch.cuda.get_device_name(0)), None)
-        peak = given.peak_tflops or known
+        known = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
+        peak = given.peak_tflops * 1e12 if given.peak_tflops else known
         rows: list[Row] = []
         for subject in subjects(given.models.split(","), there, small=not on_gpu):
             try:
-                rows += speed(subject, there, given.steps, peak and peak * 1e12, on_gpu=on_gpu)
+                rows += speed(subject, there, given.steps, peak, on_gpu=on_gpu)
             except (cf.CounterflowError, RuntimeError):
                 rows.append(Row(subject.name, "all", there, failed=traceback.format_exc()))
         found["speed"] = [asdict(row) for row in rows]

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,12 @@ class Report:
             yield case
 
 
+def case_name(schedule: object, replicas: int, options: Mapping[str, Any]) -> str:
+    """A schedule, replicas and options in words."""
+    groups = f", {replicas} replicas" if replicas > 1 else ""
+    return f"{schedule}{groups}" + "".join(f", {key}={value}" for key, value in options.items())
+
+
 def now_of(path: Path) -> Path:
     """File with the name of the case that runs."""
     return path.with_suffix(".now")
@@ -274,12 +280,11 @@ def _import_path() -> str:
 
 
 def about_machine() -> dict[str, Any]:
-    """The machine, its GPU and its versions."""
+    """The machine, its GPUs and its versions."""
     found: dict[str, Any] = {**machine(), "cuda": torch.version.cuda}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpu_bytes"] = properties.total_memory
-        found["processors"] = properties.multi_processor_count
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        found["gpus"] = [each.name for each in properties]
+        found["gpu_bytes"] = [each.total_memory for each in properties]
+        found["nccl"] = torch.cuda.nccl.version()
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import engine_cost
 import split_backward
 import torch
-from gpu_check import PEAKS, Subject, speed
+from gpu_check import Subject, peak_of, speed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,19 +139,15 @@ def block(
         "split_over_whole": (split - ahead) / (both - ahead),
     }
     if not report.pretend:
-        name = torch.cuda.get_device_name(0)
-        peak = next((each for part, each in PEAKS.items() if part in name), None)
+        peak = peak_of(torch.cuda.get_device_name(0))
         if peak:
-            values["mfu"] = flops / both / peak / 1e12
+            values["mfu"] = flops / both / peak
     return "measured", "bf16", {key: round(value, 4) for key, value in values.items()}
 
 
 def stages(report: Report, subject: Subject) -> None:
     """One worker with all stages: predicted and measured step, beside torch's 1F1B and ZB-V."""
-    peak = None
-    if not report.pretend:
-        name = torch.cuda.get_device_name(0)
-        peak = next((each * 1e12 for part, each in PEAKS.items() if part in name), None)
+    peak = None if report.pretend else peak_of(torch.cuda.get_device_name(0))
     steps = 3 if report.pretend else 10
     try:
         found = speed(subject, 1, steps, peak, on_gpu=not report.pretend, together=True)

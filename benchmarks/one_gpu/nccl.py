@@ -33,7 +33,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import CLIP_NORM, small_trial
 from counterflow.verification.agreement import Trained, _train, compare
 from counterflow.verification.reference import Staleness
-from one_gpu import Report
+from one_gpu import Report, case_name
 
 s = cf.schemes
 
@@ -263,9 +263,7 @@ def _write_rows(report: Report, job: Job, folder: Path, late: Sequence[int], sec
         return
     for number, (schedule, replicas, options) in enumerate(job.cases):
         every = [rows[number] for rows in by_rank if len(rows) > number]
-        shown = "".join(f", {key}={value}" for key, value in options.items())
-        groups = f", {replicas} replicas" if replicas > 1 else ""
-        name = f"{job.name}: {schedule}{groups}{shown}"
+        name = f"{job.name}: {case_name(schedule, replicas, options)}"
         errors = [row["error"] for row in every if "error" in row]
         if errors:
             report.add(name, "failed", errors[0], logs=logs)

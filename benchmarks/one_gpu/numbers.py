@@ -17,7 +17,7 @@ from counterflow.models.loss import next_token_loss
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
 from counterflow.verification.agreement import Agreement
-from one_gpu import Report
+from one_gpu import Report, case_name
 
 s = cf.schemes
 
@@ -242,11 +242,9 @@ def generates(report: Report, schedule: Schedule) -> tuple[str, str, dict[str, A
 
 def rows(report: Report) -> None:
     """All cases until the part's time is over."""
-    every: list[tuple[str, Callable[[], Any]]] = []
-    for schedule, replicas, options in cases():
-        shown = "".join(f", {key}={value}" for key, value in options.items())
-        groups = f", {replicas} replicas" if replicas > 1 else ""
-        every.append((f"{schedule}{groups}{shown}", partial(verified, report, (schedule, replicas, options))))
+    every: list[tuple[str, Callable[[], Any]]] = [
+        (case_name(*case), partial(verified, report, case)) for case in cases()
+    ]
     further = [
         (f"skips, outputs, predict: {schedule}", partial(with_skips, report, schedule))
         for schedule in SCHEDULES[:4]
