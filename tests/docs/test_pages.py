@@ -29,6 +29,7 @@ from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.orders.mixpipe_asymmetric import ASYMMETRIC
 from counterflow.simulation.model_share import CostsOf, of_stages
 
 from ..cli.conftest import Run, run
@@ -66,6 +67,19 @@ def test_ten_minutes(
     assert rows == blocks("ten-minutes.md", "text")[1].splitlines()
     assert (tmp_path / "zb-v.png").is_file()
     assert (tmp_path / "saved").is_dir()
+
+
+def test_mixpipe_orders(run: Run) -> None:
+    """The table is what the benchmark printed, the picture what the command prints."""
+    text = (DOCS / "mixpipe-orders.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| \**(\d+)\** \|$", text, re.MULTILINE)
+    kept = DOCS.parent / "benchmarks" / "results" / "mixpipe_asymmetric.txt"
+    lines = kept.read_text(encoding="utf-8").splitlines()[2:]
+    assert [[*row, "proved"] for row in rows] == [line.split()[:5] + line.split()[6:] for line in lines]
+    bold = re.findall(r"^\| (\d+) \| (\d+) \|.*\*\*", text, re.MULTILINE)
+    assert [(int(depth), int(peak)) for depth, peak in bold] == [*ASYMMETRIC]
+    command, *printed = blocks("mixpipe-orders.md", "console")[0].splitlines()
+    assert run(command.removeprefix("$ counterflow ")).out.splitlines() == printed
 
 
 def test_train_your_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

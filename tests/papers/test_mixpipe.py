@@ -15,6 +15,7 @@ import pytest
 
 from counterflow import OpKind, Simulation
 from counterflow.program import player
+from counterflow.program.check import check
 from counterflow.schedule.orders import mixpipe_plan
 from counterflow.schedule.schemes import chimera, mixpipe
 from counterflow.simulation import simulate
@@ -219,25 +220,90 @@ def test_section_iii_a_k_equal_d_takes_at_most_the_time_of_chimera(depth: int) -
 # --- Section III-C, Figure 6: direct concatenation ------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [2, 4])
-@pytest.mark.parametrize(("depth", "injected", "early"), legal((4, 6, 8, 10, 12)))
-def test_figure_6b_no_order_is_longer_than_direct_concatenation(
-    depth: int, injected: int, early: int, units: int
-) -> None:
-    schedule = mixpipe(depth, depth, injected, early)
-    orders_of = [
-        tuple(
-            op._replace(micro_batches=(op.micro_batches[0] + depth * unit,))
-            for unit in range(units)
-            for op in order
-        )
-        for order in schedule.orders
+RANGE = [
+    *(
+        (depth, units * depth, *setting)
+        for depth, *setting in legal((2, 4, 6, 8, 10, 12))
+        for units in (2, 4)
+    ),
+    *((depth, depth + 1, *setting) for depth, *setting in legal((6, 8, 10))),
+    *((depth, 2 * depth, 2, early) for depth in (14, 16) for early in (5, 6)),
+    (16, 32, 2, 7),
+]
+
+
+@pytest.mark.parametrize("depth", [2, 4, 6, 8, 10, 12, 14, 16])
+def test_figure_6b_no_order_is_longer_than_direct_concatenation(depth: int) -> None:
+    """Units of N = D one after another; the last may have fewer micro-batches."""
+    for stages, micro_batches, injected, early in RANGE:
+        if stages != depth:
+            continue
+        units = mixpipe(depth, depth, injected, early).orders
+        order = mixpipe(depth, micro_batches, injected, early)
+        concatenated = [
+            tuple(
+                op._replace(micro_batches=(first + op.micro_batches[0],))
+                for first in range(0, micro_batches, depth)
+                for op in unit
+                if first + op.micro_batches[0] < micro_batches
+            )
+            for unit in units
+        ]
+        direct = simulate(replace(order, orders=tuple(concatenated)))
+        result = simulate(order)
+        assert result.makespan <= direct.makespan, order
+        assert max(result.peak_activations) <= injected + early
+
+
+def test_figure_6b_makespans() -> None:
+    """List schedules of all micro-batches at once would take 130, 199, 255 and 132."""
+    spans = [
+        played(*shape).makespan for shape in ((10, 20, 2, 4), (14, 28, 2, 6), (16, 32, 2, 7), (10, 12, 2, 1))
     ]
-    whole = mixpipe(depth, units * depth, injected, early)
-    concatenated = simulate(replace(whole, orders=tuple(orders_of)))
-    result = simulate(whole)
-    assert result.makespan <= concatenated.makespan
-    assert max(result.peak_activations) <= injected + early
+    assert spans == [120, 188, 222, 124]
+
+
+# --- Section III-A: asymmetric orders, left to future work ----------------------------------------------
+
+ASYMMETRIC_IDLE = {
+    # (D, K, Γ): idle time of the best symmetric order with K/2 first, of any symmetric one, of any
+    (6, 2, 1): (20, 19, 17),
+    (8, 2, 1): (39, 38, 34),
+    (10, 2, 1): (64, 63, 55),
+    (10, 4, 1): (32, 31, 29),
+    (12, 2, 1): (95, 94, 81),
+    (12, 4, 1): (47, 46, 45),
+}
+"""All proved to be the least (benchmarks/results/mixpipe_asymmetric.txt)."""
+
+
+@pytest.mark.parametrize("setting", ASYMMETRIC_IDLE)
+def test_section_iii_a_asymmetric_orders(setting: tuple[int, int, int]) -> None:
+    depth, injected, early = setting
+    injected_first, symmetric, asymmetric = ASYMMETRIC_IDLE[setting]
+    result = simulate(mixpipe(depth, depth, injected, early, asymmetric=True))
+    assert set(result.idle) == {asymmetric}
+    assert result.makespan == 3 * depth + asymmetric < 3 * depth + symmetric
+    assert max(result.peak_activations) == injected + early
+    assert idle(depth, injected, early) == injected_first
+    for options in ({"split": True}, {"micro_batches": 2 * depth}, {"slices": 2}):
+        changed = {"stages": depth, "micro_batches": depth, "injected": injected, "early_forwards": early}
+        check(mixpipe(**(changed | options), asymmetric=True))
+
+
+def test_section_iii_a_asymmetric_order_of_depth_6() -> None:
+    schedule = mixpipe(6, 6, 2, 1, asymmetric=True)
+    assert orders(schedule) == [
+        "F0 F2 F1 B1 F3 B3 F4 B0 F5 B5 B2 B4",
+        "F0 F1 F3 B1 F2 B3 B0 F4 F5 B5 B2 B4",
+        "F0 F1 F3 B1 B0 F2 B3 F5 F4 B5 B2 B4",
+        "F1 F0 F3 B0 B1 F5 F2 B3 F4 B2 B4 B5",
+        "F1 F3 F0 B0 F5 B1 F2 B3 F4 B2 B4 B5",
+        "F1 F3 F0 B0 F5 B1 F2 B2 F4 B4 B3 B5",
+    ]
+    mirror = str.maketrans("012345", "103254")
+    assert orders(schedule)[5] != orders(schedule)[0].translate(mirror)
+    assert str(schedule).endswith("early_forwards=1, asymmetric=True)")
 
 
 # --- Section III-C, Figure 6: K maximizing -------------------------------------------------------------

@@ -403,6 +403,8 @@ def test_options_build_the_same_schedule_again(name: str) -> None:
     flags = {o.name for o in known.options if o.kind is OptionType.FLAG}
     assert {option for option, _ in schedule.options} == {o.name for o in known.options} - flags
     for flag in flags:
+        if flag == "asymmetric":
+            given |= {"stages": 6, "micro_batches": 6, "injected": 2, "early_forwards": 1}
         schedule = build(name, {**given, flag: True})
         assert build(name, dict(schedule.options)) == schedule
         assert dict(schedule.options)[flag] is True
@@ -481,6 +483,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"early_forwards=3.*2",
     ),
     ("mixpipe", {"stages": 8, "micro_batches": 8, "early_forwards": -1}, r"early_forwards=-1"),
+    (
+        "mixpipe",
+        {"stages": 8, "micro_batches": 8, "injected": 4, "asymmetric": True},
+        r"stages=8, injected=4 .* legal: stages=6 or 8 or 10 or 12 .* = 3; stages=10 or 12 .* = 5",
+    ),
+    (
+        "mixpipe",
+        {"stages": 6, "micro_batches": 9, "injected": 2, "early_forwards": 1, "asymmetric": True},
+        r"micro_batches=9: .* use a multiple of 6",
+    ),
     # more
     ("hanayo", {"workers": 4, "micro_batches": 4, "waves": 0}, r"waves=0.*1 or more"),
     ("interleaved", {"workers": 4, "micro_batches": 4, "chunks": 0}, r"chunks=0.*1 or more"),

@@ -65,6 +65,10 @@ def _mixpipe(draw: Draw) -> Options:
     depth = draw(EVEN_DEPTHS)
     options: Options = {"stages": depth, "micro_batches": _micro_batches(draw, depth)}
     options["split"] = draw(st.booleans())
+    if depth in (6, 8, 10, 12) and draw(st.booleans()):
+        units = draw(st.integers(1, 3))
+        peak = {"injected": 2, "early_forwards": 1, "asymmetric": True}
+        return options | {"micro_batches": units * depth} | peak
     if draw(st.booleans()):
         injected = 2 * draw(st.integers(1, depth // 2))
         early = draw(st.integers(0, (depth - injected) // 2))

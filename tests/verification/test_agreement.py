@@ -38,6 +38,7 @@ SCHEDULES: list[Schedule] = [
         for n, k, g in ((4, 2, 0), (4, 2, 1), (4, 4, 0), (3, 2, 0), (6, 4, 0), (9, 2, 1))
     ),
     schemes.mixpipe(4, 8, injected="max"),
+    schemes.mixpipe(6, 6, injected=2, early_forwards=1, asymmetric=True),
     *(schemes.hanayo(w, n, waves=v) for w, n, v in ((2, 2, 1), (2, 3, 2), (2, 4, 3), (4, 4, 1), (4, 6, 2))),
 ]
 

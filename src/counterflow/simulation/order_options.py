@@ -1,4 +1,4 @@
-"""Other values of options that change only the order, compared in the same memory (MixPipe's K and Γ)."""
+"""Other values of options that change only the order, in the same memory: MixPipe's K, Γ and symmetry."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def shorter(result: Simulation) -> Simulation | None:
         return None
     most, most_stashed = scheme.most_stashed(**options), scheme.most_stashed
     sizes = schedule.workers, schedule.micro_batches, schedule.stages
-    others = [options | dict(more) for more in scheme.planner(*sizes)]
+    fixed = {name: v for name, v in options.items() if not (own := scheme.option(name)) or not own.order_only}
+    others = [fixed | dict(more) for more in scheme.planner(*sizes)]
     promised = [(other, most_stashed(**other)) for other in others if other != options]
     fitting = [other for other, peak in promised if most is not None and peak is not None and peak <= most]
     if len(fitting) * sum(map(len, schedule.orders)) > MOST_OPS:

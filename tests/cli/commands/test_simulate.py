@@ -73,6 +73,13 @@ def test_a_note_names_settings_that_are_shorter_in_the_same_memory(run: Run) -> 
         "Note: --injected 4 --early-forwards 0 takes 47 instead of 50 in the same memory.\n"
     )
     assert run(f"{line} 4").err == ""
+    assert run(f"{line} 2 --early-forwards 1").err == (
+        "Note: --asymmetric takes 58 instead of 63 in the same memory.\n"
+    )
+    longer = run(
+        "simulate mixpipe --stages 10 --micro-batches 40 --injected 4 --early-forwards 1 --asymmetric"
+    )
+    assert longer.err == "Note: --no-asymmetric takes 235 instead of 236 in the same memory.\n"
 
 
 def test_timeline_only_on_request(run: Run) -> None:

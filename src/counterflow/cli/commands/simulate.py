@@ -15,7 +15,7 @@ from counterflow.simulation.order_options import shorter
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
 from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
-from ..options.wording import flag
+from ..options.wording import flag_of
 from ..output.console import (
     WIDE,
     alike,
@@ -55,10 +55,8 @@ def simulate(
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
     if not is_file(subject) and (other := shorter(result)) is not None:
-        given = dict(schedule.options)
-        changed = [f"{flag(name)} {v}" for name, v in other.schedule.options if given[name] != v]
         spans = f"{number(other.makespan)} instead of {number(result.makespan)}"
-        note(f"Note: {' '.join(changed)} takes {spans} in the same memory.")
+        note(f"Note: {_changed(schedule, other.schedule)} takes {spans} in the same memory.")
     if as_json:
         from counterflow.simulation.report import simulated
 
@@ -70,6 +68,13 @@ def simulate(
     if messages:
         tables.append(_messages(result))
     _print(result, costs, tables)
+
+
+def _changed(schedule: Schedule, other: Schedule) -> str:
+    """Flags of the options in which another schedule of the scheme differs."""
+    given, others = dict(schedule.options), dict(other.options)
+    turned_off = [flag_of(name, False) for name in given if name not in others]
+    return " ".join([*(flag_of(name, v) for name, v in others.items() if given.get(name) != v), *turned_off])
 
 
 def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:

@@ -13,7 +13,7 @@ from counterflow.schedule.scheme import DEPTH, SLICES
 
 from ..output.console import note
 from .flags import SchemeOptions
-from .wording import flag
+from .wording import flag, flag_of
 
 
 class Form(StrEnum):
@@ -131,7 +131,7 @@ def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -
     try:
         return build(name, options)
     except ConfigError as error:
-        shown = " ".join(f"{flag(name)} {value}" for name, value in options.items())
+        shown = " ".join(flag_of(name, value) for name, value in options.items())
         raise ConfigError(
             f'--compare {name}: {error}\nTo give it options of its own: --compare "{name} {shown} …"'
         ) from error

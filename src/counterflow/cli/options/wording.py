@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from counterflow.schedule import registry
+from counterflow.schedule.ir import OptionValue
 from counterflow.simulation.cost_texts import COSTS
 
 _SPELLED = {one.field: name for name, one in COSTS.items()} | {
@@ -26,6 +27,17 @@ def flag(name: str) -> str:
     '--micro-batches'
     """
     return "--" + _SPELLED.get(name, name).replace("_", "-")
+
+
+def flag_of(name: str, value: OptionValue) -> str:
+    """An option with its value, as people type it.
+
+    >>> flag_of("micro_batches", 8), flag_of("split", True), flag_of("split", False)
+    ('--micro-batches 8', '--split', '--no-split')
+    """
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)} {value}"
 
 
 def in_flags(message: str) -> str:

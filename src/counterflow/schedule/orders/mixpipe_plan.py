@@ -19,7 +19,7 @@ is due first. That determines how late each op may start: the due times of anoth
 
 *Choice.* No due times are best everywhere. Twelve plans, `WAITS` × `STARTS`, go there and back, and the
 shortest is kept. For N = D up to 12 the shortest symmetric orders are known (``mixpipe_optima.py``). They are
-taken if all plans are longer; for multiples of D they are concatenated first.
+taken if all plans are longer. For N > D the order of N = D is concatenated, and taken if that is shorter.
 ``benchmarks/results/mixpipe_sweep.txt`` shows what each part gains,
 ``benchmarks/results/mixpipe_optima.txt`` what the best orders are at the same memory: those need no K/2
 forwards first, but computing one takes up to a minute instead of milliseconds.
@@ -34,9 +34,10 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
+from .mixpipe_asymmetric import ASYMMETRIC
 from .mixpipe_optima import OPTIMA
 
-__all__ = ["mixpipe_orders", "played", "use"]
+__all__ = ["asymmetric_orders", "mixpipe_orders", "played", "use"]
 
 STARTS = (2, 1, 0, -1)
 """Times at which the first backward of the last stage is due, in halves of the depth."""
@@ -73,24 +74,50 @@ def mixpipe_orders(
     is then left out: that adds no memory and delays no op.
     """
     pairs = (micro_batches + 1) // 2
-    words = OPTIMA.get((depth, injected, early_forwards), ()) if injected is not None else ()
-    times, rest = divmod(2 * pairs, depth)
-    units = [_order(word * times) for word in words if not rest]
-    if units and times == 1:
-        return _mirrored(units, micro_batches)
     if injected is None:
         shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
         plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
-    else:
-        shape = Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs))
-        plans = _tries(shape)
-        if depth == 4 and pairs == 2:  # the paper's Figure 3, in which two orders could be one unit shorter
-            plans = iter([next(plans)])
-    last = (depth + 1) * pairs - 1  # of stage 0 the last backward
-    found = min(plans, key=lambda ends: ends[last])
-    if not units or found[last] <= _makespan(units, depth):
-        units = list(_unfold(found, depth, pairs))
-    return _mirrored(units, micro_batches)
+        return _mirrored(_shortest(plans, shape), micro_batches)
+    words = OPTIMA.get((depth, injected, early_forwards))
+    near = [_order(word) for word in words or ()]
+    if not near or 2 * pairs != depth:
+        near = _listed(Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs)))
+    if 2 * pairs > depth:
+        unit = mixpipe_orders(depth, depth, injected, early_forwards)[: depth // 2]
+        units = [_repeated(order, depth, 2 * pairs) for order in unit]
+        near = min(near, units, key=lambda orders: _makespan(orders, depth))
+    return _mirrored(near, micro_batches)
+
+
+def _listed(shape: Shape) -> list[list[tuple[str, int]]]:
+    """The shortest list schedule of the first half of the workers."""
+    plans = _tries(shape)
+    if (
+        shape.depth == 4 and shape.pairs == 2
+    ):  # the paper's Figure 3, where two orders could be a unit shorter
+        plans = iter([next(plans)])
+    return _shortest(plans, shape)
+
+
+def _shortest(plans: Iterator[Times], shape: Shape) -> list[list[tuple[str, int]]]:
+    """The orders of the first half of the workers in the shortest of these plans."""
+    last = (shape.depth + 1) * shape.pairs - 1  # of stage 0 the last backward
+    return list(_unfold(min(plans, key=lambda ends: ends[last]), shape.depth, shape.pairs))
+
+
+def _repeated(order: list[tuple[str, int]], depth: int, micro_batches: int) -> list[tuple[str, int]]:
+    """Direct concatenation of a unit of D micro-batches (section III-C), whose last may be shorter."""
+    return [
+        (kind, first + micro_batch)
+        for first in range(0, micro_batches, depth)
+        for kind, micro_batch in order
+        if first + micro_batch < micro_batches
+    ]
+
+
+def asymmetric_orders(depth: int, micro_batches: int, peak: int) -> list[list[tuple[str, int]]]:
+    """The same of the stored asymmetric order with this peak, one after another for multiples of D."""
+    return [_order(word * (micro_batches // depth)) for word in ASYMMETRIC[depth, peak]]
 
 
 def _tries(shape: Shape) -> Iterator[Times]:

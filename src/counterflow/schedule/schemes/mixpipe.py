@@ -22,6 +22,10 @@ later of a worker's two stages, so none can deadlock, whatever the due times.
 For N = D up to 12 the orders are the shortest symmetric ones with K/2 forwards first (``mixpipe_optima.py``),
 except at D=4 and K=2, where they are the paper's.
 
+``asymmetric=True`` takes an order that is not symmetric, if one is known to be shorter than every symmetric
+order with a peak of K + Γ (``mixpipe_asymmetric.py``). K and Γ then only determine the peak: how many
+micro-batches the pipes inject first is free.
+
 The paper's idle time 5D − 3K − 4 − 3Γ is exact at D=4; from K ≥ D/2 on the orders here idle at most that
 long up to D=16; for K < D/2 and D ≥ 6 most settings have no such order, and another K often idles less within
 the same peak of K + Γ. Simulate to get the exact value.
@@ -36,10 +40,11 @@ from collections.abc import Iterator, Mapping
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.legal import at_least
-from counterflow.schedule.orders.mixpipe_plan import mixpipe_orders
+from counterflow.schedule.orders.mixpipe_asymmetric import ASYMMETRIC
+from counterflow.schedule.orders.mixpipe_plan import asymmetric_orders, mixpipe_orders
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, Scheme
+from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, OptionType, Scheme
 from counterflow.schedule.workload import Workload, plain
 
 
@@ -49,6 +54,8 @@ def mixpipe(
     injected: OptionValue | None = None,
     early_forwards: int = 0,
     split: bool = False,
+    *,
+    asymmetric: bool = False,
 ) -> Schedule:
     """Two directions, K micro-batches injected, Γ forwards advanced.
 
@@ -58,30 +65,43 @@ def mixpipe(
         injected: K, even, 2..D, or ``"max"``; None means D.
         early_forwards: Γ, 0..(D − K)/2; 0 with ``"max"``.
         split: whether backwards are split (``split_backwards``).
+        asymmetric: whether to take the shortest order with a peak of K + Γ, which is not symmetric. It is
+            stored for depths and peaks with which it beats every symmetric one. ``micro_batches`` must be a
+            multiple of ``stages``; the order of N = D is concatenated.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: an option is out of range, or no asymmetric order is stored.
 
     >>> schedule = mixpipe(stages=4, micro_batches=4, injected=2, early_forwards=1)
     >>> " ".join(f"{op.kind.value}{op.micro_batches[0]}" for op in schedule.orders[0])
     'F0 F1 B1 F2 F3 B3 B0 B2'
+    >>> " ".join(str(op) for op in mixpipe(6, 6, 2, 1, asymmetric=True).orders[0][:6])
+    'F0.0 F2.0 F1.5p1 B1.5p1 F3.5p1 B3.5p1'
     """
     workload = _workload(stages, micro_batches)
     injected = stages if injected is None else injected
     _refuse(stages, injected, early_forwards)
     limit = injected if isinstance(injected, int) else None
+    if not isinstance(asymmetric, bool):
+        raise ConfigError(f"asymmetric={asymmetric!r}: must be true or false")
+    if asymmetric:
+        _refuse_asymmetric(stages, micro_batches, injected, early_forwards)
+        worker_orders = asymmetric_orders(stages, micro_batches, (limit or 0) + early_forwards)
+    else:
+        worker_orders = mixpipe_orders(stages, micro_batches, limit, early_forwards)
     orders = tuple(
         tuple(
             Op(OpKind(kind), worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
             for kind, m in order
         )
-        for worker, order in enumerate(mixpipe_orders(stages, micro_batches, limit, early_forwards))
+        for worker, order in enumerate(worker_orders)
     )
     options = (
         ("stages", stages),
         ("micro_batches", micro_batches),
         ("injected", injected),
         ("early_forwards", early_forwards),
+        *([("asymmetric", True)] * asymmetric),
     )
     return split_backwards(Schedule("mixpipe", options, workload, orders), split)
 
@@ -109,8 +129,32 @@ def _refuse(stages: int, injected: OptionValue, early_forwards: int) -> None:
         raise ConfigError(f"early_forwards={early_forwards}: must be 0 to {most}; {why}")
 
 
+def _refuse_asymmetric(stages: int, micro_batches: int, injected: OptionValue, early_forwards: int) -> None:
+    if not isinstance(injected, int) or (stages, injected + early_forwards) not in ASYMMETRIC:
+        legal = "; ".join(
+            f"stages={' or '.join(str(depth) for depth, most in ASYMMETRIC if most == peak)} with "
+            f"injected + early_forwards = {peak}"
+            for peak in sorted({most for _, most in ASYMMETRIC})
+        )
+        raise ConfigError(
+            f"asymmetric: no order for stages={stages}, injected={injected} and "
+            f"early_forwards={early_forwards} is known to be shorter than the symmetric ones; legal: {legal}"
+        )
+    if micro_batches % stages:
+        raise ConfigError(
+            f"micro_batches={micro_batches}: an asymmetric order has as many micro-batches as stages, or "
+            f"several times as many; use a multiple of {stages}"
+        )
+
+
 def _planned(workers: int, micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    """Every K and Γ up to depth 16, then K in eighths of the depth and Γ none or all that is legal."""
+    """Every K and Γ up to depth 16, then K in eighths of the depth and Γ none or all that is legal; and the
+    asymmetric orders.
+    """
+    for depth, peak in ASYMMETRIC:
+        if depth == workers and micro_batches % depth == 0:
+            early = peak % 2
+            yield {"injected": peak - early, "early_forwards": early, "asymmetric": True}
     fine = workers <= 16
     eighths = sorted({2 * round(i * workers / 16) for i in range(1, 9)})
     for injected in range(2, workers + 1, 2) if fine else eighths:
@@ -156,6 +200,15 @@ SCHEME = Scheme(
             order_only=True,
         ),
         SPLIT,
+        Option(
+            "asymmetric",
+            "true or false",
+            "the shortest order with a peak of K + Γ, if it is not symmetric",
+            default=False,
+            kind=OptionType.FLAG,
+            unsaid=False,
+            order_only=True,
+        ),
     ),
     directions=Directions.TWO,
     planner=_planned,
