@@ -26,7 +26,7 @@ import counterflow as cf
 from counterflow.schedule.orders import mixpipe_asymmetric
 
 KEPT = Path(__file__).parent / "results" / "mixpipe_asymmetric.txt"
-DEPTHS = range(4, 15, 2)
+DEPTHS = range(4, 13, 2)
 SECONDS = {"F": 1, "B": 2}
 
 

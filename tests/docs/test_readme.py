@@ -73,6 +73,18 @@ def test_pictures_of_schedules_are_what_the_commands_print(run: Run) -> None:
         assert answer.out == shown
 
 
+def test_formulas_of_papers_are_what_the_command_prints(run: Run) -> None:
+    page = (ROOT / "docs" / "choosing-a-scheme.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"^\$ counterflow ([^\n]*--formulas)\n```\n\n```text\n(.+?)^```", page, re.DOTALL | re.MULTILINE
+    )
+    assert shown is not None
+    printed = [line.split() for line in run(shown[1]).out.splitlines()]
+    rows = [line.split() for line in shown[2].splitlines() if not {*line} <= {"─", " "}]
+    assert len(rows) > 12
+    assert all(row in printed for row in rows)
+
+
 def test_messages_in_troubleshooting_are_the_librarys() -> None:
     """Each message, cut at …, is made of texts in the code; their f-strings are joined with …."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

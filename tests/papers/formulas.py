@@ -48,17 +48,6 @@ def chimera_direct_idle(stages: int, units: int) -> Fraction:
     return Fraction((units + 1) * (stages - 2))
 
 
-def chimera_critical_path(stages: int) -> tuple[int, int]:
-    """(C_f, C_b): D forwards and 2D−2 backwards, at N = D and f = 1.
-
-    Source: Chimera, section 3.4; Figure 6 is D = 6.
-
-    >>> chimera_critical_path(stages=6)
-    (6, 10)
-    """
-    return stages, 2 * stages - 2
-
-
 def hanayo_idle(workers: int, units: int = 1) -> Fraction:
     """2(K+1)(P−1) for N = K·P with B = 2F, in forwards of one of the 2·P·waves stages.
 
@@ -70,32 +59,6 @@ def hanayo_idle(workers: int, units: int = 1) -> Fraction:
     Fraction(12, 1)
     """
     return Fraction(2 * (units + 1) * (workers - 1))
-
-
-def hanayo_equation_1(
-    workers: int,
-    waves: int,
-    forward: Fraction | int = 1,
-    backward: Fraction | int = 2,
-    message: Fraction | int = 0,
-) -> Fraction:
-    """Bubble ratio with messages.
-
-    Args:
-        workers: P, 2 or more.
-        waves: W.
-        forward: T_F, a worker's whole forward of one micro-batch.
-        backward: T_B, its whole backward.
-        message: T_C, one message.
-
-    Source: Hanayo, equation 1.
-    """
-    p, w = Fraction(workers), Fraction(waves)
-    t_f, t_b, t_c = Fraction(forward), Fraction(backward), Fraction(message)
-    above = t_b / w + (1 + 2 * w + 2 / p + (p - 2) / 3) * t_c
-    share = p / (p - 1)
-    below = share * t_f + (1 / (2 * w) + share) * t_b + ((p - 2) / 2 + 4 * w) * t_c
-    return above / below
 
 
 def hanayo_activations(workers: int, waves: int) -> Range:

@@ -8,6 +8,7 @@ import pytest
 
 from counterflow import Costs, Schedule
 from counterflow.papers import closed_forms as forms
+from counterflow.papers import performance_models
 from counterflow.papers.closed_forms import Range
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.schemes import (
@@ -86,7 +87,7 @@ def test_chimera(stages: int, units: int) -> None:
 @pytest.mark.parametrize("stages", EVEN_DEPTHS)
 def test_chimera_with_middle_bubbles(stages: int) -> None:
     basic = simulate(chimera(stages, stages))
-    forwards, backwards = formulas.chimera_critical_path(stages)
+    forwards, backwards = performance_models.chimera_critical_path(stages)
     assert basic.makespan == forwards + 2 * backwards
     ratio = forms.chimera_middle_bubble_ratio(stages, stages)
     assert ratio == Fraction(basic.idle[0]) / Fraction(basic.makespan)
@@ -125,13 +126,13 @@ def test_hanayo(workers: int, waves: int) -> None:
     exact = idle(schedule) / Fraction(simulate(schedule).makespan)
     assert forms.hanayo_bubble_ratio(workers, waves) == exact
     published = forms.hanayo_published_bubble_ratio(workers, waves)
-    assert formulas.hanayo_equation_1(workers, waves) == published
+    assert performance_models.hanayo_equation_1(workers, waves) == published
     assert published > exact
 
 
 def test_hanayo_messages_cost_more_with_more_waves() -> None:
-    free = formulas.hanayo_equation_1(4, 2)
-    dear = formulas.hanayo_equation_1(4, 2, message=Fraction(1, 10))
+    free = performance_models.hanayo_equation_1(4, 2)
+    dear = performance_models.hanayo_equation_1(4, 2, message=Fraction(1, 10))
     assert dear > free
 
 

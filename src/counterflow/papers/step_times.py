@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from counterflow.planning.play import Play, sync_seconds
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.modes import Recompute
+from counterflow.schedule.modes import Recompute, Sync
 
-from .closed_forms import gems_makespan, mixpipe_idle
+from .closed_forms import gems_makespan
+from .performance_models import chimera_critical_path, chimera_step, mixpipe_step, unoverlapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,26 @@ class StageTimes:
         forward: F, of one stage on one micro-batch.
         backward: B, including recomputation if there is any.
         message: C_p2p, one message between neighbours.
-        allreduce: the all-reduce of stage 0, whose gradients are ready last, so nothing overlaps with it.
+        allreduce: of a stage's gradients over its copies: one number for all stages, or one a stage.
+        sync_mode: when a worker takes part in an all-reduce.
     """
 
     forward: float
     backward: float
     message: float
-    allreduce: float
+    allreduce: float | tuple[float, ...]
+    sync_mode: Sync = Sync.EAGER_OPT
+
+    def unoverlapped(self, schedule: Schedule) -> float:
+        """The longest part of a worker's all-reduces that nothing hides.
+
+        Source: Chimera, equation 1.
+        """
+        sums = self.allreduce if isinstance(self.allreduce, tuple) else (self.allreduce,) * schedule.stages
+        if not any(sums):
+            return 0.0
+        whole = self.forward + self.message, self.backward + self.message
+        return max(unoverlapped(schedule, *whole, sums, self.sync_mode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,8 @@ def beside(play: Play) -> ClosedForm | None:
         _of_slowest(play.schedule, forward),
         _of_slowest(play.schedule, backward),
         message,
-        sync_seconds(play.stages, play.network)[0] if play.network.copies > 1 else 0.0,
+        sync_seconds(play.stages, play.network) if play.network.copies > 1 else 0.0,
+        play.configuration.sync,
     )
     found = closed_form(play.schedule, times)
     return found and ClosedForm(found.seconds * play.updates, found.source)
@@ -105,25 +120,23 @@ def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
 
 
 def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """(N+D−1)(F+B), and a message on each of the 2(D−1) ways down and up."""
+    """(N+D−1)(F+B), 2(D−1) messages down and up, and the all-reduce that nothing hides."""
     depth, n = schedule.workers, schedule.micro_batches
     if schedule.stages != depth:
         return None
-    seconds = (n + depth - 1) * (t.forward + t.backward) + 2 * (depth - 1) * t.message + t.allreduce
+    seconds = (n + depth - 1) * (t.forward + t.backward) + 2 * (depth - 1) * t.message
+    seconds += t.unoverlapped(schedule)
     return ClosedForm(seconds, "Chimera, Table 2")
 
 
 def _chimera(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
-    """(F+C)·C_f + (B+C)·C_b + the all-reduce that nothing hides; units beyond the first by direct_idle.
-
-    K = N/D units: C_f = N forwards, and C_b such that with B = 2F the step idles (K+1)(D−2) forwards.
-    """
+    """(F+C)·C_f + (B+C)·C_b + the all-reduce that nothing hides."""
     options = dict(schedule.options)
     depth, n = schedule.stages, schedule.micro_batches
     if options.get("pairs") != 1 or options.get("concat") != "direct" or n % depth:
         return None
-    forwards, backwards = n, n + (n // depth + 1) * (depth - 2) // 2
-    seconds = (t.forward + t.message) * forwards + (t.backward + t.message) * backwards + t.allreduce
+    path, beyond_ops = chimera_critical_path(depth, n), (t.unoverlapped(schedule),)
+    seconds = chimera_step(t.forward, t.backward, t.message, path, beyond_ops)
     beyond = "" if n == depth else ", and Figure 7 b"
     return ClosedForm(seconds, f"Chimera, equation 1{beyond}")
 
@@ -135,7 +148,7 @@ def _gems(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
     backwards = gems_makespan(depth, n, 0, 1)
     messages = n * (depth - 1) + depth - 1
     seconds = float(forwards) * t.forward + float(backwards) * t.backward + messages * t.message
-    return ClosedForm(seconds + t.allreduce, "Counterflow, from Chimera, section 2")
+    return ClosedForm(seconds + t.unoverlapped(schedule), "Counterflow, from Chimera, section 2")
 
 
 def _mixpipe(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
@@ -144,8 +157,8 @@ def _mixpipe(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
     depth, injected, early = schedule.stages, options.get("injected"), options.get("early_forwards")
     if schedule.micro_batches != depth or not isinstance(injected, int) or not isinstance(early, int):
         return None
-    slots = depth + float(mixpipe_idle(depth, injected, early)) / 3
-    return ClosedForm(slots * (t.forward + t.backward) + t.allreduce, "MixPipe, equations 1 and 6")
+    seconds = mixpipe_step(depth, t.forward + t.backward, injected, early, t.unoverlapped(schedule))
+    return ClosedForm(seconds, "MixPipe, equations 1 and 6")
 
 
 def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
@@ -156,7 +169,7 @@ def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
     each = schedule.stages // workers  # stages of a worker: 2·waves
     work = n * each * (t.forward + t.backward)
     idle = (workers - 1) * each * t.backward / (each / 2)
-    return ClosedForm(work + idle + t.allreduce, "Hanayo, section 3.4")
+    return ClosedForm(work + idle + t.unoverlapped(schedule), "Hanayo, section 3.4")
 
 
 def _unflushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:

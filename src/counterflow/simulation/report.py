@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -39,6 +40,23 @@ class MessagePlayed(Part):
     end: float
     maker: Annotated[OpShown, said("the op whose product it carries")]
     taker: Annotated[OpShown, said("the op that needs it")]
+
+
+class FormulaShown(Part):
+    """A formula of a paper beside the simulated value."""
+
+    source: Annotated[str, said("paper, with the equation, table or section")]
+    quantity: Annotated[str, said("what the value is, such as makespan or bubble ratio")]
+    formula: Annotated[str, said("formula as published")]
+    value: Annotated[float, said("value of the formula; times in `time_unit`")]
+    simulated: Annotated[
+        float | None, said("the same by the simulator; null: too few periods to determine it")
+    ]
+    difference: Annotated[
+        float | None,
+        said("value over simulated, minus 1; null: simulated is 0 or null, and the value is not"),
+    ]
+    unmet: Annotated[list[str], said("what the formula assumes and this schedule or its costs do not meet")]
 
 
 class Simulated(Sized):
@@ -81,10 +99,20 @@ class Simulated(Sized):
     ops: Annotated[list[OpPlayed], said("with `--timeline`", "ops")] = _NONE
     gradient_syncs: Annotated[list[SyncSpan], said("with `--timeline`, in `time_unit`")] = _NONE
     messages: Annotated[list[MessagePlayed], said("with `--messages`", "messages")] = _NONE
+    formulas: Annotated[list[FormulaShown], said("with `--formulas`; empty: none applies", "formulas")] = (
+        _NONE
+    )
 
 
-def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, messages: bool) -> Simulated:
-    """The result of a simulation; ``costs`` are those to be shown."""
+def simulated(
+    result: Simulation,
+    costs: dict[str, Any],
+    *,
+    timeline: bool,
+    messages: bool,
+    formulas: Sequence[object] | None = None,
+) -> Simulated:
+    """The result of a simulation; ``costs`` are those to be shown, ``formulas`` what papers say of it."""
     more: dict[str, Any] = {}
     if result.memory is not None:
         more["peak_bytes"] = [use.peak for use in result.memory]
@@ -94,4 +122,6 @@ def simulated(result: Simulation, costs: dict[str, Any], *, timeline: bool, mess
             more["gradient_syncs"] = result.syncs
     if messages:
         more["messages"] = result.messages
+    if formulas is not None:
+        more["formulas"] = list(formulas)
     return Simulated.of(simulation=result, costs=costs, **more)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,30 @@ def test_a_note_names_settings_that_are_shorter_in_the_same_memory(run: Run) -> 
         "simulate mixpipe --stages 10 --micro-batches 40 --injected 4 --early-forwards 1 --asymmetric"
     )
     assert longer.err == "Note: --no-asymmetric takes 235 instead of 236 in the same memory.\n"
+
+
+def test_formulas_of_papers_beside_the_simulation(run: Run) -> None:
+    line = "simulate chimera --stages 4 --micro-batches 8 --sync 6 --formulas"
+    printed = run(line).out
+    assert re.search(r"Chimera, equation 1 +makespan +40 +40 +\+0.0%", printed)
+    assert "Chimera, equation 1, makespan: (F + C)·C_f + (B + C)·C_b + max Comm_unoverlapped\n" in printed
+    assert "  assumes: gradients are summed in no time; here in up to 6\n" in printed
+    shown = run(f"{line} --json").json
+    assert [*shown] == [*KEYS, "formulas"]
+    assert shown["formulas"][0] == {
+        "source": "Chimera, equation 1",
+        "quantity": "makespan",
+        "formula": "(F + C)·C_f + (B + C)·C_b + max Comm_unoverlapped",
+        "value": 40.0,
+        "simulated": 40.0,
+        "difference": 0.0,
+        "unmet": [],
+    }
+    none = run("simulate zb-h1 --stages 4 --micro-batches 4 --formulas --json")
+    assert none.json["formulas"] == []
+    assert none.err == (
+        "Note: no formula of Chimera, MixPipe, Hanayo or WPipe applies to zb-h1(stages=4, micro_batches=4).\n"
+    )
 
 
 def test_timeline_only_on_request(run: Run) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +30,9 @@ from ..output.console import (
     table_of,
 )
 
+if TYPE_CHECKING:
+    from counterflow.papers.formulas import FormulaValue
+
 GROUP_FROM = 17
 """Number of workers from which neighbours with the same figures share a row."""
 
@@ -46,6 +50,14 @@ def simulate(
         bool,
         typer.Option("--messages", help="Also print the times of every message.", rich_help_panel="Output"),
     ] = False,
+    formulas: Annotated[
+        bool,
+        typer.Option(
+            "--formulas",
+            help="Also print the papers' formulas for it, beside the simulated values.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the time, bubbles and memory of a schedule."""
@@ -57,12 +69,16 @@ def simulate(
     if not is_file(subject) and (other := shorter(result)) is not None:
         spans = f"{number(other.makespan)} instead of {number(result.makespan)}"
         note(f"Note: {_changed(schedule, other.schedule)} takes {spans} in the same memory.")
+    published = _formulas(result) if formulas else None
     if as_json:
         from counterflow.simulation.report import simulated
 
-        print_json(simulated(result, _shown_costs(result, costs), timeline=timeline, messages=messages))
+        shown = _shown_costs(result, costs)
+        print_json(simulated(result, shown, timeline=timeline, messages=messages, formulas=published))
         return
     tables = [_workers(result), _summary(result, played_from_file=is_file(subject))]
+    if published:
+        tables.append(_published(result, published))
     if timeline:
         tables.append(_ops(result))
     if messages:
@@ -188,6 +204,33 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
     more = f"; simulate {needed} or more (--periods {needed})" if needed else ""
     played = result.schedule.periods
     return f"none: no steady part in {played} period{'s' if played > 1 else ''}{more}"
+
+
+def _formulas(result: Simulation) -> tuple[FormulaValue, ...]:
+    """The papers' formulas that apply, after a note if there are none."""
+    from counterflow.papers.formulas import formulas_of
+
+    found = formulas_of(result)
+    if not found:
+        note(f"Note: no formula of Chimera, MixPipe, Hanayo or WPipe applies to {result.schedule}.")
+    return found
+
+
+def _published(result: Simulation, formulas: Sequence[FormulaValue]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    names = ("source", "quantity")
+    table = table_of(*names, "value", "simulated", "difference", left=names)
+    for one in formulas:
+        simulated = "unknown" if one.simulated is None else number(one.simulated)
+        difference = "" if one.difference is None else f"{one.difference:+.1%}"
+        table.add_row(one.source, one.quantity, number(one.value), simulated, difference)
+    lines = [f"Times in {result.costs.time_unit}."]
+    for one in formulas:
+        lines.append(f"{one.source}, {one.quantity}: {one.formula}")
+        lines += [f"  assumes: {text}" for text in one.unmet]
+    return Group(table, Text("\n".join(lines), style="dim"))
 
 
 def _ops(result: Simulation) -> Any:
