@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.published import Figure, Run, Stated
-from counterflow.papers.figures.reproduction import best_plan, reproduce
+from counterflow.papers.figures.changes import changed_task
+from counterflow.papers.figures.published import Figure, Run, Stated, Use
+from counterflow.papers.figures.reproduction import Verdict, best_plan, predict_row, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute
@@ -76,27 +77,50 @@ def best_configurations(
     print(f"\nPiz Daint, {name}: best configurations of Chimera's Figure 10 found")
     for value in values:
         found = reproduce(replace(figure, runs=(changed(figure.runs[0], make(value)),)))
-        other = [f"{row.published.label} has {row.found[0]}" for row in found.rows if not row.holds]
+        other = [
+            f"{row.published.label} has {row.configurations[0]}"
+            for row in found.rows
+            if row.verdict is not Verdict.HIT
+        ]
         met = len(found.rows) - len(other)
         print(f"  {value:6g}{_mark(value, now)} {met} of {len(found.rows)}; {'; '.join(other)}")
 
 
-def ratio(
+def ratios(
     name: str,
     figure: Figure,
-    at: tuple[str, str],
+    others: tuple[str, ...],
     make: Callable[[float], Change],
     values: Iterable[float],
     now: float,
 ) -> None:
-    """One ratio that a constant was fitted on."""
-    label, run_label = at
-    value = next(v for v in figure.published if (v.label, v.runs) == (label, (run_label,)))
-    run = next(run for run in figure.runs if run.label == run_label)
-    print(f"\n{name}: {figure.title}, {label} on {run_label}, published {value.value}")
+    """The ratios that a constant was fitted on."""
+    published = [v for v in figure.published if v.over in others and v.use is Use.FIT]
+    runs = ", ".join(dict.fromkeys(run for value in published for run in value.runs))
+    print(f"\n{name}: {figure.title}, {runs}")
     for each in values:
-        found = reproduce(replace(figure, runs=(changed(run, make(each)),), published=(value,))).rows[0]
-        print(f"  {each:6g}{_mark(each, now)} {found.predicted:.3f} {found.difference:+.1%}")
+        varied = replace(figure, runs=tuple(changed(run, make(each)) for run in figure.runs))
+        rows = [predict_row(varied, value) for value in published]
+        shown = [f"{row.published.over} {row.predicted:.3f} {row.difference:+.1%}" for row in rows]
+        print(f"  {each:6g}{_mark(each, now)} {', '.join(shown)}")
+
+
+def half_rate(samples: float) -> Change:
+    """A device with half of its highest rate at so many samples of a micro-batch."""
+    return lambda task: changed_task(task, {"profile": {"half_rate_samples": samples}})
+
+
+def hanayo_memory(values: Iterable[float], now: float) -> None:
+    """What fits 8 devices with a batch of 4."""
+    figure = FIGURES["hanayo-fig12"]
+    print("\nHanayo's BERT, saved bytes over the formula's: P=8, batch 4 on 8 devices")
+    for value in values:
+        run = changed(figure.runs[0], saved(value, now))
+        line = []
+        for competitor in figure.competitors:
+            plan = best_plan(competitor, run, run.task(), competitor.statement(run.label))
+            line.append(f"{competitor.label} {'fits' if plan is not None else 'does not fit'}")
+        print(f"  {value:6g}{_mark(value, now)} {', '.join(line)}")
 
 
 def fitting_depths(values: Iterable[float], now: float) -> None:
@@ -104,11 +128,11 @@ def fitting_depths(values: Iterable[float], now: float) -> None:
     figure = FIGURES["chimera-fig15"]
     print("\nGPT-2, saved bytes over the formula's: depths that fit without recomputation on 512 P100")
     for value in values:
-        task = saved(value, now)(figure.runs[0].task())
+        run = changed(figure.runs[0], saved(value, now))
         line = []
         for label in ("GPipe", "DAPPLE", "GEMS", "Chimera"):
             only = replace(figure.competitor(label), recompute=(Recompute.NONE,))
-            depths = [d for d in only.depths if best_plan(replace(only, depths=(d,)), task)[0]]
+            depths = [d for d in only.depths if best_plan(replace(only, depths=(d,)), run, run.task())]
             line.append(f"{label} {depths or 'none'}")
         print(f"  {value:6g}{_mark(value, now)} {', '.join(line)}")
 
@@ -119,12 +143,12 @@ def mixpipe_memory(values: Iterable[float], now: float) -> None:
     print("\nMixPipe's models, saved bytes over the formula's: BERT-48 at D=4, B=16 without recomputation")
     stated = Stated(4, samples=16, recompute=False)
     for value in values:
-        task = saved(value, now)(figure.runs[-1].task())
+        run = changed(figure.runs[-1], saved(value, now))
         line = []
         for label, options in (("MixPipe", (("injected", (2,)),)), ("Chimera", None)):
-            one = figure.competitor(label)
-            one = replace(one, stated=stated, options=one.options if options is None else options)
-            fits = best_plan(one, task, at_stated=True)[0] is not None
+            competitor = figure.competitor(label)
+            competitor = replace(competitor, options=competitor.options if options is None else options)
+            fits = best_plan(competitor, run, run.task(), stated) is not None
             line.append(f"{label} {'fits' if fits else 'does not fit'}")
         print(f"  {value:6g}{_mark(value, now)} {', '.join(line)}")
 
@@ -141,18 +165,19 @@ def main() -> None:
     best_configurations("GiB in reserve", reserve, (4.5, 5, 5.5, 5.6, 5.7, 5.75, 5.8, 6), 5.7)
     fitting_depths((1, 1.1, 1.12, 1.145, 1.16, 1.2), 1.145)
     mixpipe_memory((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1), 0.8)
-    ratio(
-        "Ethernet in GB/s",
+    hanayo_memory((0.4, 0.44, 0.45, 0.46, 0.47, 0.48, 0.49, 0.5), 0.46)
+    ratios(
+        "Samples at half of the highest rate",
         FIGURES["mixpipe-fig8"],
-        ("GEMS", "32 devices"),
-        messages,
-        (1.25, 3.125, 5, 12.5),
-        1.25,
+        ("GPipe", "DAPPLE"),
+        half_rate,
+        (1, 2, 4, 5, 6, 7, 8),
+        6,
     )
-    ratio(
+    ratios(
         "Lonestar6's messages in GB/s",
         FIGURES["hanayo-fig11"],
-        ("Chimera-wave", "8 devices"),
+        ("Chimera-wave",),
         messages,
         (0.5, 0.8, 1, 1.05, 1.1, 1.5, 5),
         1.05,

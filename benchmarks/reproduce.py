@@ -1,83 +1,115 @@
-"""All the papers' figures: predicted beside published, how long each takes, and what misses by how much.
+"""All the papers' figures: published values beside predictions, kept as JSON and in the page of the papers.
 
-Prints Markdown; half a minute to a minute.
+Writes ``benchmarks/results/reproduce.json`` and the tables of ``docs/reproducing.md`` between their marks;
+with ``--dry-run`` it prints the page only. One process, one to two minutes.
 """
 
 from __future__ import annotations
 
-import time
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.published import TOLERANCE, Quantity, Use
-from counterflow.papers.figures.reproduction import Checked, Reproduction, reproduce, within
+from counterflow.papers.figures import FIGURES, PAPERS
+from counterflow.papers.figures.lines import Line, line_of, line_of_missing, short
+from counterflow.papers.figures.reproduction import Reproduction, reproduce, total
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "reproduce.json"
+PAGE = ROOT / "docs" / "reproducing.md"
 
 
-def lines(found: Reproduction) -> list[str]:
-    """A figure's rows of the table."""
-    return [
-        f"| {found.figure.name} | {row.published.label} | {runs(row)} | {' / '.join(row.found)} | "
-        f"{value(row.predicted)} | {value(row.published.value)} | {difference(row)} | {there(row)} | "
-        f"{row.published.use} |"
-        for row in found.rows
+def lines(reproduction: Reproduction) -> list[Line]:
+    """A figure's rows for people."""
+    figure = reproduction.figure
+    rows = []
+    for row in reproduction.rows:
+        value = row.published
+        stated = (figure.competitor(value.label).statement(run) for run in value.runs)
+        rows.append(line_of(row, " / ".join(dict.fromkeys(short(str(each)) for each in stated if each))))
+    return rows + [line_of_missing(value) for value in figure.missing]
+
+
+def table(reproductions: Sequence[Reproduction]) -> list[str]:
+    """A paper's rows and causes as Markdown."""
+    text = [
+        "| figure | quantity | run | published | predicted | difference | verdict |",
+        "|---|---|---|---|---|--:|---|",
     ]
+    causes: dict[str, list[str]] = {}
+    for each in reproductions:
+        name = each.figure.name.partition("-")[2]
+        for line in lines(each):
+            use = " (fit)" if line.use == "fit" else ""
+            verdict = line.verdict if line.verdict == "hit" else f"**{line.verdict}**"
+            cells = (
+                name,
+                line.what,
+                line.runs,
+                line.published,
+                line.predicted,
+                line.difference,
+                verdict + use,
+            )
+            text.append("| " + " | ".join(cells) + " |")
+            if line.cause:
+                causes.setdefault(line.cause, []).append(f"{name}, {line.what}")
+    text += ["", "Misses:", ""]
+    text += [f"* {'; '.join(dict.fromkeys(rows))}: {cause}." for cause, rows in causes.items()]
+    return text
 
 
-def runs(row: Checked) -> str:
-    """The runs of a row."""
-    named = row.published.runs
-    if len(named) == 1:
-        return named[0]
-    how = "efficiency, " if row.published.quantity is Quantity.EFFICIENCY else "mean, "
-    return f"{how}{named[0]} to {named[-1]}"
+def written(page: str, paper: str, text: Sequence[str]) -> str:
+    """The page with a paper's table between its marks."""
+    start, end = f"<!-- rows of {paper} -->", f"<!-- end of {paper} -->"
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(page):
+        raise SystemExit(f"{PAGE}: has no marks {start} and {end}")
+    body = "\n".join([start, "", *text, "", end])
+    return pattern.sub(lambda _: body, page)
 
 
-def value(ratio: float | None) -> str:
-    """A ratio, or nothing."""
-    return "" if ratio is None else f"{ratio:.3f}"
-
-
-def difference(row: Checked) -> str:
-    """What a prediction is off by, or whether a configuration is found; bold where it misses."""
-    if row.same is not None:
-        text = "found" if row.same else "another"
-    else:
-        text = "nothing fits" if row.difference is None else f"{row.difference:+.1%}"
-    return text if row.holds else f"**{text}**"
-
-
-def there(row: Checked) -> str:
-    """The same with the configurations that the paper states."""
-    if row.same is not None or row.stated_difference is None:
-        return ""
-    return f"{row.stated_difference:+.1%}"
+def data(reproductions: Sequence[Reproduction]) -> dict[str, object]:
+    """What is kept: every row, rounded, and the numbers of rows by verdict."""
+    figures = {
+        each.figure.name: [
+            {
+                "quantity": line.what,
+                "runs": line.runs,
+                "published": line.published,
+                "predicted": line.predicted,
+                "difference": line.difference,
+                "verdict": line.verdict,
+                "cause": line.cause,
+                "use": line.use,
+                "source": line.source,
+            }
+            for line in lines(each)
+        ]
+        for each in reproductions
+    }
+    return {"figures": figures, "summary": total(reproductions)}
 
 
 def main() -> None:
-    """Reproduce every figure and print what was found."""
-    found: dict[str, Reproduction] = {}
-    seconds: dict[str, float] = {}
+    """Reproduce every figure and keep what was found."""
+    reproductions = []
     for name, figure in FIGURES.items():
-        start = time.perf_counter()
-        found[name] = reproduce(figure)
-        seconds[name] = time.perf_counter() - start
-    print("| figure | over | run | found | predicted | published | difference | as the paper states | use |")
-    print("|---|---|---|---|--:|--:|--:|--:|---|")
-    for each in found.values():
-        print("\n".join(lines(each)))
-    rows = [row for each in found.values() for row in each.rows]
-    tests = [row for row in rows if row.same is None and row.published.use is Use.TEST]
-    best = [row for row in rows if row.same is not None]
-    print(
-        f"\n{sum(row.holds for row in tests)} of {len(tests)} test ratios within {TOLERANCE:.0%} "
-        f"({sum(within(row.stated_difference) for row in tests)} with what the papers state of the "
-        f"configurations); {sum(row.holds for row in best)} of {len(best)} best configurations found."
-    )
-    print("\nWhat misses, and why:\n")
-    for name, each in found.items():
-        for row in each.rows:
-            if not row.holds:
-                print(f"* {name}, {row.published.label}: {row.published.miss}.")
-    print("\nSeconds: " + ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items()))
+        reproductions.append(reproduce(figure))
+        print(f"{name}: {reproductions[-1].summary()}", flush=True)
+    page = PAGE.read_text(encoding="utf-8")
+    for paper in PAPERS:
+        text = table([each for each in reproductions if each.figure.name.startswith(paper)])
+        page = written(page, paper, text)
+    page = written(page, "summary", [total(reproductions)])
+    if "--dry-run" in sys.argv:
+        print(page)
+        return
+    RESULT.write_text(json.dumps(data(reproductions), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page, encoding="utf-8")
+    print(total(reproductions))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from counterflow.papers.figures import FIGURES
+from counterflow.papers.figures.lines import line_of, line_of_missing
 from counterflow.papers.figures.published import (
+    RATIOS,
     TOLERANCE,
     Competitor,
     Figure,
@@ -17,31 +22,55 @@ from counterflow.papers.figures.published import (
     Stated,
     Use,
 )
-from counterflow.papers.figures.reproduction import Reproduction, best_plan, reproduce
+from counterflow.papers.figures.reproduction import (
+    Verdict,
+    best_plan,
+    difference,
+    reproduce,
+    total,
+)
 from counterflow.papers.figures.throughputs import scheme_bars
 from counterflow.planning.task import load_example
 from counterflow.schedule.modes import Recompute
 
+KEPT: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "results" / "reproduce.json").read_text(encoding="utf-8")
+)
+
 PUBLISHED = {
+    "chimera-fig12": {"eager-sync": 1.09},
+    "chimera-fig13": {"D=32": 1.017},
     "chimera-fig14": {"PipeDream": 1.94, "PipeDream-2BW": 1.17, "GPipe": 1.32, "GEMS": 2.41, "DAPPLE": 1.19},
-    "chimera-fig15": {
-        "PipeDream": 2.01,
-        "PipeDream-2BW": 1.16,
-        "GPipe": 1.42,
-        "GEMS": 2.34,
-        "DAPPLE": 1.38,
-        "Chimera": 0.914,
-    },
+    "chimera-fig15": {"PipeDream": 2.01, "PipeDream-2BW": 1.16, "GPipe": 1.42, "GEMS": 2.34, "DAPPLE": 1.38},
+    "chimera-fig16": {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},
     "chimera-fig17": {"PipeDream-2BW": 1.0, "GPipe": 1.13, "GEMS": 2.07, "DAPPLE": 1.06},
     "chimera-fig18": {"PipeDream-2BW": 1.13, "GPipe": 1.18, "GEMS": 2.60, "DAPPLE": 1.34},
     "mixpipe-fig8": {"GPipe": 1.46, "GEMS": 2.39, "DAPPLE": 1.34, "Chimera": 1.16},
     "mixpipe-fig9": {"GPipe": 1.38, "GEMS": 2.25, "DAPPLE": 1.33, "Chimera": 1.12},
-    "wpipe-fig8": {"PipeDream": 7.1, "GPipe": 2.1, "PipeDream-2BW": 1.4},
-    "chimera-fig16": {"PipeDream": 1.89, "PipeDream-2BW": 1.05, "GEMS": 2.39, "DAPPLE": 1.10},
     "mixpipe-fig10a": {"GPipe": 1.22, "GEMS": 2.01, "DAPPLE": 1.09, "Chimera": 1.18},
     "mixpipe-fig10b": {"GPipe": 1.10, "GEMS": 2.65, "DAPPLE": 1.16, "Chimera": 1.0},
+    "wpipe-fig8a": {"PipeDream": 7.1, "GPipe": 2.1},
+    "wpipe-fig8b": {"GPipe": 2.2},
+    "wpipe-fig8c": {"PipeDream-2BW": 1.4},
+    "wpipe-table3": {"B": 1.222, "A": 1.17},
 }
-"""The papers' headline ratios; in Figure 15 the last is the parallel efficiency."""
+"""The papers' headline ratios by what they are over."""
+
+HANAYO = {
+    "hanayo-fig11": (1.334, 1.337, 1.0819, 1.333, 1.332, 1.0811, 1.333, 1.331, 1.0813),
+    "hanayo-fig12": (1.088, 1.333, 1.338, 1.081, 1.333, 1.338, 1.087),
+    "hanayo-fig9": (1.157, 1.304, 1.232, 1.299, 1.082, 1.171, 1.246, 1.28),
+}
+
+OTHERS = {
+    ("chimera-fig15", Quantity.EFFICIENCY): (0.914,),
+    ("hanayo-fig11", Quantity.EFFICIENCY): (1.001, 0.998),
+    ("hanayo-fig12", Quantity.SCALING): (1.884, 3.375),
+    ("hanayo-fig8", Quantity.VARIANCE): (1.33, 16.85, 2.86, 1.44),
+    ("wpipe-fig8e", Quantity.BATCH): (16, 44),
+    ("wpipe-fig9", Quantity.SAVING): (0.65, 0.47, 0.21, 0.36, -0.14, 0.28),
+    ("wpipe-fig9-resnext", Quantity.SAVING): (0.56, 0.29),
+}
 
 BEST = {
     "PipeDream": "D=8 W=4 B=48",
@@ -54,128 +83,130 @@ BEST = {
 """Chimera, section 4.2.1."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_ratios_are_the_papers(name: str) -> None:
-    values = {value.label: value.value for value in FIGURES[name].published}
-    assert values == PUBLISHED[name]
+def _values(name: str, quantity: Quantity) -> tuple[float | None, ...]:
+    return tuple(value.value for value in FIGURES[name].published if value.quantity is quantity)
+
+
+def test_published_ratios_are_the_papers() -> None:
+    for name, ratios in PUBLISHED.items():
+        figure = FIGURES[name].published
+        assert {v.over: v.value for v in figure if v.quantity is Quantity.SPEEDUP} == ratios
+    for name, values in HANAYO.items():
+        assert _values(name, Quantity.SPEEDUP) == values
+    for (name, quantity), values in OTHERS.items():
+        assert _values(name, quantity) == values
+    named = {*PUBLISHED, *HANAYO, *(name for name, _ in OTHERS)}
+    assert {n for n, f in FIGURES.items() if any(v.quantity in RATIOS for v in f.published)} <= named
 
 
 def test_published_configurations_are_the_papers() -> None:
     figure = FIGURES["chimera-fig10"]
     assert {v.label: str(figure.competitor(v.label).stated) for v in figure.published} == BEST
+    mixpipe = FIGURES["mixpipe-fig10a"]
+    assert str(mixpipe.competitor("DAPPLE").statement("512 samples")) == "D=4 B=4 no recompute"
+    assert str(mixpipe.competitor("DAPPLE").statement("1,024 samples")) == "D=4 B=8 no recompute"
+    large = FIGURES["mixpipe-fig10b"]
+    assert str(large.competitor("Chimera").stated) == "D=8 concat=forward-doubling recompute"
 
 
-def test_hanayo_publishes_three_ratios_at_three_scales() -> None:
-    values = {(v.label, v.runs): v.value for v in FIGURES["hanayo-fig11"].published}
-    assert len(values) == 9
-    assert values["Chimera-wave", ("8 devices",)] == 1.0819
-    assert [values["GPipe", (f"{n} devices",)] for n in (8, 16, 32)] == [1.334, 1.333, 1.333]
-    assert [values["DAPPLE", (f"{n} devices",)] for n in (8, 16, 32)] == [1.337, 1.332, 1.331]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_descriptions_are_complete(name: str) -> None:
-    figure = FIGURES[name]
-    assert figure.name == name
-    assert figure.setting
-    assert figure.assumptions
-    for run in figure.runs:
-        task = run.task()
-        assert task.cluster.sources
-        for competitor in figure.competitors:
-            assert any(task.cluster.size % depth == 0 for depth in competitor.depths)
-    told = {value.label for value in figure.published}
-    assert told | {figure.subject} == {each.label for each in figure.competitors}
+def test_descriptions_are_complete() -> None:
+    """Every figure has its sentences, every value its section, every run a cluster with sources."""
+    for name, figure in FIGURES.items():
+        assert figure.name == name
+        assert figure.setting
+        assert figure.statements or not figure.runs
+        assert all(value.source for value in figure.published)
+        assert all(value.source for value in figure.missing)
+        for run in figure.runs:
+            task = run.task()
+            assert task.cluster.sources
+            assert all(any(task.cluster.size % d == 0 for d in each.depths) for each in figure.competitors)
+        compared = {label for value in figure.published for label in value.labels}
+        assert compared == {each.label for each in figure.competitors}
 
 
 def test_what_was_fitted_is_marked_and_little() -> None:
-    """Six configurations, and two of all the ratios; their constants say so."""
+    """Six configurations, and three of all the ratios; their constants say so."""
     fitted = {
-        (name, value.label, value.runs)
+        (name, value.over, value.runs)
         for name, figure in FIGURES.items()
         for value in figure.published
         if value.use is Use.FIT and value.quantity is not Quantity.BEST
     }
     assert fitted == {
-        ("mixpipe-fig8", "GEMS", ("32 devices",)),
+        ("mixpipe-fig8", "GPipe", ("32 devices",)),
+        ("mixpipe-fig8", "DAPPLE", ("32 devices",)),
         ("hanayo-fig11", "Chimera-wave", ("8 devices",)),
     }
     assert all(value.use is Use.FIT for value in FIGURES["chimera-fig10"].published)
     daint = load_example("chimera-bert48").cluster.sources
     for name in ("between", "allreduce_between", "reserve_bytes"):
         assert daint[name].startswith("fit on the")
-    assert "fit on Figure 8's GEMS" in load_example("mixpipe-bert48").cluster.sources["between"]
+    block = load_example("mixpipe-bert48").profile.layer("block").sources
+    assert "fit on MixPipe's Figure 8" in block["forward_seconds"]
     assert (
         "fit on Figure 11's Chimera-wave" in FIGURES["hanayo-fig11"].runs[0].task().cluster.sources["between"]
     )
 
 
-def _shown(found: Reproduction) -> dict[str, tuple[str, float | None]]:
-    return {
-        row.published.label: (row.found[-1], row.predicted and round(row.predicted, 3)) for row in found.rows
-    }
+QUICK = (
+    "chimera-fig9",
+    "chimera-fig10",
+    "chimera-fig12",
+    "chimera-fig13",
+    "chimera-fig14",
+    "chimera-fig16",
+    "chimera-fig19",
+    "mixpipe-fig2",
+    "mixpipe-fig7",
+    "mixpipe-fig10b",
+    "hanayo-fig8",
+    "hanayo-fig9",
+    "hanayo-fig10",
+    "hanayo-fig11",
+    "hanayo-fig12",
+    "wpipe-fig8a",
+    "wpipe-fig8d",
+    "wpipe-fig9",
+    "wpipe-fig9-resnext",
+    "wpipe-table3",
+    "wpipe-convergence",
+)
+"""Figures that take a second or two."""
 
 
-def test_chimera_figure_10() -> None:
-    found = reproduce(FIGURES["chimera-fig10"])
-    assert _shown(found) == {
-        "PipeDream": ("D=4 W=8 B=32 recompute stage", None),  # the paper's is D=8 W=4 B=48
-        "PipeDream-2BW": ("D=4 W=8 B=16 recompute stage", None),
-        "GPipe": ("D=4 W=8 B=4 recompute stage", None),
-        "GEMS": ("D=4 W=8 B=32", None),
-        "DAPPLE": ("D=4 W=8 B=4", None),
-        "Chimera": ("D=4 W=8 B=8", None),
-    }
-    assert [row.published.label for row in found.rows if not row.holds] == ["PipeDream"]
-    pipedream = found.entry("PipeDream", "32 nodes")
-    best, published = pipedream.throughput(), pipedream.throughput(at_stated=True)
-    assert best is not None
-    assert published is not None
-    assert best / published == pytest.approx(1.016, abs=0.001)
+@pytest.mark.parametrize("name", QUICK)
+def test_figures_are_predicted_as_kept(name: str) -> None:
+    reproduction = reproduce(FIGURES[name])
+    lines = [line_of(row) for row in reproduction.rows] + [
+        line_of_missing(value) for value in reproduction.figure.missing
+    ]
+    kept = [(row["predicted"], row["verdict"], row["cause"]) for row in KEPT["figures"][name]]
+    assert [(line.predicted, line.verdict, line.cause) for line in lines] == kept
+    for row in reproduction.rows:
+        if row.verdict is not Verdict.HIT:
+            assert row.published.cause is not None or row.published.needs
 
 
-def test_chimera_figure_14() -> None:
-    """Four of five test ratios within 10 %."""
-    found = reproduce(FIGURES["chimera-fig14"])
-    assert _shown(found) == {
-        "PipeDream": ("D=4 W=16 B=32 recompute stage", 1.233),
-        "PipeDream-2BW": ("D=4 W=16 B=16 recompute stage", 1.096),
-        "GPipe": ("D=4 W=16 B=4 recompute stage", 1.439),
-        "GEMS": ("D=4 W=16 B=32", 2.182),
-        "DAPPLE": ("D=4 W=16 B=4", 1.098),
-    }
-    assert found.summary() == (
-        "4 of 5 test ratios within 10% (4 with the configurations that the paper states)"
-    )
-    bars = {each.label: each for each in scheme_bars(found)}
-    chimera = bars["Chimera"].throughputs[-1]
-    assert chimera is not None
-    assert bars["GEMS"].published == (None, None, chimera / 2.41)
-    assert bars["PipeDream-2BW"].texts[-1] == "D=4\nB=16\nR"
-    _every_miss_has_a_reason(found)
-
-
-@pytest.mark.parametrize("name", ["chimera-fig17", "mixpipe-fig9", "hanayo-fig11"])
-def test_every_miss_has_a_reason_and_only_misses_have(name: str) -> None:
-    figure = FIGURES[name]
-    needed = {run for value in figure.published for run in value.runs}
-    _every_miss_has_a_reason(
-        reproduce(replace(figure, runs=tuple(run for run in figure.runs if run.label in needed)))
-    )
-
-
-def _every_miss_has_a_reason(found: Reproduction) -> None:
-    for row in found.rows:
-        assert row.holds == (row.published.miss == ""), row.published.label
-        assert row.holds == (row.difference is not None and abs(row.difference) <= TOLERANCE)
+def test_every_figure_is_kept() -> None:
+    """More than half of all ratios are predicted, and no unexplained miss is above 20 %."""
+    assert list(KEPT["figures"]) == list(FIGURES)
+    rows = [(name, row) for name, each in KEPT["figures"].items() for row in each]
+    assert len(rows) == sum(len(figure.published) + len(figure.missing) for figure in FIGURES.values())
+    for name, row in rows:
+        if row["verdict"] == "miss" and row["difference"]:
+            assert abs(float(row["difference"].rstrip("%"))) <= 20, (name, row)
+    hits = sum(row["verdict"] == "hit" for _, row in rows)
+    assert f"{len(rows)} published values: {hits} hit; " in KEPT["summary"]
 
 
 def test_the_largest_micro_batch_that_fits() -> None:
     """PipeDream-2BW of Figure 10 would be quicker with B=8, which needs no recomputation."""
     task = load_example("chimera-bert48")
     largest = FIGURES["chimera-fig10"].competitor("PipeDream-2BW")
-    greedy, _ = best_plan(largest, task)
-    free, _ = best_plan(replace(largest, largest=False), task)
+    run = FIGURES["chimera-fig10"].runs[0]
+    greedy = best_plan(largest, run, task)
+    free = best_plan(replace(largest, largest=False), run, task)
     assert greedy is not None
     assert free is not None
     assert greedy.play.configuration.samples == 16
@@ -186,11 +217,12 @@ def test_the_largest_micro_batch_that_fits() -> None:
 def test_gpt_2_without_recomputation_fits_as_in_section_4_2_3() -> None:
     """Of the schemes that stash several micro-batches only Chimera's D=32 fits without."""
     figure = FIGURES["chimera-fig15"]
-    task = figure.runs[0].task()
+    run = figure.runs[0]
+    task = run.task()
 
     def depths(label: str) -> list[int]:
         only = replace(figure.competitor(label), recompute=(Recompute.NONE,))
-        return [d for d in only.depths if best_plan(replace(only, depths=(d,)), task)[0] is not None]
+        return [d for d in only.depths if best_plan(replace(only, depths=(d,)), run, task) is not None]
 
     assert depths("Chimera") == [32]
     assert depths("DAPPLE") == depths("GPipe") == []
@@ -201,40 +233,63 @@ def test_what_does_not_fit_has_no_ratio() -> None:
     tiny = Competitor("DAPPLE", "dapple", depths=(4,), recompute=(Recompute.NONE,), samples=(32,))
     other = Competitor("GEMS", "gems", depths=(4,), stated=Stated(4, samples=32))
     run = Run("32 nodes", lambda: load_example("chimera-bert48"))
-    value = Published("DAPPLE", Quantity.SPEEDUP, 1.0, ("32 nodes",))
-    figure = Figure("x", "x", "x", "GEMS", (tiny, other), (run,), (value,))
-    found = reproduce(figure)
-    assert found.rows[0].predicted is None
-    assert found.rows[0].found == ("nothing fits",)
-    assert not found.rows[0].holds
-    assert scheme_bars(found)[0].texts == ("does\nnot fit",)
+    value = Published("GEMS", Quantity.SPEEDUP, ("32 nodes",), 1.0, "DAPPLE")
+    figure = Figure("x", "x", "x", (tiny, other), (run,), (value,))
+    reproduction = reproduce(figure)
+    row = reproduction.rows[0]
+    assert row.predicted is None
+    assert row.configurations[1] == "nothing fits"
+    assert row.verdict is Verdict.MISS
+    assert scheme_bars(reproduction)[0].texts == ("does\nnot fit",)
     with pytest.raises(ValueError, match="no such competitor or run"):
         replace(figure, published=(replace(value, runs=("64 nodes",)),))
     with pytest.raises(ValueError, match="nothing is published there"):
-        replace(figure, published=(replace(value, quantity=Quantity.BEST),))
-    with pytest.raises(ValueError, match="no competitor 'Hanayo'"):
-        replace(figure, subject="Hanayo")
+        replace(figure, published=(replace(value, quantity=Quantity.BEST, label="DAPPLE", over=""),))
 
 
-def test_a_stated_configuration_that_does_not_fit_has_no_ratio_of_its_own() -> None:
+def test_what_the_paper_states_restricts_the_prediction() -> None:
+    """DAPPLE with 64 samples does not fit, and the planner's own choice has a value of its own."""
     small = Competitor("DAPPLE", "dapple", depths=(4,), stated=Stated(4, samples=64, recompute=False))
     subject = Competitor("Chimera", "chimera", depths=(4,), samples=(8,))
     run = Run("32 nodes", lambda: load_example("chimera-bert48"))
-    value = Published("DAPPLE", Quantity.SPEEDUP, 1.1, ("32 nodes",))
-    found = reproduce(Figure("x", "x", "x", "Chimera", (small, subject), (run,), (value,)))
-    row = found.rows[0]
-    assert row.predicted is not None
-    assert row.at_stated is None
-    assert (
-        found.entry("Chimera", "32 nodes").throughput(at_stated=True) is not None
-    )  # nothing is stated of it
-    assert found.summary().endswith("(0 with the configurations that the paper states)")
+    value = Published("Chimera", Quantity.SPEEDUP, ("32 nodes",), 1.1, "DAPPLE")
+    row = reproduce(Figure("x", "x", "x", (small, subject), (run,), (value,))).rows[0]
+    assert row.predicted is None
+    assert row.free is not None
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
+def test_efficiencies_are_compared_by_what_is_lost() -> None:
+    """91.4 and 99.8 % are 9 % apart by what is left; by what is lost they are 8.6 and 0.2 %."""
+    value = Published("Chimera", Quantity.EFFICIENCY, ("512 nodes", "2,048 nodes"), 0.914)
+    assert difference(value, 0.998) == pytest.approx(0.084)
+    saved = Published("WPipe", Quantity.SAVING, ("8 samples",), 0.65, "2BW")
+    assert difference(saved, 0.65) == 0
+    assert difference(saved, 0.79) == pytest.approx(-0.4)
+
+
+def test_equal_values_are_no_order() -> None:
+    first = Competitor("first", "dapple", depths=(4,), samples=(4,), recompute=(Recompute.STAGE,))
+    second = replace(first, label="second")
+    run = Run("32 nodes", lambda: load_example("chimera-bert48"))
+    order = Published("first", Quantity.FASTER, ("32 nodes",), order=("first", "second"))
+    row = reproduce(Figure("x", "x", "x", (first, second), (run,), (order,))).rows[0]
+    assert (row.order, row.verdict) == ("first = second", Verdict.MISS)
+
+
+def test_several_figures_are_counted_together() -> None:
+    names = ("hanayo-fig10", "wpipe-convergence")
+    text = total([reproduce(FIGURES[name]) for name in names])
+    assert text == (
+        "7 published values: 4 hit; 0 miss, cause shown; 0 miss; 3 without inputs. "
+        "0 of 0 ratios are within 10%."
+    )
+    assert f"{TOLERANCE:.0%}" in text
+
+
+def test_progress_is_reported() -> None:
+    reports: list[tuple[int, int, str]] = []
     figure = FIGURES["hanayo-fig11"]
     figure = replace(figure, runs=figure.runs[:1], published=figure.published[:1])
-    reproduce(figure, lambda done, of, what: told.append((done, of, what)))
-    assert told[0] == (0, 4, "GPipe, 8 devices")
-    assert told[-1] == (4, 4, "")
+    reproduce(figure, lambda done, of, what: reports.append((done, of, what)))
+    assert reports[0] == (0, 4, "GPipe, 8 devices")
+    assert reports[-1] == (4, 4, "")

@@ -15,7 +15,7 @@ from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute
 
-from . import transformers
+from . import resnexts, transformers
 
 SHAPES = {
     "bert-48": transformers.BERT_48,
@@ -23,6 +23,7 @@ SHAPES = {
     "bert-64": transformers.BERT_64,
     "bert-192": transformers.BERT_192,
     "bert-768": transformers.BERT_768,
+    "gpt-128": transformers.GPT_128,
     "gpt-2": transformers.GPT_2,
     "gpt-72": transformers.GPT_72,
 }
@@ -44,7 +45,7 @@ def test_shapes_have_the_parameters_of_the_models(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
     task = load_example(name)
-    assert task.model.train["kind"] in SHAPES
+    assert task.model.name in SHAPES or task.model.name in resnexts.BLOCKS
     assert task.cluster.sources
     for kind, layer in task.profile.layers.items():
         assert {"forward_seconds", "backward_seconds", "saved_bytes", "weights_bytes"} <= set(
@@ -131,7 +132,7 @@ def test_mixpipe_on_its_own_cluster() -> None:
 
 
 SOURCES = {
-    "chimera": "Chimera, Table 4; Adam",
+    "chimera": "Chimera, Table 4; SGD (A.2), and two numbers a weight besides: fit on what fits in Figure 10",
     "mixpipe": "MixPipe, Table II; Adam",
     "hanayo": "Hanayo, section 5; Adam",
     "wpipe": "WPipe, appendix A.2; Adam",
@@ -142,9 +143,28 @@ SOURCES = {
 def test_the_examples_are_what_the_formulas_say(name: str) -> None:
     """Layers on the papers' devices, by what was measured of one block."""
     task = load_example(name)
+    if task.model.name in resnexts.BLOCKS:
+        assert (task.model, task.profile) == (resnexts.model(task.model.name), resnexts.profile())
+        return
     shape = SHAPES[task.model.name]
     paper, device = name.partition("-")[0], task.profile.name.partition("-")[0]
     assert task.model == transformers.model_of(task.model.name, shape, 2.0, SOURCES[paper])
-    assert task.profile == transformers.profile_of(device, shape)
+    optimizer = "SGD" if paper == "chimera" else "Adam"
+    assert task.profile == transformers.profile_of(device, shape, optimizer)
     on_p100 = paper == "chimera" and name != "chimera-bert48-v100"
     assert device == ("p100" if on_p100 else "a100" if paper == "hanayo" else "v100")
+
+
+def test_resnexts_have_the_parameters_of_the_models() -> None:
+    """ResNeXt-101 (32×4d) has 44.18 million, and 8 billion multiplications (Xie et al. 2017)."""
+    import torch
+
+    table = resnexts.counts()
+    for name in ("resnext-200", "resnext-500"):
+        with torch.device("meta"):
+            layers = preset(name).config.build()
+        kinds = resnexts.kinds(resnexts.BLOCKS[name])
+        assert [parameter_count([layer]) for layer in layers] == [table[kind].weights for kind in kinds]
+    kinds = resnexts.kinds(resnexts.BLOCKS["resnext-101"])
+    assert sum(table[kind].weights for kind in kinds) == pytest.approx(44.18e6, rel=1e-3)
+    assert sum(table[kind].operations for kind in kinds) == pytest.approx(8e9, rel=0.01)

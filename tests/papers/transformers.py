@@ -11,6 +11,9 @@ V100. Everything else is scaled from it:
 * saved bytes of GPT-2 and of MixPipe's models: that formula times a factor, fitted on what their papers say
   fits a device.
 * A100: the V100's seconds times 15.7/19.5, the ratio of their peak float32 rates.
+* MixPipe's models: the seconds of the largest size as above; at B samples a device has B/(B + 6) of its
+  highest rate, fitted on MixPipe's own ratios, because FLOPS(B) of its Figure 2 a has no numbers in the text.
+* updates: Adam as PyTorch had it then reads or writes 20 numbers for each weight, at the memory's rate.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from counterflow.papers.figures.changes import half_rates
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import Division, LayerProfile, Profile
 
@@ -41,6 +45,8 @@ class Transformer:
         bert: whether the head has a transformation, a pooler and biases, the embedding segments and a norm.
         saved_factor: what the formula of saved bytes is multiplied by; 1 unless a paper says what fits.
         saved_source: what that factor was fitted on.
+        half_rate_samples: samples of a micro-batch at which a device has half of its highest rate; 0: as the
+            measured block has it.
     """
 
     blocks: int
@@ -52,6 +58,7 @@ class Transformer:
     bert: bool
     saved_factor: float = 1.0
     saved_source: str = ""
+    half_rate_samples: float = 0.0
 
     @property
     def block_weights(self) -> int:
@@ -116,6 +123,17 @@ _V100 = (
 _MEASURED = "measured by Chimera's authors, public with their code: BERT-large block, 128 tokens, float32"
 
 
+UPDATE_PASSES = {"Adam": 20, "SGD": 3}
+"""Numbers of a weight's size that an optimiser without fused kernels reads and writes."""
+
+
+def update_seconds(optimizer: str, memory_rate: float) -> tuple[float, str]:
+    """Seconds of an update for each byte of weights, and their source."""
+    passes = UPDATE_PASSES[optimizer]
+    counted = f"counted: {optimizer} without fused kernels moves {passes} numbers a weight"
+    return passes / memory_rate, f"{counted}, at {memory_rate / 1e9:g} GB/s"
+
+
 _DIVIDED = (
     "Shoeybi et al. 2019, section 3: two all-reduces each way, all but norms and two biases divided; of "
     "saved bytes all but 18sh (Korthikanti et al. 2022, equation 2); taken: seconds are of matrix products"
@@ -133,11 +151,15 @@ def _division(shape: Transformer) -> Division:
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """A measured device, or one whose seconds are those of a measured one times ``factor``."""
+    """A measured device, or one whose seconds are those of a measured one times ``factor``.
+
+    ``memory_rate`` is in bytes per second.
+    """
 
     machine: str
     milliseconds: tuple[tuple[float, ...], tuple[float, ...]]
     date: str
+    memory_rate: float
     factor: float = 1.0
     fit: str = ""
 
@@ -165,24 +187,26 @@ class _Device:
 
 
 _DEVICES = {
-    "p100": _Device("NVIDIA P100 16 GB", _P100, "Chimera, SC'21"),
-    "v100": _Device("NVIDIA V100", _V100, "Chimera, SC'21"),
+    "p100": _Device("NVIDIA P100 16 GB", _P100, "Chimera, SC'21", 732e9),
+    "v100": _Device("NVIDIA V100", _V100, "Chimera, SC'21", 900e9),
     "a100": _Device(
         "NVIDIA A100",
         _V100,
         "Chimera, SC'21, scaled",
+        1555e9,
         factor=15.7 / 19.5,
         fit="the V100's times 15.7/19.5, the ratio of their peak float32 rates in TFLOP/s",
     ),
 }
 
 
-def profile_of(device: str, shape: Transformer) -> Profile:
+def profile_of(device: str, shape: Transformer, optimizer: str = "Adam") -> Profile:
     """What a transformer's layers cost on a paper's device.
 
     Args:
         device: ``p100``, ``v100`` or ``a100``.
         shape: the transformer.
+        optimizer: ``Adam`` or ``SGD``, for the time of an update.
 
     >>> bert = profile_of("p100", BERT_48)
     >>> bert.layer("block").forward(8), bert.layer("block").weights_bytes / MIB
@@ -196,12 +220,14 @@ def profile_of(device: str, shape: Transformer) -> Profile:
         "block": block if same else _scaled_block(block, shape),
         "head": _head(block, shape),
     }
+    update, source = update_seconds(optimizer, measured.memory_rate)
     return Profile(
         name=f"{device}-{shape.hidden}-{shape.tokens}",
         machine=measured.machine,
         date=measured.date,
         layers=layers,
-        sources={"update_seconds_per_byte": "not measured; left out of the step"},
+        update_seconds_per_byte=update,
+        sources={"update_seconds_per_byte": source},
     )
 
 
@@ -217,12 +243,26 @@ def _scaled(
     """Seconds at each size: the measured block's with as many tokens, times the ratio of operations."""
     ratio = shape.tokens / BERT_LARGE_BLOCK.tokens
     each = operations / (BERT_LARGE_BLOCK.block_operations * ratio)
-    return tuple(curve(n * ratio) * each for n in sizes)
+    seconds = tuple(curve(n * ratio) * each for n in sizes)
+    if not shape.half_rate_samples:
+        return seconds
+    rates = half_rates(sizes, seconds, shape.half_rate_samples)
+    return tuple(rate * value for rate, value in zip(rates, seconds, strict=True))
+
+
+def _fit(shape: Transformer, operations: str) -> str:
+    text = f"those of the measured block with as many tokens, times the ratio of {operations}"
+    if not shape.half_rate_samples:
+        return text
+    return (
+        f"{text}, at the largest size; B samples at B/(B + {shape.half_rate_samples:g}) of the highest rate: "
+        "fit on MixPipe's Figure 8, GPipe and DAPPLE"
+    )
 
 
 def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
     sizes = _sizes(shape)
-    fit = "those of the measured block with as many tokens, times the ratio of 24sh² + 4s²h operations"
+    fit = _fit(shape, "24sh² + 4s²h operations")
     return LayerProfile(
         samples=sizes,
         forward_seconds=_scaled(block.forward, shape, sizes, shape.block_operations),
@@ -264,7 +304,7 @@ def _embedding(shape: Transformer) -> LayerProfile:
 
 def _head(block: LayerProfile, shape: Transformer) -> LayerProfile:
     sizes = _sizes(shape)
-    fit = "those of the measured block with as many tokens, times the ratio of operations (2shV and 2sh²)"
+    fit = _fit(shape, "operations (2shV and 2sh²)")
     logits = float(_FLOAT * shape.tokens * shape.vocabulary)
     # The loss keeps the logits' log-softmax; the layers before them keep an input or two each.
     saved = logits + shape.output_bytes * (4 if shape.bert else 2)
@@ -294,12 +334,13 @@ _GPT_2_SAVED = (
 )
 
 BERT_48 = Transformer(48, 1024, 16, 128, 30522, 512, bert=True)
-BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, True, 0.8, _MIXPIPE_SAVED)
+BERT_48_MIXPIPE = Transformer(48, 1024, 16, 512, 30592, 512, True, 0.8, _MIXPIPE_SAVED, 6.0)
+GPT_128 = Transformer(128, 1024, 16, 512, 50257, 1024, bert=False)
 BERT_64 = Transformer(64, 2560, 64, 512, 30522, 512, bert=True)
 BERT_192 = Transformer(192, 768, 12, 128, 30522, 512, bert=True)
 BERT_768 = Transformer(768, 768, 12, 128, 30522, 512, bert=True)
 GPT_2 = Transformer(64, 1280, 20, 632, 50257, 1024, False, 1.145, _GPT_2_SAVED)
-GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, False, 0.8, _MIXPIPE_SAVED)
+GPT_72 = Transformer(72, 1024, 16, 512, 50304, 512, False, 0.8, _MIXPIPE_SAVED, 6.0)
 
 
 def model_of(name: str, shape: Transformer, optimizer_states: float, source: str) -> Model:

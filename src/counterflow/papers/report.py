@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -13,7 +15,7 @@ from counterflow.shown import Part, Result, reads, said
 
 from .closed_forms import Range
 from .figures.published import TOLERANCE
-from .figures.reproduction import Reproduction
+from .figures.reproduction import Reproduction, total
 from .step_times import beside
 
 
@@ -59,26 +61,41 @@ class TableShown(Result):
     notes: Annotated[dict[str, str], BeforeValidator(dict)]
 
 
-class CheckedShown(Part):
+class ValueShown(Part):
     """A published value and the predicted one."""
 
-    model_config = reads("checked", "checked.published")
+    model_config = reads("row", "row.published")
 
-    scheme: Annotated[str, said("name of the scheme in the paper", "checked.published.label")]
-    quantity: Annotated[str, said("quantity that is compared", "checked.published.quantity.value")]
+    scheme: Annotated[str, said("the competitor whose value it is", "row.published.label")]
+    over: Annotated[str, said("the competitor it is compared with; empty: none")]
+    quantity: Annotated[str, said("quantity that is compared", "row.published.quantity.value")]
     runs: Annotated[list[str], said("runs of the value")]
-    found: Annotated[list[str], said("the planner's configurations, one per run, without repetition")]
-    stated: Annotated[str | None, _AsText, said("configuration that the paper states")]
-    published: Annotated[float | None, said("null: a best configuration", "checked.published.value")]
-    predicted: Annotated[float | None, said("value with the configurations found; null: nothing fits")]
-    difference: Annotated[float | None, said("predicted over published, minus 1")]
-    predicted_at_stated: Annotated[
-        float | None, said("value with the configurations that the paper states", "checked.at_stated")
+    source: Annotated[str, said("section of the paper")]
+    configurations: Annotated[list[str], said("planned configurations of each competitor, one text each")]
+    stated: Annotated[str | None, _AsText, said("configuration that the paper states of the first run")]
+    published: Annotated[float | None, said("null: an order or a configuration", "row.published.value")]
+    order: Annotated[list[str], said("published order; empty: none", "row.published.order")]
+    predicted: Annotated[float | None, said("with what the paper states; null: no number, or nothing fits")]
+    predicted_order: Annotated[str, said("predicted order, for people", "row.order")]
+    free: Annotated[float | None, said("value with the configurations that the planner chooses itself")]
+    difference: Annotated[
+        float | None, said("relative difference; of an efficiency, that of the lost shares")
     ]
-    difference_at_stated: Annotated[float | None, said("likewise", "checked.stated_difference")]
-    use: Annotated[str, said("fit: a constant was fitted on it; test", "checked.published.use.value")]
-    holds: Annotated[bool, said("whether it is within the tolerance, or the best configuration is found")]
-    miss: Annotated[str, said("reason of a miss, for people")]
+    use: Annotated[str, said("fit: a constant was fitted on it; test", "row.published.use.value")]
+    verdict: Annotated[str, said("hit; miss, cause shown; miss; without inputs", "row.verdict.value")]
+    cause: Annotated[str, said("cause of a miss, for people")]
+    change: Annotated[str, said("change of the description that shows the cause")]
+    varied: Annotated[float | None, said("predicted value with that change")]
+    needs: Annotated[str, said("what the paper does not say, but the prediction rests on")]
+
+
+class MissingShown(Part):
+    """A published value that is not predicted."""
+
+    what: str
+    value: Annotated[str, said("what the paper publishes")]
+    needs: Annotated[str, said("what is unknown")]
+    source: Annotated[str, said("section of the paper")]
 
 
 class FormShown(Part):
@@ -102,10 +119,8 @@ class EntryShown(Part):
     scheme: Annotated[str, said("name of the scheme in the paper")]
     run: str
     samples_per_second: Annotated[float | None, said("null: nothing fits")]
-    found: Annotated[PlanOfFigure | None, said("the best plan in the paper's space")]
-    at_stated: Annotated[
-        PlanOfFigure | None, said("the best plan with the configuration that the paper states")
-    ]
+    plan: Annotated[PlanOfFigure | None, said("the best plan with what the paper states")]
+    free: Annotated[PlanOfFigure | None, said("the best plan in the paper's space")]
 
 
 class FigureShown(Result):
@@ -116,40 +131,84 @@ class FigureShown(Result):
     name: str
     title: str
     setting: str
+    statements: Annotated[list[str], said("what the paper says of the setting")]
     assumptions: list[str]
     tolerance: float
-    subject: Annotated[str, said("the scheme whose ratios over the others are shown")]
-    rows: list[CheckedShown]
+    rows: list[ValueShown]
+    missing: Annotated[list[MissingShown], said("published values without a prediction")]
     schemes: list[EntryShown]
     constants: Annotated[dict[str, str], BeforeValidator(dict), said("origins of numbers")]
     summary: str
 
 
-def figure_shown(found: Reproduction) -> FigureShown:
+class PaperFigure(Part):
+    """A figure of `counterflow reproduce PAPER`."""
+
+    name: str
+    title: str
+    rows: list[ValueShown]
+    missing: list[MissingShown]
+
+
+class FiguresShown(Result):
+    """`counterflow reproduce PAPER` and `counterflow reproduce all`."""
+
+    figures: list[PaperFigure]
+    summary: str
+
+
+def figure_shown(reproduction: Reproduction) -> FigureShown:
     """A figure: every published value, and every scheme in every run."""
-    figure = found.figure
-    rows = [
-        CheckedShown.of(checked=row, stated=figure.competitor(row.published.label).stated)
-        for row in found.rows
-    ]
+    figure = reproduction.figure
     entries = [
         EntryShown(
             scheme=entry.label,
             run=entry.run,
-            samples_per_second=entry.throughput(),
-            found=plan_shown(entry.found),
-            at_stated=plan_shown(entry.stated),
+            samples_per_second=entry.throughput,
+            plan=plan_shown(entry.plan),
+            free=plan_shown(entry.free),
         )
-        for entry in found.entries
+        for entry in reproduction.entries
     ]
     return FigureShown.of(
         figure=figure,
         tolerance=TOLERANCE,
-        rows=rows,
+        rows=_rows(reproduction),
+        missing=_missing(reproduction),
         schemes=entries,
-        constants=found.constants,
-        summary=found.summary(),
+        constants=reproduction.constants,
+        summary=reproduction.summary(),
     )
+
+
+def figures_shown(reproductions: Sequence[Reproduction]) -> FiguresShown:
+    """The published values of several figures."""
+    figures = [
+        PaperFigure(name=each.figure.name, title=each.figure.title, rows=_rows(each), missing=_missing(each))
+        for each in reproductions
+    ]
+    return FiguresShown(figures=figures, summary=total(reproductions))
+
+
+def _rows(reproduction: Reproduction) -> list[ValueShown]:
+    rows = []
+    for row in reproduction.rows:
+        value = row.published
+        stated = reproduction.figure.competitor(value.label).statement(value.runs[0])
+        cause = value.cause
+        rows.append(
+            ValueShown.of(
+                row=row,
+                stated=stated,
+                cause="" if cause is None else cause.text,
+                change="" if cause is None else cause.change,
+            )
+        )
+    return rows
+
+
+def _missing(reproduction: Reproduction) -> list[MissingShown]:
+    return [MissingShown.model_validate(asdict(value)) for value in reproduction.figure.missing]
 
 
 def plan_shown(plan: Plan | None) -> PlanOfFigure | None:

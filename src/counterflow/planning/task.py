@@ -32,8 +32,13 @@ EXAMPLES = (
     "mixpipe-bert48",
     "mixpipe-gpt72",
     "hanayo-bert64",
+    "hanayo-gpt128",
     "wpipe-bert192",
     "wpipe-bert768",
+    "wpipe-resnext200",
+    "wpipe-resnext302",
+    "wpipe-resnext500",
+    "wpipe-resnext800",
 )
 """Names of the examples."""
 

@@ -233,7 +233,7 @@ def test_wrong_requests_are_refused(refused: Callable[..., str], line: str, mess
 
 def test_options_arrangements_and_cuts_are_kept(run: Run) -> None:
     line = "plan --example mixpipe-bert48 --workers 4 --micro-batch-size 8 --json"
-    wanted = "--scheme dapple --scheme chimera --option chimera.concat=direct --option pairs=2 --top 4"
+    wanted = "--scheme dapple --scheme chimera --option chimera.concat=direct --option pairs=2 --top 8"
     best = run(f"{line} {wanted} --arrangement replicas-inside --cuts 5,10,20").json["best"]
     assert {plan["scheme"] for plan in best} == {"dapple", "chimera"}
     for plan in best:

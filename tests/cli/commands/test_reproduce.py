@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.reproduction import reproduce
+from counterflow.papers.figures.reproduction import Verdict, reproduce
 from counterflow.papers.report import TableShown, figure_shown
 from counterflow.papers.tables import TABLES
 
@@ -51,33 +51,47 @@ def test_unknown_table(run: Run) -> None:
 
 
 def test_a_figure(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed, in JSON and drawn is what the planner finds, and what the paper publishes."""
+    """What is printed, in JSON and drawn is what the planner predicts, and what the paper publishes."""
     name = "chimera-fig10"
-    found = reproduce(FIGURES[name])
-    monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: found)
+    reproduction = reproduce(FIGURES[name])
+    monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: reproduction)
     answer = run(f"reproduce {name} --out {tmp_path / 'a.png'} --out {tmp_path / 'a.svg'}")
     assert answer.code == 0
     assert answer.err.splitlines() == [f"Drew {tmp_path / 'a.png'}", f"Drew {tmp_path / 'a.svg'}"]
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
-    assert lines[0] == FIGURES[name].title
-    assert "GPipe 32 nodes D=4 W=8 B=4 R D=4 W=8 B=4 R the same fit" in lines
-    assert "PipeDream 32 nodes D=4 W=8 B=32 R D=8 W=4 B=48 another fit" in lines
-    for text in (*FIGURES[name].assumptions, *(f"{k}: {v}" for k, v in found.constants.items())):
+    figure = FIGURES[name]
+    assert lines[0] == figure.title
+    assert "GPipe, best configuration 32 nodes D=4 W=8 B=4 R D=4 W=8 B=4 R hit fit 4.2.1" in lines
+    constants = (f"{k}: {v}" for k, v in reproduction.constants.items())
+    for text in (*figure.statements, *figure.assumptions, *constants):
         assert text in lines
-    for row in found.rows:
-        if not row.holds:
-            assert f"{row.published.label}, 32 nodes: {row.published.miss}" in lines
-    assert lines[-1] == found.summary() == "5 of 6 best configurations found"
+    (miss,) = [row.published.cause for row in reproduction.rows if row.verdict is not Verdict.HIT]
+    assert miss is not None
+    assert f"PipeDream, best configuration, 32 nodes: {miss.text}; {miss.change}: as published" in lines
+    assert lines[-1] == reproduction.summary() == "6 published values: 5 hit; 1 miss, cause shown"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert run(f"reproduce {name} --json").json == figure_shown(found).model_dump(mode="json")
+    assert run(f"reproduce {name} --json").json == figure_shown(reproduction).model_dump(mode="json")
 
 
 def test_ratios_are_printed_with_their_difference(run: Run) -> None:
-    lines = [" ".join(line.split()) for line in run("reproduce hanayo-fig11").out.splitlines()]
-    assert "Chimera-wave 8 devices D=8 W=1 B=1 waves=1 1.080 1.082 -0.2% fit" in lines
-    assert "GPipe 32 devices D=16 W=2 B=1 1.451 1.333 +8.8% test" in lines
-    assert lines[-1].startswith("1 of 1 fit ratios within 10% ")
+    lines = [" ".join(line.split()) for line in run("reproduce hanayo-fig12").out.splitlines()]
+    assert "GPipe, fits 8 devices out of memory out of memory hit test 5.5" in lines
+    assert any(line.startswith("Hanayo over GPipe 16 devices 1.3") for line in lines)
+    assert lines[-1] == "11 published values: 11 hit"
+
+
+def test_a_paper(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a paper's figures, and their number."""
+    kept = {name: figure for name, figure in FIGURES.items() if name in ("hanayo-fig9", "hanayo-fig10")}
+    monkeypatch.setattr("counterflow.papers.figures.FIGURES", kept)
+    lines = [" ".join(line.split()) for line in run("reproduce hanayo").out.splitlines()]
+    for figure in kept.values():
+        assert figure.title in lines
+    assert lines[-1].startswith("13 published values: 12 hit; ")
+    shown = run("reproduce all --json").json
+    assert [each["name"] for each in shown["figures"]] == ["hanayo-fig9", "hanayo-fig10"]
+    assert shown["figures"][1]["missing"][0]["needs"] == "its tokens and batch"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +105,8 @@ def test_ratios_are_printed_with_their_difference(run: Run) -> None:
             "chimera-fig10 --out x.html",
             "cannot tell what to draw from this name; legal endings: .png, .svg, .pdf",
         ),
+        ("hanayo --out x.png", "hanayo is several figures; give one of them to draw"),
+        ("wpipe-convergence --out x.png", "wpipe-convergence has no predictions, so it cannot be drawn"),
     ],
 )
 def test_what_cannot_be_drawn(run: Run, line: str, told: str) -> None:

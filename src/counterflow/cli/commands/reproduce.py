@@ -1,4 +1,4 @@
-"""``counterflow reproduce``: a paper's table or figure, published and ours side by side."""
+"""``counterflow reproduce``: a paper's table or figure, published and predicted side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from counterflow.errors import ConfigError, hint
 
 from ..options.flags import JsonFlag
 from ..output.console import WIDE, console, print_json
-from ..output.paper_figures import show_figure
+from ..output.paper_figures import show_figure, show_figures
 from ..output.visible import echo
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 def reproduce(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Name of the table or figure. Default: list all names."),
+        typer.Argument(
+            metavar="[NAME]",
+            help="A table or figure, a paper (chimera, mixpipe, hanayo, wpipe) or all. Default: list.",
+        ),
     ] = None,
     *,
     listed: Annotated[bool, typer.Option("--list", help="List the tables and figures.")] = False,
@@ -34,18 +37,24 @@ def reproduce(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Reproduce a paper's table or figure: published, ours, difference.
+    """Reproduce a paper's table or figure: published, predicted, difference.
 
-    A figure's ratios are predicted by the planner: each scheme's best configuration in the paper's space, and
-    the one that the paper states. Values on which a constant was fitted are marked; all others test the
-    prediction.
+    A figure's values are predicted by the planner, with what the paper states of each configuration and the
+    rest of it as good as possible. A miss has its cause, and the value with that cause changed. Values on
+    which a constant was fitted are marked; all others test the prediction.
     """
-    from counterflow.papers.figures import FIGURES
+    from counterflow.papers.figures import FIGURES, PAPERS
     from counterflow.papers.tables import TABLES
 
     known = (*TABLES, *FIGURES)
     if name is None or listed:
         _list(known, as_json)
+        return
+    if name in (*PAPERS, "all"):
+        if out:
+            raise ConfigError(f"{name} is several figures; give one of them to draw")
+        papers = PAPERS if name == "all" else (name,)
+        show_figures((each for each in FIGURES.values() if each.name.startswith(papers)), as_json=as_json)
         return
     if name not in known:
         raise ConfigError(f"unknown table or figure {name!r}{hint(name, known)}")

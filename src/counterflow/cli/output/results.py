@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from counterflow.checkpoints.convert import ConvertedShown
 from counterflow.measure.health import Doctor
-from counterflow.papers.report import FigureShown, Reproducible, TableShown
+from counterflow.papers.report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
 from counterflow.planning.report import Examples, Planned
 from counterflow.program.report import Checked
@@ -28,7 +28,7 @@ COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),
     *(LayoutShown, TranslatedShown),
     *(Profiled, Trained, Prepared, Keys, ConvertedShown, Doctor),
-    *(Reproducible, TableShown, FigureShown),
+    *(Reproducible, TableShown, FigureShown, FiguresShown),
 )
 
 

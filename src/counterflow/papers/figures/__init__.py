@@ -1,58 +1,117 @@
 """The papers' figures that ``counterflow reproduce`` accepts, by name; each paper has a data file.
 
-A file contains the common data of its figures (``assumptions``, ``competitors`` by label, ``cluster`` in
-place of the example's), then ``figures`` by name, with their own ``competitors``, ``runs`` (an example of the
-planner, with another size) and ``published`` values, which belong to the runs ``of_runs`` if they name none.
+A file contains the common data of its figures (``assumptions``, ``competitors`` by label, changes of every
+``run``), then ``figures`` by name, with their own ``competitors``, ``runs`` (an example of the
+planner, with changes: ``changes.py``) and ``published`` values, which belong to the runs ``of_runs`` if they
+name none. A published value that is missed names one of the file's ``causes``, with the change (``vary``) of
+runs and competitors that shows it.
 """
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from counterflow.planning.inputs.cluster import Cluster
-from counterflow.planning.task import Task, load_example
+from .changes import example_task
+from .published import Cause, Figure, Quantity, Run
 
-from .published import Figure, Quantity, Run
+PAPERS = ("chimera", "mixpipe", "hanayo", "wpipe")
 
-_CLUSTER, _FIGURE = TypeAdapter(Cluster), TypeAdapter(Figure)
+_FIGURE = TypeAdapter(Figure)
+
+_Data = dict[str, Any]
 
 
 def _figures(paper: str) -> Iterator[Figure]:
     data = tomllib.loads(files(__package__).joinpath(f"{paper}.toml").read_text(encoding="utf-8"))
-    assumptions, shared = data.get("assumptions", []), data.get("competitors", {})
-    for name, given in data["figures"].items():
-        competitors = [shared.get(one["label"], {}) | one for one in given["competitors"]]
-        for one in competitors:
-            one["options"] = tuple(one.get("options", {}).items())
-        task = partial(_task, cluster=data.get("cluster", {}), about=given["setting"])
-        usual = {"quantity": Quantity.SPEEDUP, "value": None, "runs": given.pop("of_runs", ())}
-        parts = {
-            "name": name,
-            "assumptions": [*assumptions, *given.pop("assumptions", [])],
-            "competitors": competitors,
-            "runs": [Run(one.pop("label"), partial(task, one)) for one in given["runs"]],
-            "published": [usual | one for one in given["published"]],
-        }
-        yield _FIGURE.validate_python(given | parts)
+    for name, own in data["figures"].items():
+        yield _figure(name, data, own)
 
 
-def _task(run: dict[str, Any], cluster: dict[str, Any], about: str) -> Task:
-    """An example of the planner on a run's cluster, with its mini-batch."""
-    task = load_example(run["example"])
-    own = _CLUSTER.validate_json(json.dumps(asdict(task.cluster) | cluster | run.get("cluster", {})))
-    mini_batch = run.get("mini_batch", task.mini_batch)
-    return replace(task, name="", about=about, cluster=own, mini_batch=mini_batch)
+def _figure(name: str, common: _Data, own: _Data, *, causes: bool = True) -> Figure:
+    shared = common.get("competitors", {})
+    competitors = [_competitor(shared.get(each["label"], {}) | each) for each in own["competitors"]]
+    subject = own.get("subject", "")
+    usual = {"quantity": Quantity.SPEEDUP, "runs": own.get("of_runs", ())}
+    published = [usual | _value(each, subject) for each in own.get("published", ())]
+    for each in published:
+        key = each.pop("cause", None)
+        each["cause"] = _cause(name, common, own, common["causes"][key]) if causes and key else None
+    parts = {
+        "name": name,
+        "title": own["title"],
+        "setting": own["setting"],
+        "statements": own.get("statements", ()),
+        "assumptions": [*common.get("assumptions", []), *own.get("assumptions", [])],
+        "missing": own.get("missing", ()),
+        "unlimited": own.get("unlimited", False),
+        "competitors": competitors,
+        "runs": [_run(each, common.get("run", {}), own["setting"]) for each in own["runs"]],
+        "published": published,
+    }
+    return _FIGURE.validate_python(parts)
 
 
-FIGURES: dict[str, Figure] = {
-    figure.name: figure for paper in ("chimera", "mixpipe", "hanayo", "wpipe") for figure in _figures(paper)
-}
+def _competitor(data: _Data) -> _Data:
+    pairs = {"options": tuple(data.get("options", {}).items())}
+    by_run = tuple((run, _stated(each)) for run, each in data.get("stated_by_run", {}).items())
+    stated = {"stated": _stated(data["stated"])} if "stated" in data else {}
+    return data | pairs | stated | {"stated_by_run": by_run}
+
+
+def _stated(data: _Data) -> _Data:
+    return data | {"options": tuple(data.get("options", {}).items())}
+
+
+def _value(data: _Data, subject: str) -> _Data:
+    """A published value; a speed-up whose ``over`` alone is named is the subject's."""
+    if "label" not in data and "over" in data:
+        return data | {"label": subject}
+    return data if "label" in data else data | {"label": data["order"][0]}
+
+
+def _run(data: _Data, common: _Data, about: str) -> Run:
+    task = partial(example_task, data, common, about)
+    return Run(data["label"], task, *(data.get(name) for name in ("micro_batches", "depth", "samples")))
+
+
+def _cause(name: str, common: _Data, own: _Data, data: _Data) -> Cause:
+    vary = data.get("vary")
+    make = partial(_varied, name, common, own, vary) if vary else None
+    return Cause(data["text"], data.get("change", ""), make)
+
+
+def _varied(name: str, common: _Data, own: _Data, vary: _Data) -> Figure:
+    """The figure with changes to all of its runs, to some of them, and to some competitors."""
+    data, shared = deepcopy(own), common.get("competitors", {})
+    for run in data["runs"]:
+        _merge(run, vary.get("run", {}))
+        _merge(run, vary.get("runs", {}).get(run["label"], {}))
+    changes = vary.get("competitors", {})
+    for competitor in data["competitors"]:
+        change = changes.get("all", {}) | changes.get(competitor["label"], {})
+        if change:
+            competitor.update(deepcopy(shared.get(competitor["label"], {})) | competitor)
+            _merge(competitor, change)
+    return _figure(name, common, data, causes=False)
+
+
+def _merge(data: _Data, change: Mapping[str, Any]) -> None:
+    """Replace values in place; tables are merged, and an empty table removes what is there."""
+    for key, value in change.items():
+        if isinstance(value, dict) and value:
+            _merge(data.setdefault(key, {}), value)
+        elif value == {}:
+            data.pop(key, None)
+        else:
+            data[key] = value
+
+
+FIGURES: dict[str, Figure] = {figure.name: figure for paper in PAPERS for figure in _figures(paper)}
 """In the papers' order."""

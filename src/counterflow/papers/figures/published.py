@@ -1,25 +1,26 @@
 """A published figure as data: the schemes that compete, their restrictions, and the published values.
 
 Invariant: a description contains statements of the paper, and assumptions if it says nothing, never a
-prediction; ``reproduction.py`` makes predictions with the planner. Every known miss has its reason here, and
-a published value on which a constant was fitted is marked.
+prediction; ``reproduction.py`` makes predictions with the planner. Every known miss has its cause here, with
+the change of the description that shows it, and a published value on which a constant was fitted is marked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Any
 
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.task import Task
 from counterflow.schedule.ir import OptionValue
-from counterflow.schedule.modes import Recompute
+from counterflow.schedule.modes import Recompute, Sync
 
 TOLERANCE = 0.10
-"""Maximum relative difference between a predicted ratio and the published one."""
+"""Maximum relative difference between a predicted value and the published one."""
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Micro-batches that the papers try, in samples."""
@@ -36,10 +37,31 @@ class Quantity(StrEnum):
     """The quantity of a published value."""
 
     SPEEDUP = "speed-up"
-    """Throughput of the figure's subject over that of another scheme, averaged over the runs."""
+    """Throughput of ``label`` over that of ``over``, averaged over the runs."""
     EFFICIENCY = "parallel efficiency"
-    """Throughput per device of the subject in the last run over that in the first."""
+    """Throughput per device of ``label`` in the last run over that in the first; compared by what is lost."""
+    SCALING = "strong scaling"
+    """Throughput of ``label`` in the last run over that in the first."""
+    SAVING = "memory saved"
+    """Share of the peak memory of ``over``, averaged over workers, that ``label`` does not need; compared by
+    what is left.
+    """
+    VARIANCE = "variance of memory"
+    """Variance over workers of the peak memory of ``label``, in GB², averaged over the runs."""
+    BATCH = "largest batch"
+    """Largest micro-batch of ``label`` that fits, over that of ``over``."""
     BEST = "best configuration"
+    """Whether the planner chooses what the paper states of ``label``, in every run."""
+    FITS = "fits"
+    """Whether ``label`` fits into the devices, in every run: 1 or 0."""
+    FASTER = "order of throughput"
+    """Labels from the highest throughput to the lowest, in every run."""
+    LARGER = "order of memory"
+    """Labels from the largest peak memory to the smallest, in every run."""
+
+
+RATIOS = (Quantity.SPEEDUP, Quantity.SCALING, Quantity.SAVING, Quantity.VARIANCE, Quantity.BATCH)
+"""Quantities that are compared by their relative difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +73,30 @@ class Stated:
         replicas: W; it follows from D and the devices, and is stated if the figure is about finding it.
         samples: B, samples of a micro-batch.
         recompute: whether activations are recomputed.
+        options: (name, value) pairs of the scheme's options.
     """
 
     depth: int | None = None
     replicas: int | None = None
     samples: int | None = None
     recompute: bool | None = None
+    options: tuple[tuple[str, OptionValue], ...] = ()
 
     def __str__(self) -> str:
-        parts = (("D", self.depth), ("W", self.replicas), ("B", self.samples))
+        parts = (("D", self.depth), ("W", self.replicas), ("B", self.samples), *self.options)
         shown = [f"{name}={value}" for name, value in parts if value is not None]
         if self.recompute is not None:
             shown.append("recompute" if self.recompute else "no recompute")
         return " ".join(shown)
+
+    def with_statement(self, more: Stated) -> Stated:
+        """The configuration with the parts that ``more`` states in their place.
+
+        >>> str(Stated(4, samples=4).with_statement(Stated(samples=8)))
+        'D=4 B=8'
+        """
+        parts = {each.name: getattr(more, each.name) for each in fields(more)}
+        return replace(self, **{name: value for name, value in parts.items() if value not in (None, ())})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +110,13 @@ class Competitor:
         depths: values of D.
         samples: values of B.
         recompute: kinds of recomputation.
+        sync: modes of gradient sums.
         arrangements: arrangements of its workers on devices.
+        cuts: how layers are cut.
         largest: whether it takes the largest micro-batch that fits at each depth, and then the best depth.
-        stated: its best configuration according to the paper; None if the paper does not say.
+        stated: its configuration according to the paper; None if the paper does not say.
+        stated_by_run: (run, configuration) pairs: what the paper states of one run in addition.
+        change: changes of the task for this scheme alone (``changes.py``), which show causes of misses.
     """
 
     label: str
@@ -88,29 +125,40 @@ class Competitor:
     depths: tuple[int, ...] = (2, 4, 8, 16, 32)
     samples: tuple[int, ...] = POWERS
     recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.STAGE)
+    sync: tuple[Sync, ...] = tuple(Sync)
     arrangements: tuple[Arrangement, ...] = tuple(Arrangement)
+    cuts: Cutting = Cutting.EVEN
     largest: bool = False
     stated: Stated | None = None
+    stated_by_run: tuple[tuple[str, Stated], ...] = ()
+    change: Mapping[str, Any] = field(default_factory=dict)
 
-    def constraints(self, *, at_stated: bool = False) -> Constraints:
-        """Constraints on its plan; with ``at_stated`` also those of the configuration that the paper
-        states.
-        """
-        depths, samples, recompute = self.depths, self.samples, self.recompute
-        if at_stated and self.stated is not None:
-            depths = depths if self.stated.depth is None else (self.stated.depth,)
-            samples = samples if self.stated.samples is None else (self.stated.samples,)
-            if self.stated.recompute is not None:
-                recompute = tuple(r for r in recompute if (r is not Recompute.NONE) == self.stated.recompute)
+    def statement(self, run: str) -> Stated | None:
+        """The configuration that the paper states for a run."""
+        own = dict(self.stated_by_run).get(run)
+        if own is None or self.stated is None:
+            return own or self.stated
+        return self.stated.with_statement(own)
+
+    def constraints(self, stated: Stated | None = None) -> Constraints:
+        """Constraints on its plan, with those of a stated configuration."""
+        depths, samples, recompute, options = self.depths, self.samples, self.recompute, dict(self.options)
+        if stated is not None:
+            depths = depths if stated.depth is None else (stated.depth,)
+            samples = samples if stated.samples is None else (stated.samples,)
+            options |= {name: (value,) for name, value in stated.options}
+            if stated.recompute is not None:
+                recompute = tuple(r for r in recompute if (r is not Recompute.NONE) == stated.recompute)
         return Constraints(
             schemes=(self.scheme,),
             depths=depths,
             samples=samples,
             recompute=recompute,
+            sync=self.sync,
             arrangements=self.arrangements,
-            cuts=Cutting.EVEN,
+            cuts=self.cuts,
             zero_stages=(0,),
-            options=self.options,
+            options=tuple(options.items()),
             more_updates=True,
         )
 
@@ -122,10 +170,31 @@ class Run:
     Attributes:
         label: the axis's text, for example ``64 nodes``.
         task: the model, its costs, the cluster and the mini-batch.
+        micro_batches: N; the mini-batch follows from it, and is not the task's. None: the task's.
+        depth: D of all competitors; None: each its own.
+        samples: B of all competitors; None: each its own.
     """
 
     label: str
     task: Callable[[], Task]
+    micro_batches: int | None = None
+    depth: int | None = None
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a prediction misses a published value.
+
+    Attributes:
+        text: the cause.
+        change: what was changed in the description to show it.
+        figure: the figure with that change; None: it cannot be varied.
+    """
+
+    text: str
+    change: str = ""
+    figure: Callable[[], Figure] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +202,50 @@ class Published:
     """A value that a paper publishes.
 
     Attributes:
-        label: label of the competitor.
+        label: label of the competitor whose value it is.
         quantity: the quantity.
-        value: the ratio; None for a configuration, which is the competitor's ``stated``.
         runs: labels of its runs; the mean, if there are several.
+        value: the number; 1 or 0 for ``FITS``; None for an order and a configuration.
+        over: label of the competitor that it is compared with.
+        order: the labels of an order, the highest value first.
         use: whether a constant was fitted on it.
-        miss: why the prediction misses it by more than ``TOLERANCE``; empty if it does not.
+        source: the paper's section.
+        cause: why the prediction misses it; None if it does not.
+        needs: what the paper does not say, but the prediction rests on; empty: nothing.
     """
 
     label: str
     quantity: Quantity
-    value: float | None
     runs: tuple[str, ...]
+    value: float | None = None
+    over: str = ""
+    order: tuple[str, ...] = ()
     use: Use = Use.TEST
-    miss: str = ""
+    source: str = ""
+    cause: Cause | None = None
+    needs: str = ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the competitors that are compared."""
+        return self.order or tuple(filter(None, (self.label, self.over)))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A published value that is not predicted, because something is unknown.
+
+    Attributes:
+        what: the quantity.
+        value: what the paper publishes.
+        needs: what is unknown.
+        source: the paper's section.
+    """
+
+    what: str
+    value: str
+    needs: str
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +256,13 @@ class Figure:
         name: name for ``counterflow reproduce``.
         title: the paper, the figure.
         setting: one line: model, devices, mini-batch.
-        subject: label of the competitor that is compared with the others.
         competitors: in the figure's order.
         runs: the figure's axis.
         published: published values.
+        statements: what the paper says of the setting, each with its section.
         assumptions: assumptions if the paper says nothing, and interpretations of its words.
+        missing: published values that are not predicted.
+        unlimited: whether devices have unlimited memory in the prediction, because memory itself is compared.
 
     Raises:
         ValueError: a published value names an unknown competitor or run, or lacks its value.
@@ -170,24 +271,31 @@ class Figure:
     name: str
     title: str
     setting: str
-    subject: str
     competitors: tuple[Competitor, ...]
     runs: tuple[Run, ...]
     published: tuple[Published, ...]
+    statements: tuple[str, ...] = field(default=())
     assumptions: tuple[str, ...] = field(default=())
+    missing: tuple[Missing, ...] = field(default=())
+    unlimited: bool = False
 
     def __post_init__(self) -> None:
         labels = {each.label: each for each in self.competitors}
         runs = {run.label for run in self.runs}
-        if self.subject not in labels:
-            raise ValueError(f"{self.name}: no competitor {self.subject!r}")
         for value in self.published:
-            if value.label not in labels or not value.runs or not runs.issuperset(value.runs):
+            if not labels.keys() >= {*value.labels} or not value.runs or not runs.issuperset(value.runs):
                 raise ValueError(f"{self.name}: no such competitor or run: {value}")
-            known = labels[value.label].stated if value.quantity is Quantity.BEST else value.value
-            if known is None:
+            if value.quantity is Quantity.BEST:
+                known = all(labels[value.label].statement(run) is not None for run in value.runs)
+            else:
+                known = value.value is not None or len(value.order) > 1
+            if not known:
                 raise ValueError(f"{self.name}: {value.label}: nothing is published there")
 
     def competitor(self, label: str) -> Competitor:
         """The competitor of that label."""
         return next(each for each in self.competitors if each.label == label)
+
+    def run(self, label: str) -> Run:
+        """The run of that label."""
+        return next(each for each in self.runs if each.label == label)

@@ -1,27 +1,46 @@
-"""Published figures beside what the planner predicts: each scheme's best plan, ratios, differences.
+"""Published figures beside what the planner predicts: plans, values, differences, and causes of misses.
 
-For every scheme and run the planner searches the paper's space; where the paper states a configuration, that
-one is predicted too. Invariant: nothing here is published or fitted; both come from a ``Figure``.
+For every scheme and run the planner searches the paper's space, restricted to what the paper states of the
+configuration, and again without that restriction. A miss is predicted once more with its cause changed.
+Invariant: nothing here is published or fitted; both come from a ``Figure``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
+from enum import StrEnum
+from itertools import pairwise
+from statistics import fmean, pvariance
 
 from counterflow.errors import PlanError
 from counterflow.planning.prediction import choices
-from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.constraints import Constraints, value_of
 from counterflow.planning.search.found import Plan
 from counterflow.planning.search.search import search
 from counterflow.planning.task import Task
+from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
-from .published import TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated, Use
+from .changes import changed_task
+from .published import RATIOS, TOLERANCE, Competitor, Figure, Published, Quantity, Run, Stated
 
 Progress = Callable[[int, int, str], None]
 """Called with searches done, searches in all, and what is searched."""
+
+_UNLIMITED_BYTES = 1e18
+
+
+class Verdict(StrEnum):
+    """The result of a comparison with a published value."""
+
+    HIT = "hit"
+    EXPLAINED = "miss, cause shown"
+    """With the cause changed the prediction is a hit."""
+    MISS = "miss"
+    UNKNOWN = "without inputs"
+    """The prediction rests on something that the paper does not say, and is no hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,62 +50,79 @@ class Entry:
     Attributes:
         label: the competitor's.
         run: the run's label.
-        found: the planner's best plan in the paper's space; None if nothing fits.
-        states: whether the paper states something of its configuration.
-        stated: the best plan with what it states; None if that is nothing, or does not fit.
-        devices: of the run.
-        mini_batch: samples that the plans' seconds are of.
+        plan: the best plan with what the paper states; None if nothing fits.
+        free: the best plan in the paper's space, whatever is stated; None if nothing fits.
+        stated: what the paper states of its configuration.
+        devices: number of devices of the run.
+        usable_bytes: memory of a device without the reserve.
     """
 
     label: str
     run: str
-    found: Plan | None
-    states: bool
-    stated: Plan | None
+    plan: Plan | None
+    free: Plan | None
+    stated: Stated | None
     devices: int
-    mini_batch: int
+    usable_bytes: float
 
-    def throughput(self, *, at_stated: bool = False) -> float | None:
-        """Samples a second; with ``at_stated`` of the stated configuration, if there is one.
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second with what the paper states; None if nothing fits."""
+        return None if self.plan is None else _throughput(self.plan)
 
-        None if that does not fit.
-        """
-        plan = self.stated if at_stated and self.states else self.found
-        return None if plan is None else self.mini_batch / plan.seconds
+    @property
+    def peak_bytes(self) -> float | None:
+        """Peak memory of the fullest worker, without the reserve."""
+        return None if self.plan is None else max(self.plan.prediction.peak_bytes)
+
+    @property
+    def mean_peak_bytes(self) -> float | None:
+        """Peak memory averaged over workers."""
+        return None if self.plan is None else fmean(self.plan.prediction.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Row:
     """A published value and the predicted one.
 
     Attributes:
-        published: the value, its use, and the reason of a miss.
-        found: the planner's configurations, one a run, without repetition.
-        predicted: with the configurations that the planner finds; None if nothing fits.
-        at_stated: with those the paper states.
-        same: for a best configuration: whether it is found; else None.
+        published: the value, its use, and the cause of a miss.
+        configurations: the planned configurations of each label, by run, without repetition.
+        predicted: with what the paper states of the configurations; None if something does not fit.
+        free: with the configurations that the planner chooses itself.
+        order: the predicted order, for people: labels with ``>`` and ``=``.
+        same: for a best configuration and an order: whether it is the published one; otherwise None.
+        varied: predicted with the cause of a miss changed; None without a change.
+        varied_same: the same as ``same`` with the cause changed.
     """
 
     published: Published
-    found: tuple[str, ...]
+    configurations: tuple[str, ...]
     predicted: float | None
-    at_stated: float | None
-    same: bool | None
+    free: float | None
+    order: str = ""
+    same: bool | None = None
+    varied: float | None = None
+    varied_same: bool | None = None
 
     @property
     def difference(self) -> float | None:
-        """Predicted over published, minus 1."""
-        return _difference(self.predicted, self.published.value)
+        """Predicted over published, minus 1; of an efficiency the difference of what is lost, in shares."""
+        return difference(self.published, self.predicted)
 
     @property
-    def stated_difference(self) -> float | None:
-        """The same with the stated configurations."""
-        return _difference(self.at_stated, self.published.value)
+    def varied_difference(self) -> float | None:
+        """The same with the cause of the miss changed."""
+        return difference(self.published, self.varied)
 
     @property
-    def holds(self) -> bool:
-        """Whether the prediction is within ``TOLERANCE``, or the best configuration is found."""
-        return bool(self.same) if self.same is not None else within(self.difference)
+    def verdict(self) -> Verdict:
+        """Whether the published value is predicted, or the cause of the miss is shown."""
+        if _hit(self.published, self.predicted, self.same):
+            return Verdict.HIT
+        if _hit(self.published, self.varied, self.varied_same):
+            return Verdict.EXPLAINED
+        return Verdict.UNKNOWN if self.published.needs else Verdict.MISS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +138,7 @@ class Reproduction:
 
     figure: Figure
     entries: tuple[Entry, ...]
-    rows: tuple[Checked, ...]
+    rows: tuple[Row, ...]
     constants: Mapping[str, str]
 
     def entry(self, label: str, run: str) -> Entry:
@@ -110,133 +146,255 @@ class Reproduction:
         return next(each for each in self.entries if (each.label, each.run) == (label, run))
 
     def summary(self) -> str:
-        """How many published values are met."""
-        parts = []
-        ratios = [r for r in self.rows if r.same is None]
-        for use in Use:
-            rows = [r for r in ratios if r.published.use is use]
-            if rows:
-                met, stated = sum(r.holds for r in rows), sum(within(r.stated_difference) for r in rows)
-                parts.append(
-                    f"{met} of {len(rows)} {use} ratios within {TOLERANCE:.0%} "
-                    f"({stated} with the configurations that the paper states)"
-                )
-        best = [r for r in self.rows if r.same is not None]
-        if best:
-            parts.append(f"{sum(r.holds for r in best)} of {len(best)} best configurations found")
-        return "; ".join(parts)
+        """Number of published values by verdict."""
+        counts = Counter(row.verdict for row in self.rows)
+        counts[Verdict.UNKNOWN] += len(self.figure.missing)
+        parts = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+        return f"{len(self.rows) + len(self.figure.missing)} published values: {'; '.join(parts)}"
+
+
+def total(reproductions: Iterable[Reproduction]) -> str:
+    """Numbers of published values of several figures by verdict, for people."""
+    figures = list(reproductions)
+    rows = [row for each in figures for row in each.rows]
+    ratios = [row for row in rows if row.published.quantity in RATIOS]
+    counts = Counter(row.verdict for row in rows)
+    counts[Verdict.UNKNOWN] += sum(len(each.figure.missing) for each in figures)
+    hits = sum(row.verdict is Verdict.HIT for row in ratios)
+    parts = "; ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+    return (
+        f"{sum(counts.values())} published values: {parts}. "
+        f"{hits} of {len(ratios)} ratios are within {TOLERANCE:.0%}."
+    )
 
 
 def reproduce(figure: Figure, progress: Progress | None = None) -> Reproduction:
-    """Predict a figure.
+    """Predict a figure, and every miss again with its cause changed.
 
     Args:
         figure: its description.
         progress: callback for the progress.
     """
-    tell = progress or (lambda _done, _of, _what: None)
-    entries: list[Entry] = []
+    report = progress or (lambda _done, _total, _what: None)
+    entries: dict[tuple[str, str], Entry] = {}
     constants: dict[str, str] = {}
     total = len(figure.runs) * len(figure.competitors)
     for run in figure.runs:
         task = run.task()
         constants |= _constants(task)
         for competitor in figure.competitors:
-            tell(len(entries), total, f"{competitor.label}, {run.label}")
-            entries.append(_entry(competitor, run, task))
-    tell(total, total, "")
-    known = {(entry.label, entry.run): entry for entry in entries}
-    rows = tuple(_row(figure, value, known) for value in figure.published)
-    return Reproduction(figure, tuple(entries), rows, constants)
+            report(len(entries), total, f"{competitor.label}, {run.label}")
+            entries[competitor.label, run.label] = _entry(figure, competitor, run, task)
+    rows = tuple(_row(value, entries) for value in figure.published)
+    rows = tuple(_varied(row, lambda label: report(total, total, f"cause of {label}")) for row in rows)
+    report(total, total, "")
+    return Reproduction(figure, tuple(entries.values()), rows, constants)
 
 
-def best_plan(competitor: Competitor, task: Task, *, at_stated: bool = False) -> tuple[Plan | None, int]:
-    """The planner's best plan in the paper's space, and the samples that its seconds are of.
+def predict_row(figure: Figure, published: Published) -> Row:
+    """Predict one published value of a figure."""
+    entries = {}
+    for label in published.runs:
+        run = figure.run(label)
+        task = run.task()
+        for name in published.labels:
+            competitor = figure.competitor(name)
+            entries[name, label] = _entry(figure, competitor, run, task, free=published.quantity)
+    return _row(published, entries)
+
+
+def _varied(row: Row, report: Callable[[str], None]) -> Row:
+    """The row with its value predicted with the cause of the miss changed."""
+    cause = row.published.cause
+    if row.verdict is Verdict.HIT or cause is None or cause.figure is None:
+        return row
+    report(row.published.label)
+    again = predict_row(cause.figure(), row.published)
+    return replace(row, varied=again.predicted, varied_same=again.same)
+
+
+def best_plan(competitor: Competitor, run: Run, task: Task, stated: Stated | None = None) -> Plan | None:
+    """The planner's best plan in the paper's space.
 
     Args:
         competitor: the scheme, and what it may choose.
-        task: the run.
-        at_stated: restrict it to what the paper states of its configuration.
+        run: the run, which may fix the number of micro-batches.
+        task: the run's task.
+        stated: what the paper states of its configuration; None: nothing.
     """
-    wanted = competitor.constraints(at_stated=at_stated)
-    # PipeDream has no mini-batch; its 48 samples divide three of them.
-    mini_batch = task.mini_batch * (3 if any(size % 3 == 0 for size in competitor.samples) else 1)
-    legal = tuple(d for d in wanted.depths or () if task.cluster.size % d == 0)
-    sizes = sorted(wanted.samples or (), reverse=True)
-    # With ``largest`` the planner is asked one depth and size at a time.
-    tries = [((d,), (b,)) for d in legal for b in sizes] if competitor.largest else [(legal, tuple(sizes))]
+    wanted = competitor.constraints(stated)
+    depths = wanted.depths if run.depth is None else (run.depth,)
+    legal = tuple(d for d in depths or () if task.cluster.size % d == 0)
+    sizes = (run.samples,) if run.samples is not None else tuple(sorted(wanted.samples or (), reverse=True))
+    alone = competitor.largest or run.micro_batches is not None
+    # The largest size that fits, and a mini-batch of N micro-batches, need a search for each depth and size.
+    tries = [((d,), (b,)) for d in legal for b in sizes] if alone else [(legal, sizes)]
     best: Plan | None = None
     settled: set[tuple[int, ...]] = set()
     for depths, samples in tries:
         if depths in settled:
             continue
+        mini_batch = _mini_batch(competitor, run, task, depths, samples)
         plan = _search(task, mini_batch, replace(wanted, depths=depths, samples=samples))
         if plan is None:
             continue
-        settled.add(depths)
-        if best is None or plan.seconds < best.seconds:
+        if competitor.largest:
+            settled.add(depths)
+        if best is None or _throughput(plan) > _throughput(best):
             best = plan
-    return best, mini_batch
+    return best
+
+
+def _mini_batch(
+    competitor: Competitor, run: Run, task: Task, depths: tuple[int, ...], samples: tuple[int, ...]
+) -> int:
+    if run.micro_batches is not None:
+        return run.micro_batches * samples[0] * task.cluster.size // depths[0]
+    # PipeDream has no mini-batch; its 48 samples divide three of them.
+    return task.mini_batch * (3 if any(size % 3 == 0 for size in competitor.samples) else 1)
 
 
 def _search(task: Task, mini_batch: int, wanted: Constraints) -> Plan | None:
     try:
-        found = search(task.model, task.profile, task.cluster, mini_batch, wanted, count=1)
+        results = search(task.model, task.profile, task.cluster, mini_batch, wanted, count=1)
     except PlanError:
         return None
-    return found.best[0]
+    return results.best[0]
 
 
-def _entry(competitor: Competitor, run: Run, task: Task) -> Entry:
-    found, mini_batch = best_plan(competitor, task)
-    states = competitor.stated is not None
-    stated = best_plan(competitor, task, at_stated=True)[0] if states else None
-    return Entry(competitor.label, run.label, found, states, stated, task.cluster.size, mini_batch)
+def _throughput(plan: Plan) -> float:
+    return plan.prediction.samples_per_second
 
 
-def _row(figure: Figure, published: Published, entries: Mapping[tuple[str, str], Entry]) -> Checked:
-    mine = [entries[published.label, run] for run in published.runs]
-    subject = [entries[figure.subject, run] for run in published.runs]
-    found = tuple(dict.fromkeys(_configuration(entry.found) for entry in mine))
+def _entry(
+    figure: Figure, competitor: Competitor, run: Run, task: Task, free: Quantity = Quantity.BEST
+) -> Entry:
+    """A scheme in a run; only a best configuration needs the plan in the whole space."""
+    usable = task.cluster.usable_bytes
+    if competitor.change:
+        task = changed_task(task, competitor.change)
+    if figure.unlimited:
+        task = replace(task, cluster=replace(task.cluster, memory_bytes=_UNLIMITED_BYTES))
+    stated = competitor.statement(run.label)
+    plan = None if free is Quantity.BEST and stated is None else best_plan(competitor, run, task, stated)
+    chosen = best_plan(competitor, run, task) if free is Quantity.BEST else plan
+    if stated is None:
+        plan = chosen
+    return Entry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable)
+
+
+def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
+    table = {label: [entries[label, run] for run in published.runs] for label in published.labels}
+    shown = tuple(
+        " / ".join(dict.fromkeys(_configuration(entry.plan) for entry in table[label])) for label in table
+    )
+    own = table[published.labels[0]]
     if published.quantity is Quantity.BEST:
-        stated = figure.competitor(published.label).stated
-        assert stated is not None
-        return Checked(published, found, None, None, all(_is(entry.found, stated) for entry in mine))
-    of = _speedup if published.quantity is Quantity.SPEEDUP else _efficiency
-    return Checked(published, found, of(subject, mine, False), of(subject, mine, True), None)
+        best = " / ".join(dict.fromkeys(_configuration(entry.free) for entry in own))
+        return Row(published, (best,), None, None, same=all(_is(e.free, e.stated) for e in own))
+    if published.quantity in (Quantity.FASTER, Quantity.LARGER):
+        orders = [_order(published.quantity, [table[label][i] for label in table]) for i in range(len(own))]
+        wanted = " > ".join(published.order)
+        order = next((each for each in orders if each != wanted), wanted)
+        return Row(published, shown, None, None, order=order, same=order == wanted)
+    value = _VALUES[published.quantity]
+    free = {label: [replace(entry, plan=entry.free) for entry in row] for label, row in table.items()}
+    return Row(published, shown, value(published, table), value(published, free))
 
 
-def _speedup(subject: list[Entry], other: list[Entry], at_stated: bool) -> float | None:
-    ratios = []
-    for one, two in zip(subject, other, strict=True):
-        first, second = one.throughput(at_stated=at_stated), two.throughput(at_stated=at_stated)
-        if first is None or second is None:
-            return None
-        ratios.append(first / second)
-    return fmean(ratios)
+_Table = Mapping[str, list[Entry]]
 
 
-def _efficiency(_subject: list[Entry], mine: list[Entry], at_stated: bool) -> float | None:
-    each = [entry.throughput(at_stated=at_stated) for entry in (mine[0], mine[-1])]
-    first, last = each
-    if first is None or last is None:
-        return None
-    return (last / mine[-1].devices) / (first / mine[0].devices)
+def _speedup(published: Published, table: _Table) -> float | None:
+    pairs = zip(table[published.label], table[published.over], strict=True)
+    ratios = [_ratio(own.throughput, other.throughput) for own, other in pairs]
+    return None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
 
 
-def _is(plan: Plan | None, stated: Stated) -> bool:
+def _efficiency(published: Published, table: _Table) -> float | None:
+    row = table[published.label]
+    ratio = _ratio(row[-1].throughput, row[0].throughput)
+    return None if ratio is None else ratio * row[0].devices / row[-1].devices
+
+
+def _scaling(published: Published, table: _Table) -> float | None:
+    row = table[published.label]
+    return _ratio(row[-1].throughput, row[0].throughput)
+
+
+def _saving(published: Published, table: _Table) -> float | None:
+    left = _ratio(table[published.label][0].mean_peak_bytes, table[published.over][0].mean_peak_bytes)
+    return None if left is None else 1 - left
+
+
+def _variance(published: Published, table: _Table) -> float | None:
+    peaks = [entry.plan.prediction.peak_bytes for entry in table[published.label] if entry.plan is not None]
+    return fmean(pvariance([peak / 1e9 for peak in each]) for each in peaks) if peaks else None
+
+
+def _batch(published: Published, table: _Table) -> float | None:
+    plans = [table[label][0].plan for label in (published.label, published.over)]
+    sizes = [None if plan is None else float(plan.play.configuration.samples) for plan in plans]
+    return _ratio(*sizes)
+
+
+def _fits(published: Published, table: _Table) -> float | None:
+    return float(all(_entry_fits(entry) for entry in table[published.label]))
+
+
+def _entry_fits(entry: Entry) -> bool:
+    peak = entry.peak_bytes
+    return peak is not None and peak <= entry.usable_bytes
+
+
+_VALUES: Mapping[Quantity, Callable[[Published, _Table], float | None]] = {
+    Quantity.SPEEDUP: _speedup,
+    Quantity.EFFICIENCY: _efficiency,
+    Quantity.SCALING: _scaling,
+    Quantity.SAVING: _saving,
+    Quantity.VARIANCE: _variance,
+    Quantity.BATCH: _batch,
+    Quantity.FITS: _fits,
+}
+
+
+_EQUAL = 1e-3
+"""Relative difference below which two values of an order are equal."""
+
+
+def _order(quantity: Quantity, entries: list[Entry]) -> str:
+    """Labels in falling order, for people; one that does not fit has no throughput and comes last."""
+
+    def key(entry: Entry) -> float:
+        value = entry.throughput if quantity is Quantity.FASTER else entry.peak_bytes
+        return 0.0 if value is None else value
+
+    ranking = sorted(entries, key=key, reverse=True)
+    text = ranking[0].label
+    for first, second in pairwise(ranking):
+        sign = "=" if key(first) - key(second) <= _EQUAL * key(first) else ">"
+        text += f" {sign} {second.label}"
+    return text
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None else value / other
+
+
+def _is(plan: Plan | None, stated: Stated | None) -> bool:
     """Whether a plan is the stated configuration, as far as it is stated."""
-    if plan is None:
+    if plan is None or stated is None:
         return False
     chosen = plan.play.configuration
-    mine = (
-        plan.play.schedule.workers,
-        chosen.replicas,
-        chosen.samples,
-        chosen.recompute is not Recompute.NONE,
+    scheme = registry.scheme(chosen.scheme)
+    pairs = (
+        (plan.play.schedule.workers, stated.depth),
+        (chosen.replicas, stated.replicas),
+        (chosen.samples, stated.samples),
+        (chosen.recompute is not Recompute.NONE, stated.recompute),
+        *((value_of(scheme, name, chosen.options), value) for name, value in stated.options),
     )
-    theirs = (stated.depth, stated.replicas, stated.samples, stated.recompute)
-    return all(b is None or a == b for a, b in zip(mine, theirs, strict=True))
+    return all(value is None or own == value for own, value in pairs)
 
 
 def _configuration(plan: Plan | None) -> str:
@@ -256,15 +414,44 @@ def _configuration(plan: Plan | None) -> str:
 def _constants(task: Task) -> dict[str, str]:
     """Where the cluster's numbers and the block's come from."""
     cluster = {name: f"{text}" for name, text in task.cluster.sources.items()}
-    block = task.profile.layer("block").sources
+    block = task.profile.layer(task.model.layers[len(task.model.layers) // 2]).sources
     kept = ("forward_seconds", "saved_bytes", "weights_bytes")
     return cluster | {f"block {name}": block[name] for name in kept if name in block}
 
 
-def within(difference: float | None) -> bool:
-    """Whether a difference is within ``TOLERANCE``."""
-    return difference is not None and abs(difference) <= TOLERANCE
+_LOST = 0.01
+"""Maximum difference of the lost shares of two efficiencies, if 10 % of the published loss are less."""
 
 
-def _difference(predicted: float | None, published: float | None) -> float | None:
-    return None if predicted is None or published is None else predicted / published - 1
+def difference(published: Published, predicted: float | None) -> float | None:
+    """Relative difference of a predicted value; None if there is nothing to compare.
+
+    Of an efficiency it is the difference of what is lost, as a share of the ideal; of saved memory the
+    relative difference of what is left.
+
+    >>> runs = ("512 nodes", "2,048 nodes")
+    >>> efficiency = Published("Chimera", Quantity.EFFICIENCY, runs, 0.914)
+    >>> round(difference(efficiency, 0.998), 3)
+    0.084
+    """
+    value = published.value
+    if predicted is None or value is None:
+        return None
+    if published.quantity is Quantity.EFFICIENCY:
+        return predicted - value
+    if published.quantity is Quantity.SAVING:
+        return (1 - predicted) / (1 - value) - 1
+    return predicted / value - 1 if published.quantity in RATIOS else None
+
+
+def _hit(published: Published, predicted: float | None, same: bool | None) -> bool:
+    if same is not None:
+        return same
+    if published.quantity is Quantity.FITS:
+        return predicted == published.value
+    off = difference(published, predicted)
+    if off is None or published.value is None:
+        return False
+    if published.quantity is Quantity.EFFICIENCY:
+        return abs(off) <= max(_LOST, TOLERANCE * abs(1 - published.value))
+    return abs(off) <= TOLERANCE

@@ -1,7 +1,8 @@
 """The picture of a reproduced figure as plain values: bars by run and scheme, and the published marks.
 
 Invariant: it is drawn from a ``Reproduction`` alone. The papers' own throughputs are not available, so a
-published ratio is marked as the subject's predicted throughput divided by it.
+published ratio is marked at the predicted throughput of the scheme that is ahead, divided by it. Figures of
+memory have the largest peak of a worker as bars.
 """
 
 from __future__ import annotations
@@ -21,37 +22,44 @@ class SchemeBars:
 
     Attributes:
         label: name of the scheme in the paper.
-        throughputs: samples per second; None if nothing fits.
-        published: the subject's throughput divided by the published ratio; None without one.
+        values: samples per second, or GiB of a figure of memory; None if nothing fits.
+        published: the value that the published ratio would give; None without one.
         texts: the configuration of each bar, in lines.
     """
 
     label: str
-    throughputs: tuple[float | None, ...]
+    values: tuple[float | None, ...]
     published: tuple[float | None, ...]
     texts: tuple[str, ...]
 
 
-def scheme_bars(found: Reproduction) -> tuple[SchemeBars, ...]:
+def scheme_bars(reproduction: Reproduction) -> tuple[SchemeBars, ...]:
     """The bars of every scheme of a figure, in its order."""
-    figure = found.figure
+    figure = reproduction.figure
     runs = [run.label for run in figure.runs]
     return tuple(
         SchemeBars(
             each.label,
-            tuple(found.entry(each.label, run).throughput() for run in runs),
-            tuple(_published(found, each.label, run) for run in runs),
-            tuple(_text(found.entry(each.label, run)) for run in runs),
+            tuple(_value(reproduction, each.label, run) for run in runs),
+            tuple(_published(reproduction, each.label, run) for run in runs),
+            tuple(_text(reproduction.entry(each.label, run)) for run in runs),
         )
         for each in figure.competitors
     )
 
 
-def _published(found: Reproduction, label: str, run: str) -> float | None:
-    subject = found.entry(found.figure.subject, run).throughput()
-    for value in found.figure.published:
-        if (value.quantity, value.label) == (Quantity.SPEEDUP, label) and run in value.runs:
-            return None if subject is None or value.value is None else subject / value.value
+def _value(reproduction: Reproduction, label: str, run: str) -> float | None:
+    entry = reproduction.entry(label, run)
+    if not reproduction.figure.unlimited:
+        return entry.throughput
+    return None if entry.peak_bytes is None else entry.peak_bytes / 2**30
+
+
+def _published(reproduction: Reproduction, label: str, run: str) -> float | None:
+    for value in reproduction.figure.published:
+        if value.quantity is Quantity.SPEEDUP and value.over == label and run in value.runs:
+            ahead = reproduction.entry(value.label, run).throughput
+            return None if ahead is None or value.value is None else ahead / value.value
     return None
 
 
@@ -60,9 +68,9 @@ _SHORT = 8
 
 
 def _text(entry: Entry) -> str:
-    if entry.found is None:
+    if entry.plan is None:
         return "does\nnot fit"
-    play = entry.found.play
+    play = entry.plan.play
     again = "" if play.configuration.recompute is Recompute.NONE else "\nR"
     short = "".join(f"\n{text}" for text in choices(play.configuration).split() if len(text) <= _SHORT)
     return f"D={play.schedule.workers}\nB={play.configuration.samples}{short}{again}"
