@@ -30,7 +30,7 @@ from counterflow.papers.figures.reproduction import (
     total,
 )
 from counterflow.papers.figures.throughputs import scheme_bars
-from counterflow.planning.task import load_example
+from counterflow.planning.task import Task, load_example
 from counterflow.schedule.modes import Recompute
 
 KEPT: dict[str, Any] = json.loads(
@@ -123,6 +123,37 @@ def test_descriptions_are_complete() -> None:
             assert all(any(task.cluster.size % d == 0 for d in each.depths) for each in figure.competitors)
         compared = {label for value in figure.published for label in value.labels}
         assert compared == {each.label for each in figure.competitors}
+
+
+def test_settings_are_what_the_texts_say() -> None:
+    """Devices, networks, batches and depths of the papers' experiment sections."""
+
+    def task(name: str, run: int = 0) -> Task:
+        return FIGURES[name].runs[run].task()
+
+    # WPipe, section 4: Env-1 is one machine of eight V100; Env-2 has eight machines.
+    assert [task(f"wpipe-fig8{part}").cluster.size for part in "abcd"] == [8, 8, 64, 64]
+    assert len(task("wpipe-fig9").model.layers) == 96 + 2
+    # Chimera, section 4: Gloo on both clusters; section 4.4: GPT-2 of 32 layers.
+    daint, servers = task("chimera-fig10").cluster, task("chimera-fig16").cluster
+    assert (servers.inside, servers.between, servers.reserve_bytes, servers.sync_slowdown) == (
+        *(daint.inside, daint.between, daint.reserve_bytes, daint.sync_slowdown),
+    )
+    assert servers.allreduce_inside == servers.allreduce_between == daint.allreduce_between
+    assert len(task("chimera-fig19").model.layers) == 32 + 2
+    # MixPipe, section II: BERT of 24 layers, K from D to D/2 with twice the samples.
+    assert len(task("mixpipe-fig2").model.layers) == 24 + 2
+    # Hanayo, section 5.3: P=8 for all methods, two waves.
+    for name in ("hanayo-fig11", "hanayo-fig12"):
+        figure = FIGURES[name]
+        stated = [each.statement("8 devices") for each in figure.competitors]
+        assert [each and each.depth for each in stated] == [8] * 4
+        assert figure.competitor("Hanayo").stated == Stated(8, options=(("waves", 2),))
+        assert {run.micro_batches for run in figure.runs} == {8}
+    # WPipe, Table 3: 3,328 samples on 4 x 16 devices; its arrangements differ.
+    table = FIGURES["wpipe-table3"]
+    assert task("wpipe-table3").mini_batch == 3328
+    assert table.competitor("A").arrangements != table.competitor("B").arrangements
 
 
 def test_what_was_fitted_is_marked_and_little() -> None:
