@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from counterflow.probing import PROBING
 from .asked import Call, Example
 from .record import Step
 from .values import Around, Held, OfDtype, Ref, Size, Template
-
-if TYPE_CHECKING:
-    from .recording import Recording, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +80,31 @@ class Part:
         return self
 
 
+class ModelRecords(Protocol):
+    """The records of a model, which its layers share."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The user's model; None once it is gone."""
+        ...
+
+
+class LayerRecords(Protocol):
+    """A record of a model in one state, as its layers adopt it.
+
+    Attributes:
+        parts: the steps of each layer.
+        constants: tensors that are neither parameter nor buffer, by name.
+        replaced: modules without weights and buffers that the user has replaced, by name.
+        called: modules that the steps call, by path.
+    """
+
+    parts: tuple[Part, ...]
+    constants: Mapping[str, Tensor]
+    replaced: Mapping[str, Any]
+    called: Mapping[str, nn.Module]
+
+
 class CapturedLayer(nn.Module):
     """An automatic layer: some steps of a model's forward, between two of its modules.
 
@@ -103,7 +125,7 @@ class CapturedLayer(nn.Module):
 
     def __init__(
         self,
-        recording: Recording,
+        recording: ModelRecords,
         number: int,
         title: str,
         parts: tuple[Part, Part],
@@ -113,7 +135,7 @@ class CapturedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.title, self.cost = title, cost
-        self.recording: Recording | None = recording
+        self.recording: ModelRecords | None = recording
         """The records of the model; None: the layer was pickled, and stays as it is."""
         self.follows = False
         """Whether a pipeline lets the layer follow its model: the model's modes then are in the record."""
@@ -205,7 +227,7 @@ class CapturedLayer(nn.Module):
         training = self.training and (model is None or model.training)
         return self._parts[0] if training else self._parts[1]
 
-    def adopt(self, variant: Variant, slot: int) -> None:
+    def adopt(self, variant: LayerRecords, slot: int) -> None:
         """Run the steps of another record from now on.
 
         Args:

@@ -391,8 +391,8 @@ def _nothing() -> None:
 
 def recordings_of(layers: Sequence[nn.Module]) -> list[Recording]:
     """The recordings that layers share, each once."""
-    found = [layer.recording for layer in layers if isinstance(layer, CapturedLayer)]
-    return list({id(each): each for each in found if each is not None}.values())
+    recordings = [layer.recording for layer in layers if isinstance(layer, CapturedLayer)]
+    return list({id(each): each for each in recordings if isinstance(each, Recording)}.values())
 
 
 def follow_model(layers: Sequence[nn.Module]) -> None:

@@ -15,19 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from .base import TimedOut
+from .base import Status, TimedOut
 from .pending import Transfer
 from .side_thread import SideThread
 from .tags import GATHER_TAG
-
-if TYPE_CHECKING:
-    from .control import ProcessControl
 
 _FEW_WORKERS = 16
 """Maximum number of workers that send gathered values to each other directly."""
@@ -74,6 +71,50 @@ def way_of(rank: int, world_size: int) -> Way:
     )
 
 
+class RowTransport(Protocol):
+    """The messages, waits and errors of a transport that gathers need."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Maximum seconds of a wait."""
+        ...
+
+    @property
+    def status(self) -> Status:
+        """The worker's status, which its watch reads."""
+        ...
+
+    def post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        """Begin to send host tensors."""
+        ...
+
+    def accept(self, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        """Begin to receive host tensors."""
+        ...
+
+    def sent(self, peer: int, works: Sequence[Work]) -> object:
+        """Look after messages that were posted."""
+        ...
+
+    def wait(self, works: Sequence[Work], peer: int) -> None:
+        """Wait for work with a peer."""
+        ...
+
+    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """The error to raise for an error of torch.distributed."""
+        ...
+
+
 class Rows:
     """Rows of a gather in flight or to come.
 
@@ -101,7 +142,7 @@ class Gathers:
         transport: whose they are.
     """
 
-    def __init__(self, transport: ProcessControl) -> None:
+    def __init__(self, transport: RowTransport) -> None:
         self._transport = transport
         self._way = way_of(transport.rank, transport.world_size)
         self._expected: deque[Rows] = deque()

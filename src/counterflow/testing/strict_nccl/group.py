@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,9 @@ from counterflow.trees import version_of
 
 from . import streams
 from .device import current, refuse_elsewhere
-from .fabric import RECEIVE, SEND, AbortedError, Launch, NcclRuleError, Part
+from .fabric import RECEIVE, SEND, AbortedError, Fabric, Launch, NcclRuleError, Part
 from .memory import spoil
 from .streams import Stream
-
-if TYPE_CHECKING:
-    from .threads import ThreadEndpoint
 
 _COLLECTIVES = "collectives"
 
@@ -62,6 +59,22 @@ class StrictWork(Work):
         return dist.DistBackendError("NCCL communicator was aborted") if self.launch.aborted else None
 
 
+class Endpoint(Protocol):
+    """One rank's end of a fabric, as its groups need it."""
+
+    fabric: Fabric
+    rank: int
+    stream: Stream
+
+    def enter(self, communicator: str, members: Sequence[int]) -> None:
+        """Make a communicator; wait until all members have entered."""
+        ...
+
+    def abort(self) -> None:
+        """Abort all communicators of this rank."""
+        ...
+
+
 class StrictGroup(ProcessGroup):
     """One rank's end of a group.
 
@@ -71,7 +84,7 @@ class StrictGroup(ProcessGroup):
         name: name of the group on all members.
     """
 
-    def __init__(self, endpoint: ThreadEndpoint, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], name: str) -> None:
         super().__init__(ranks.index(endpoint.rank), len(ranks))  # type: ignore[call-arg]
         self.endpoint = endpoint
         self.ranks = tuple(ranks)
