@@ -184,8 +184,8 @@ def figure_shown(reproduction: Reproduction) -> FigureShown:
 def figures_shown(reproductions: Sequence[Reproduction]) -> FiguresShown:
     """The published values of several figures."""
     figures = [
-        PaperFigure(name=each.figure.name, title=each.figure.title, rows=_rows(each), missing=_missing(each))
-        for each in reproductions
+        PaperFigure(name=part.figure.name, title=part.figure.title, rows=_rows(part), missing=_missing(part))
+        for part in reproductions
     ]
     return FiguresShown(figures=figures, summary=total(reproductions))
 

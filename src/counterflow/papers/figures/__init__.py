@@ -30,29 +30,29 @@ _Data = dict[str, Any]
 
 def _figures(paper: str) -> Iterator[Figure]:
     data = tomllib.loads(files(__package__).joinpath(f"{paper}.toml").read_text(encoding="utf-8"))
-    for name, own in data["figures"].items():
-        yield _figure(name, data, own)
+    for name, figure in data["figures"].items():
+        yield _figure(name, data, figure)
 
 
-def _figure(name: str, common: _Data, own: _Data, *, causes: bool = True) -> Figure:
+def _figure(name: str, common: _Data, data: _Data, *, causes: bool = True) -> Figure:
     shared = common.get("competitors", {})
-    competitors = [_competitor(shared.get(each["label"], {}) | each) for each in own["competitors"]]
-    subject = own.get("subject", "")
-    usual = {"quantity": Quantity.SPEEDUP, "runs": own.get("of_runs", ())}
-    published = [usual | _value(each, subject) for each in own.get("published", ())]
-    for each in published:
-        key = each.pop("cause", None)
-        each["cause"] = _cause(name, common, own, common["causes"][key]) if causes and key else None
+    competitors = [_competitor(shared.get(table["label"], {}) | table) for table in data["competitors"]]
+    subject = data.get("subject", "")
+    usual = {"quantity": Quantity.SPEEDUP, "runs": data.get("of_runs", ())}
+    published = [usual | _value(table, subject) for table in data.get("published", ())]
+    for value in published:
+        key = value.pop("cause", None)
+        value["cause"] = _cause(name, common, data, common["causes"][key]) if causes and key else None
     parts = {
         "name": name,
-        "title": own["title"],
-        "setting": own["setting"],
-        "statements": own.get("statements", ()),
-        "assumptions": [*common.get("assumptions", []), *own.get("assumptions", [])],
-        "missing": own.get("missing", ()),
-        "unlimited": own.get("unlimited", False),
+        "title": data["title"],
+        "setting": data["setting"],
+        "statements": data.get("statements", ()),
+        "assumptions": [*common.get("assumptions", []), *data.get("assumptions", [])],
+        "missing": data.get("missing", ()),
+        "unlimited": data.get("unlimited", False),
         "competitors": competitors,
-        "runs": [_run(each, common.get("run", {}), own["setting"]) for each in own["runs"]],
+        "runs": [_run(run, common.get("run", {}), data["setting"]) for run in data["runs"]],
         "published": published,
     }
     return _FIGURE.validate_python(parts)
@@ -60,7 +60,7 @@ def _figure(name: str, common: _Data, own: _Data, *, causes: bool = True) -> Fig
 
 def _competitor(data: _Data) -> _Data:
     pairs = {"options": tuple(data.get("options", {}).items())}
-    by_run = tuple((run, _stated(each)) for run, each in data.get("stated_by_run", {}).items())
+    by_run = tuple((run, _stated(stated)) for run, stated in data.get("stated_by_run", {}).items())
     stated = {"stated": _stated(data["stated"])} if "stated" in data else {}
     return data | pairs | stated | {"stated_by_run": by_run}
 
@@ -81,25 +81,25 @@ def _run(data: _Data, common: _Data, about: str) -> Run:
     return Run(data["label"], task, *(data.get(name) for name in ("micro_batches", "depth", "samples")))
 
 
-def _cause(name: str, common: _Data, own: _Data, data: _Data) -> Cause:
-    vary = data.get("vary")
-    make = partial(_varied, name, common, own, vary) if vary else None
-    return Cause(data["text"], data.get("change", ""), make)
+def _cause(name: str, common: _Data, data: _Data, cause: _Data) -> Cause:
+    vary = cause.get("vary")
+    make = partial(_varied, name, common, data, vary) if vary else None
+    return Cause(cause["text"], cause.get("change", ""), make)
 
 
-def _varied(name: str, common: _Data, own: _Data, vary: _Data) -> Figure:
+def _varied(name: str, common: _Data, data: _Data, vary: _Data) -> Figure:
     """The figure with changes to all of its runs, to some of them, and to some competitors."""
-    data, shared = deepcopy(own), common.get("competitors", {})
-    for run in data["runs"]:
+    copy, shared = deepcopy(data), common.get("competitors", {})
+    for run in copy["runs"]:
         _merge(run, vary.get("run", {}))
         _merge(run, vary.get("runs", {}).get(run["label"], {}))
     changes = vary.get("competitors", {})
-    for competitor in data["competitors"]:
+    for competitor in copy["competitors"]:
         change = changes.get("all", {}) | changes.get(competitor["label"], {})
         if change:
             competitor.update(deepcopy(shared.get(competitor["label"], {})) | competitor)
             _merge(competitor, change)
-    return _figure(name, common, data, causes=False)
+    return _figure(name, common, copy, causes=False)
 
 
 def _merge(data: _Data, change: Mapping[str, Any]) -> None:

@@ -96,5 +96,5 @@ def half_rates(samples: tuple[float, ...], seconds: tuple[float, ...], half: flo
     """
     if not seconds[-1]:
         return [1.0] * len(samples)
-    each = seconds[-1] / (samples[-1] + half)
-    return [each * (size + half) / value for size, value in zip(samples, seconds, strict=True)]
+    per_sample = seconds[-1] / (samples[-1] + half)
+    return [per_sample * (size + half) / value for size, value in zip(samples, seconds, strict=True)]

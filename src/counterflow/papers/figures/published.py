@@ -95,7 +95,7 @@ class Stated:
         >>> str(Stated(4, samples=4).with_statement(Stated(samples=8)))
         'D=4 B=8'
         """
-        parts = {each.name: getattr(more, each.name) for each in fields(more)}
+        parts = {part.name: getattr(more, part.name) for part in fields(more)}
         return replace(self, **{name: value for name, value in parts.items() if value not in (None, ())})
 
 
@@ -135,10 +135,10 @@ class Competitor:
 
     def statement(self, run: str) -> Stated | None:
         """The configuration that the paper states for a run."""
-        own = dict(self.stated_by_run).get(run)
-        if own is None or self.stated is None:
-            return own or self.stated
-        return self.stated.with_statement(own)
+        run_statement = dict(self.stated_by_run).get(run)
+        if run_statement is None or self.stated is None:
+            return run_statement or self.stated
+        return self.stated.with_statement(run_statement)
 
     def constraints(self, stated: Stated | None = None) -> Constraints:
         """Constraints on its plan, with those of a stated configuration."""
@@ -280,7 +280,7 @@ class Figure:
     unlimited: bool = False
 
     def __post_init__(self) -> None:
-        labels = {each.label: each for each in self.competitors}
+        labels = {competitor.label: competitor for competitor in self.competitors}
         runs = {run.label for run in self.runs}
         for value in self.published:
             if not labels.keys() >= {*value.labels} or not value.runs or not runs.issuperset(value.runs):
@@ -294,8 +294,8 @@ class Figure:
 
     def competitor(self, label: str) -> Competitor:
         """The competitor of that label."""
-        return next(each for each in self.competitors if each.label == label)
+        return next(competitor for competitor in self.competitors if competitor.label == label)
 
     def run(self, label: str) -> Run:
         """The run of that label."""
-        return next(each for each in self.runs if each.label == label)
+        return next(run for run in self.runs if run.label == label)

@@ -143,7 +143,7 @@ class Reproduction:
 
     def entry(self, label: str, run: str) -> Entry:
         """A scheme in a run."""
-        return next(each for each in self.entries if (each.label, each.run) == (label, run))
+        return next(entry for entry in self.entries if (entry.label, entry.run) == (label, run))
 
     def summary(self) -> str:
         """Number of published values by verdict."""
@@ -156,10 +156,10 @@ class Reproduction:
 def total(reproductions: Iterable[Reproduction]) -> str:
     """Numbers of published values of several figures by verdict, for people."""
     figures = list(reproductions)
-    rows = [row for each in figures for row in each.rows]
+    rows = [row for figure in figures for row in figure.rows]
     ratios = [row for row in rows if row.published.quantity in RATIOS]
     counts = Counter(row.verdict for row in rows)
-    counts[Verdict.UNKNOWN] += sum(len(each.figure.missing) for each in figures)
+    counts[Verdict.UNKNOWN] += sum(len(figure.figure.missing) for figure in figures)
     hits = sum(row.verdict is Verdict.HIT for row in ratios)
     parts = "; ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
     return (
@@ -209,8 +209,8 @@ def _varied(row: Row, report: Callable[[str], None]) -> Row:
     if row.verdict is Verdict.HIT or cause is None or cause.figure is None:
         return row
     report(row.published.label)
-    again = predict_row(cause.figure(), row.published)
-    return replace(row, varied=again.predicted, varied_same=again.same)
+    variation = predict_row(cause.figure(), row.published)
+    return replace(row, varied=variation.predicted, varied_same=variation.same)
 
 
 def best_plan(competitor: Competitor, run: Run, task: Task, stated: Stated | None = None) -> Plan | None:
@@ -288,14 +288,14 @@ def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
     shown = tuple(
         " / ".join(dict.fromkeys(_configuration(entry.plan) for entry in table[label])) for label in table
     )
-    own = table[published.labels[0]]
+    first = table[published.labels[0]]
     if published.quantity is Quantity.BEST:
-        best = " / ".join(dict.fromkeys(_configuration(entry.free) for entry in own))
-        return Row(published, (best,), None, None, same=all(_is(e.free, e.stated) for e in own))
+        best = " / ".join(dict.fromkeys(_configuration(entry.free) for entry in first))
+        return Row(published, (best,), None, None, same=all(_is(e.free, e.stated) for e in first))
     if published.quantity in (Quantity.FASTER, Quantity.LARGER):
-        orders = [_order(published.quantity, [table[label][i] for label in table]) for i in range(len(own))]
+        orders = [_order(published.quantity, [table[label][i] for label in table]) for i in range(len(first))]
         wanted = " > ".join(published.order)
-        order = next((each for each in orders if each != wanted), wanted)
+        order = next((text for text in orders if text != wanted), wanted)
         return Row(published, shown, None, None, order=order, same=order == wanted)
     value = _VALUES[published.quantity]
     free = {label: [replace(entry, plan=entry.free) for entry in row] for label, row in table.items()}
@@ -307,7 +307,7 @@ _Table = Mapping[str, list[Entry]]
 
 def _speedup(published: Published, table: _Table) -> float | None:
     pairs = zip(table[published.label], table[published.over], strict=True)
-    ratios = [_ratio(own.throughput, other.throughput) for own, other in pairs]
+    ratios = [_ratio(first.throughput, second.throughput) for first, second in pairs]
     return None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
 
 
@@ -323,13 +323,13 @@ def _scaling(published: Published, table: _Table) -> float | None:
 
 
 def _saving(published: Published, table: _Table) -> float | None:
-    left = _ratio(table[published.label][0].mean_peak_bytes, table[published.over][0].mean_peak_bytes)
-    return None if left is None else 1 - left
+    remainder = _ratio(table[published.label][0].mean_peak_bytes, table[published.over][0].mean_peak_bytes)
+    return None if remainder is None else 1 - remainder
 
 
 def _variance(published: Published, table: _Table) -> float | None:
     peaks = [entry.plan.prediction.peak_bytes for entry in table[published.label] if entry.plan is not None]
-    return fmean(pvariance([peak / 1e9 for peak in each]) for each in peaks) if peaks else None
+    return fmean(pvariance([peak / 1e9 for peak in workers]) for workers in peaks) if peaks else None
 
 
 def _batch(published: Published, table: _Table) -> float | None:
@@ -377,8 +377,8 @@ def _order(quantity: Quantity, entries: list[Entry]) -> str:
     return text
 
 
-def _ratio(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None else value / other
+def _ratio(dividend: float | None, divisor: float | None) -> float | None:
+    return None if dividend is None or divisor is None else dividend / divisor
 
 
 def _is(plan: Plan | None, stated: Stated | None) -> bool:
@@ -394,7 +394,7 @@ def _is(plan: Plan | None, stated: Stated | None) -> bool:
         (chosen.recompute is not Recompute.NONE, stated.recompute),
         *((value_of(scheme, name, chosen.options), value) for name, value in stated.options),
     )
-    return all(value is None or own == value for own, value in pairs)
+    return all(statement is None or chosen == statement for chosen, statement in pairs)
 
 
 def _configuration(plan: Plan | None) -> str:
@@ -402,11 +402,11 @@ def _configuration(plan: Plan | None) -> str:
     if plan is None:
         return "nothing fits"
     chosen = plan.play.configuration
-    again = f"recompute {chosen.recompute.value}" if chosen.recompute is not Recompute.NONE else ""
+    recomputation = f"recompute {chosen.recompute.value}" if chosen.recompute is not Recompute.NONE else ""
     parts = (
         f"D={plan.play.schedule.workers} W={chosen.replicas} B={chosen.samples}",
         choices(chosen),
-        again,
+        recomputation,
     )
     return " ".join(filter(None, parts))
 
@@ -415,8 +415,8 @@ def _constants(task: Task) -> dict[str, str]:
     """Where the cluster's numbers and the block's come from."""
     cluster = {name: f"{text}" for name, text in task.cluster.sources.items()}
     block = task.profile.layer(task.model.layers[len(task.model.layers) // 2]).sources
-    kept = ("forward_seconds", "saved_bytes", "weights_bytes")
-    return cluster | {f"block {name}": block[name] for name in kept if name in block}
+    names = ("forward_seconds", "saved_bytes", "weights_bytes")
+    return cluster | {f"block {name}": block[name] for name in names if name in block}
 
 
 _LOST = 0.01

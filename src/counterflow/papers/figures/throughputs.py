@@ -39,12 +39,12 @@ def scheme_bars(reproduction: Reproduction) -> tuple[SchemeBars, ...]:
     runs = [run.label for run in figure.runs]
     return tuple(
         SchemeBars(
-            each.label,
-            tuple(_value(reproduction, each.label, run) for run in runs),
-            tuple(_published(reproduction, each.label, run) for run in runs),
-            tuple(_text(reproduction.entry(each.label, run)) for run in runs),
+            competitor.label,
+            tuple(_value(reproduction, competitor.label, run) for run in runs),
+            tuple(_published(reproduction, competitor.label, run) for run in runs),
+            tuple(_text(reproduction.entry(competitor.label, run)) for run in runs),
         )
-        for each in figure.competitors
+        for competitor in figure.competitors
     )
 
 
@@ -71,6 +71,6 @@ def _text(entry: Entry) -> str:
     if entry.plan is None:
         return "does\nnot fit"
     play = entry.plan.play
-    again = "" if play.configuration.recompute is Recompute.NONE else "\nR"
+    recomputation = "" if play.configuration.recompute is Recompute.NONE else "\nR"
     short = "".join(f"\n{text}" for text in choices(play.configuration).split() if len(text) <= _SHORT)
-    return f"D={play.schedule.workers}\nB={play.configuration.samples}{short}{again}"
+    return f"D={play.schedule.workers}\nB={play.configuration.samples}{short}{recomputation}"
