@@ -1,9 +1,10 @@
 """Messages in half precision (WPipe's APC): their bytes, their time, and what they do to the loss.
 
-    python benchmarks/compression.py [--steps 120] [--repeats 7] [--keep]
+    python benchmarks/compression.py [--steps 120] [--repeats 7] [--only link] [--keep]
 
-Two tables. Bytes and time: stages that sleep as in `emulated_device.py`, 4 workers, 8 micro-batches, over
+Three tables. Bytes and time: stages that sleep as in `emulated_device.py`, 4 workers, 8 micro-batches, over
 Gloo; a message is 4 KiB or 4 MiB of float32 noise, which compression halves and the processor pays for.
+The same if each worker is a node of its own behind a limited link (`namespaces.py`; needs root, and Linux).
 Bytes and loss: the GPT example (`counterflow train`'s model, text and optimiser) for some steps from the same
 weights, with messages as they are and in half precision.
 """
@@ -12,15 +13,21 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import signal
 import statistics
+import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_device import BYTES, RESULTS, SAMPLES, note, precise_sleep, timed, trivial_loss, undisturbed
 from emulated_device import sleepers as sleeping_stages
 from machine import machine, shown
+from namespaces import all_done, nodes, one_a_node
 from torch import Tensor
 
 import counterflow as cf
@@ -29,6 +36,9 @@ from counterflow.training import load_config
 from counterflow.training.job import prepare
 
 WORKERS, COUNT = 4, 8
+SIZES = BYTES | {"64KiB": 64 << 10, "256KiB": 256 << 10}
+LINKS = ((100.0, ("64KiB", "256KiB")), (1000.0, ("256KiB", "4MiB")))
+"""Rates of links in Mbit/s, and the messages that are sent over each."""
 
 
 @dataclass(slots=True)
@@ -78,15 +88,15 @@ class Noise(torch.nn.Module):
         return made
 
 
-def timings(repeats: int) -> list[Row]:
+def timings(repeats: int, sizes: Sequence[str] = tuple(BYTES)) -> list[Row]:
     """What every worker runs: steps with sleeping stages, both ways in turn."""
     torch.set_num_threads(1)
     undisturbed()
     precise_sleep()
     transport = current_transport()
     rows = []
-    for size in BYTES:
-        inputs = torch.zeros(COUNT * SAMPLES, BYTES[size] // 4 // SAMPLES)
+    for size in sizes:
+        inputs = torch.zeros(COUNT * SAMPLES, SIZES[size] // 4 // SAMPLES)
         targets = torch.zeros(COUNT * SAMPLES)
         for name, schedule in schedules().items():
             both = [
@@ -158,6 +168,22 @@ def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, in
     return statistics.fmean(found[-10:]), validation, plain, sent
 
 
+def behind_a_link(megabits: float, sizes: Sequence[str], repeats: int) -> list[Row]:
+    """Each worker as a node of its own: the rows of the first one."""
+    with nodes(WORKERS, megabits, 1e-4) as names, tempfile.NamedTemporaryFile("r") as file:
+        words = [sys.executable, __file__, "--work", file.name, "--repeats", str(repeats)]
+        all_done(one_a_node(names, *words, "--sizes", *sizes), 900)
+        return [Row(**row) for row in json.load(file)]
+
+
+def work(out: str, sizes: Sequence[str], repeats: int) -> None:
+    """A worker of a node; the first one writes."""
+    transport = current_transport("gloo")
+    rows = timings(repeats, sizes)
+    if transport.rank == 0:
+        Path(out).write_text(json.dumps([asdict(row) for row in rows]))
+
+
 def time_table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| scheme | messages | bytes sent / plain | step, ms | compressed, ms | ratio |",
@@ -171,18 +197,11 @@ def time_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="steps timed of each")
-    parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression.txt")
-    options = parser.parse_args()
-    lines = [f"# python benchmarks/compression.py, {shown(machine())}"]
-    found = cf.launch(timings, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
-    lines += ["", "## Time", "", *time_table(found)]
-    lines += [
+def loss_table(steps: int) -> list[str]:
+    """Losses of the example, with messages as they are and in half precision."""
+    lines = [
         "",
-        f"## Loss of the GPT example after {options.steps} steps",
+        f"## Loss of the GPT example after {steps} steps",
         "",
         "| scheme | messages | training loss, mean of the last 10 | validation loss | bytes sent / plain |",
         "|---|---|---|---|---|",
@@ -190,11 +209,36 @@ def main() -> None:
     for name in ("chimera", "wpipe"):
         for compress in (False, True):
             loss, validation, plain, sent = cf.launch(
-                losses, name, options.steps, compress, workers=WORKERS, transport="gloo", threads=1
+                losses, name, steps, compress, workers=WORKERS, transport="gloo", threads=1
             )[0]
             share = f"{sent / plain:.3f}" if plain else "1"
             kind = "half precision" if compress else "as they are"
             lines.append(f"| {name} | {kind} | {loss:.4f} | {validation:.4f} | {share} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7, help="steps timed of each")
+    parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression.txt")
+    parser.add_argument("--only", choices=["loopback", "link", "loss"], help="one of the three tables")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work, options.sizes, options.repeats)
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
+    lines = [f"# python benchmarks/compression.py, {shown(machine())}"]
+    if options.only in (None, "loopback"):
+        found = cf.launch(timings, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
+        lines += ["", "## Time over loopback", "", *time_table(found)]
+    for megabits, sizes in LINKS if options.only in (None, "link") else ():
+        lines += ["", f"## Time over links of {megabits:g} Mbit/s, one worker a node", ""]
+        lines += time_table(behind_a_link(megabits, sizes, options.repeats))
+    if options.only in (None, "loss"):
+        lines += loss_table(options.steps)
     print("\n".join(lines))
     if options.keep:
         (RESULTS / "compression.txt").write_text("\n".join(lines) + "\n")

@@ -124,6 +124,17 @@ def inside(name: str, *words: str, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(["ip", "netns", "exec", name, *words], text=True, start_new_session=True, **more)
 
 
+def one_a_node(names: list[str], *words: str) -> list[subprocess.Popen[str]]:
+    """A command on each node, as the only worker there of one group that meets at the first node."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "cf0", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29501", "WORLD_SIZE": str(len(names))}
+    environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [
+        inside(name, *words, env=environment | {"RANK": str(rank), "GROUP_RANK": str(rank)})
+        for rank, name in enumerate(names)
+    ]
+
+
 def all_done(started: list[subprocess.Popen[str]], seconds: float) -> None:
     """Until all have ended well; what is left is ended."""
     try:

@@ -175,6 +175,7 @@ def test_what_was_fitted_is_marked_and_little() -> None:
         assert daint[name].startswith("fit on the")
     block = load_example("mixpipe-bert48").profile.layer("block").sources
     assert "fit on MixPipe's Figure 8" in block["forward_seconds"]
+    assert daint["sync_slowdown"].startswith("assumed, not fitted")
     assert (
         "fit on Figure 11's Chimera-wave" in FIGURES["hanayo-fig11"].runs[0].task().cluster.sources["between"]
     )

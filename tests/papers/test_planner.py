@@ -13,7 +13,7 @@ from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.runtime.stages.layers import parameter_count
-from counterflow.schedule.modes import Recompute
+from counterflow.schedule.modes import Recompute, Sync
 
 from . import resnexts, transformers
 
@@ -101,17 +101,19 @@ def test_chimera_section_4_2_1_best_configurations(scheme: str, samples: int) ->
 
 
 def test_chimera_is_ahead_of_dapple_and_gems_as_in_section_4_2_3() -> None:
+    """Within 10 % with sums started eagerly; with ``eager-opt``, the paper's, Chimera is 3.7 % slower."""
     task = load_example("chimera-bert48-64")
     predictor = Predictor(task.model, task.profile, task.cluster)
 
-    def seconds(scheme: str, samples: int) -> float:
+    def seconds(scheme: str, samples: int, sync: Sync = Sync.EAGER) -> float:
         options = {"stages": 4, "micro_batches": 1024 // 16 // samples}
-        chosen = Configuration.of(scheme, options, 16, samples, cuts=Cutting.EVEN)
+        chosen = Configuration.of(scheme, options, 16, samples, cuts=Cutting.EVEN, sync=sync)
         return predictor.predict(chosen).step_seconds
 
     chimera = seconds("chimera", 8)
     assert seconds("dapple", 4) / chimera == pytest.approx(1.19, rel=0.1)
     assert seconds("gems", 32) / chimera == pytest.approx(2.41, rel=0.1)
+    assert seconds("chimera", 8, Sync.EAGER_OPT) / chimera == pytest.approx(1.037, abs=0.001)
 
 
 def test_mixpipe_on_its_own_cluster() -> None:

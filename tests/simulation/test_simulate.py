@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from counterflow import ByteCosts, ConfigError, Costs, DeadlockError, Schedule, 
 from counterflow.program import player
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OpKind
+from counterflow.schedule.modes import Sync
 from counterflow.simulation import Piece, simulate
 
 
@@ -215,6 +217,34 @@ def test_compute_beside_a_sync_is_slower() -> None:
     # At the end nothing runs beside a sync.
     at_end = replace(costs, sync_mode="end")
     assert list(simulate(schemes.chimera(2, 2), at_end).busy) == [6, 6]
+
+
+@pytest.mark.parametrize("p2p", [0.0, 0.125, 1.0])
+def test_waiting_for_a_message_is_no_bubble_for_eager_opt(p2p: float) -> None:
+    """Chimera, section 3.2: middle stages are summed at the end, however long messages take.
+
+    There compute is beside no sum of a middle stage, so a slowdown costs ``eager`` time only: a tenth of the
+    second that stage 2's sum takes beside the last backward of stage 1.
+    """
+    makespans, begins = {}, {}
+    for mode in Sync:
+        costs = Costs(p2p=p2p, sync=1, sync_mode=mode, sync_slowdown=0.125)
+        result = simulate(schemes.chimera(4, 4), costs)
+        makespans[mode] = result.makespan
+        ends = {str(span.op): span.end for span in result.timeline}
+        begins[mode] = {sync.stage: sync.start for sync in result.syncs}
+        assert begins[mode][3] == (ends["B1.3"] if mode is not Sync.END else ends["B3.0p1"])
+        assert begins[mode][2] == ends["B3.2p1" if mode is Sync.EAGER else "B1.1"]
+    compute = 16 + 7 * p2p
+    assert makespans[Sync.EAGER_OPT] == compute + 1
+    assert makespans[Sync.EAGER] == compute + 1 + 0.125 * (1 - p2p)
+    assert makespans[Sync.END] == compute + 2
+
+
+@pytest.mark.parametrize("wrong", [-0.1, math.nan, math.inf])
+def test_a_wrong_slowdown_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match=rf"sync_slowdown={wrong}: .*finite number of shares, 0 or more"):
+        Costs(sync_slowdown=wrong)
 
 
 BYTES = ByteCosts(weights=5, gradients=4, optimizer=3, activations=7, inputs=2, layers=2)

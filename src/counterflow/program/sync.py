@@ -13,6 +13,9 @@ from itertools import accumulate, pairwise
 from counterflow.schedule.ir import Product, Schedule
 from counterflow.schedule.modes import Sync
 
+_ROUNDING = 1e-9
+"""Share of all ops' time up to which an idle time is a difference of rounded sums."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradientSync:
@@ -89,7 +92,8 @@ def plan_syncs(
         schedule: a synchronous schedule.
         mode: ``eager-opt`` starts a worker's part early only if the worker idles between its last
             backward of the stage and its last op; the given times decide.
-        start: start of each op, worker by worker in order.
+        start: start of each op, worker by worker in order; for ``eager-opt`` if messages take no time, so
+            that waiting for one is no bubble.
         end: end of each op, in the same unit; including its message if the worker is busy with it.
         syncs: result of ``gradient_syncs`` for the schedule, if it is known already.
 
@@ -123,9 +127,10 @@ def _last_gaps(begins: Sequence[int], start: Sequence[float], end: Sequence[floa
     first op.
     """
     gaps = []
+    rounding = _ROUNDING * max(end, default=0.0)
     for first, stop in pairwise(begins):
         node = stop - 1
-        while node > first and start[node] <= end[node - 1]:
+        while node > first and start[node] <= end[node - 1] + rounding:
             node -= 1
         gaps.append(max(0, node - first))
     return gaps

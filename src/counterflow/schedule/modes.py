@@ -20,7 +20,8 @@ class Sync(StrEnum):
     """When a stage's gradients are summed over its replicas (Chimera section 3.2, Figure 4).
 
     ``end``: after all local compute. ``eager``: as soon as the stage's last local backward is done.
-    ``eager-opt``: eagerly only if the worker idles between that moment and the end of its compute.
+    ``eager-opt``: eagerly only if the worker idles between that moment and the end of its compute, for
+    another reason than a message in flight.
     An asynchronous schedule has no end, so there every mode is eager.
     """
 

@@ -57,8 +57,8 @@ class Costs:
         sync_crossings: the part of each stage's sync on ways that other stages' syncs use too: syncs in
             flight at the same time share these. None: nothing is shared.
         sync_mode: when gradients are synchronised (``end``, ``eager``, ``eager-opt``).
-        sync_slowdown: share by which compute is slower during a gradient sync of its worker. The affected ops
-            are those of a play without this cost.
+        sync_slowdown: share by which compute is slower during a gradient sync of its worker (0.1: an op takes
+            10 % longer). The affected ops are those of a play without this cost.
         agreement: time of the workers' agreement on loss and gradient norm after all syncs; unused if
             asynchronous.
         ties: groups of stages that share weights, and seconds of the sum of these weights' gradients over all
@@ -125,7 +125,12 @@ class Costs:
         Sync,
         metavar="MODE",
     )
-    sync_slowdown: float = 0.0
+    sync_slowdown: float = asked(
+        0.0,
+        "Share by which compute is slower while gradients of its worker are summed. Default 0.",
+        float,
+        metavar="SHARE",
+    )
     agreement: float = asked(
         0.0,
         "Time of the workers' agreement on loss and gradient norm before the update. Default 0.",
@@ -156,7 +161,6 @@ class Costs:
             "weight_gradients",
             "overhead",
             "sync",
-            "sync_slowdown",
             "agreement",
             "statistics",
         ):
@@ -166,6 +170,7 @@ class Costs:
             refuse_negative("sync_crossings", seconds)
         for _, seconds in self.ties:
             refuse_negative("ties", seconds)
+        refuse_negative("sync_slowdown", self.sync_slowdown, "shares")
         refuse_negative("attention", self.attention, "shares")
         for share in [self.attention] if isinstance(self.attention, (int, float)) else self.attention:
             if share > 1:

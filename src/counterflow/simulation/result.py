@@ -166,10 +166,14 @@ class Simulation:
 
     @cached_property
     def op_times(self) -> tuple[list[float], list[float]]:
-        """Start of every op and the time when its worker continues, by which ``eager-opt`` places gradient
-        syncs.
+        """Start of every op and the time when its worker continues, by which gradient syncs are placed; with
+        ``eager-opt`` as if messages took no time.
         """
-        return self.start.tolist(), self._released.tolist()
+        if self._measured:
+            return self.start.tolist(), self._released.tolist()
+        return self.model.placing_times(
+            self.costs, self.model.seconds(self.costs), self.start, self._released
+        )
 
     @property
     def needs(self) -> tuple[tuple[int, ...], ...]:

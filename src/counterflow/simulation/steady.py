@@ -76,7 +76,7 @@ class _Border:
         self.synced = per_stage("sync", costs.sync, model.schedule.stages)
         self.planned: Sequence[PlannedSync] = ()
         if needs_sync(model.schedule, costs.replicas):
-            times = played.start.tolist(), played.released.tolist()
+            times = model.placing_times(costs, model.seconds(costs), played.start, played.released)
             self.planned = plan_syncs(model.schedule, Sync(costs.sync_mode), *times)
 
     def after(self, at: Floats, *, norm: bool) -> Floats:

@@ -109,6 +109,7 @@ class TimedSchedule:
         self.ops, self.first = self.nodes.ops, self.nodes.first
         self._links: dict[object, tuple[Ints, int]] = {}
         self._before: tuple[Lasting, Times] | None = None
+        self._silent: tuple[Floats, tuple[list[float], list[float]]] | None = None
 
     @cached_property
     def worker(self) -> Ints:
@@ -293,8 +294,34 @@ class TimedSchedule:
         if played is not None and costs.sync_slowdown and len(played.syncs):
             beside = self.beside_syncs(played)
             if beside.any():
-                return self._play(costs, seconds + costs.sync_slowdown * beside, limit, tail)
+                return self._play(costs, seconds, limit, tail, costs.sync_slowdown * beside)
         return played
+
+    def placing_times(
+        self, costs: Costs, seconds: Floats, start: Floats, released: Floats
+    ) -> tuple[list[float], list[float]]:
+        """Start and end of each op by which a synchronous schedule's syncs are placed.
+
+        ``eager-opt`` looks for bubbles of the order itself, so it has the times of ops that take ``seconds``
+        if messages take no time. Otherwise an op that waits for a message would be a bubble, however short.
+
+        Args:
+            costs: costs of the play.
+            seconds: each op's, if no sync slows it.
+            start: start of each op in the play.
+            released: when each op's worker goes on.
+        """
+        silent = costs.p2p == 0.0 and costs.p2p_per_byte == 0.0
+        if Sync(costs.sync_mode) is not Sync.EAGER_OPT or (silent and not costs.sync_slowdown):
+            return start.tolist(), released.tolist()
+        if self._silent is None or not np.array_equal(self._silent[0], seconds):
+            none = np.zeros(len(self.messages.makers))
+            apart = np.full(len(none), -1, dtype=np.int64)
+            lasting = Lasting(seconds, np.zeros(len(seconds)), none, none, apart)
+            times = self.played(Ready(self.lists, lasting, none, none, 0))
+            assert times is not None  # because no limit was given
+            self._silent = seconds, (times.start.tolist(), times.end.tolist())
+        return self._silent[1]
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
         """The lists and durations if ops last ``seconds``; in asynchronous schedules including the syncs."""
@@ -351,8 +378,16 @@ class TimedSchedule:
             refuse_stuck(self.graph, ready.lists, times)
         return times
 
-    def _play(self, costs: Costs, seconds: Floats, limit: float, tail: Sequence[float]) -> Played | None:
-        ready = self.ready(costs, seconds)
+    def _play(
+        self,
+        costs: Costs,
+        seconds: Floats,
+        limit: float,
+        tail: Sequence[float],
+        more: Floats | float = 0.0,
+    ) -> Played | None:
+        """Play with ops that take ``seconds`` and ``more``."""
+        ready = self.ready(costs, seconds + more)
         times = self._played_once(ready, limit, tail)
         if times is None:
             return None
@@ -362,7 +397,8 @@ class TimedSchedule:
         if not self.synced(costs):
             syncs = np.empty((0, 4))
         elif self.schedule.synchronous:
-            syncs = self._syncs_after(costs, start, released)
+            placing = self.placing_times(costs, seconds, start, released)
+            syncs = self._syncs_after(costs, placing, released)
         else:
             labels = [(float(sync.period), float(sync.stage)) for sync in self.awaited.syncs]
             syncs = np.column_stack((np.array(labels).reshape(-1, 2), times.start[ops:], times.end[ops:]))
@@ -393,11 +429,13 @@ class TimedSchedule:
                 beside[nodes] += np.maximum(both, 0.0)
         return beside
 
-    def _syncs_after(self, costs: Costs, start: Floats, released: Floats) -> Floats:
+    def _syncs_after(
+        self, costs: Costs, placing: tuple[list[float], list[float]], released: Floats
+    ) -> Floats:
         """Syncs on a lane in parallel with each worker's compute; only the update waits for them."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         mode = Sync(costs.sync_mode)
-        planned = plan_syncs(self.schedule, mode, start.tolist(), released.tolist(), self.gradient_syncs)
+        planned = plan_syncs(self.schedule, mode, *placing, self.gradient_syncs)
         lane = np.zeros(self.schedule.workers)
         times = sync_times(planned, released, self.first, lasts, lane, crossings=costs.sync_crossings)
         return np.array([(0.0, float(stage), begin, end) for stage, begin, end, _ in times]).reshape(-1, 4)

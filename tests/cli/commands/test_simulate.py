@@ -335,7 +335,7 @@ def test_wrong_usage(refused: Refused, line: str, message: str) -> None:
 def test_sync_settings_without_a_sync_are_pointed_out(run: Run) -> None:
     answer = run("simulate dapple --stages 2 --micro-batches 2 --replicas 2 --json")
     assert answer.code == 0
-    assert answer.err.startswith("Note: --sync-mode and --replicas change nothing")
+    assert answer.err.startswith("Note: --sync-mode, --sync-slowdown and --replicas change nothing")
     assert list(answer.json) == KEYS
 
 

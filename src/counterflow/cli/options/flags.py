@@ -262,8 +262,11 @@ class CostOptions(Flags):
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
         """Flags that were given but change nothing in any of these schedules, each with the reason."""
         given = {name for name, value in self.values.items() if value is not None}
-        if "sync" not in given and given & {"sync_mode", "replicas"}:
-            yield "--sync-mode and --replicas change nothing unless --sync gives a sync's seconds."
+        if "sync" not in given and given & {"sync_mode", "sync_slowdown", "replicas"}:
+            yield (
+                "--sync-mode, --sync-slowdown and --replicas change nothing unless --sync gives a sync's "
+                "seconds."
+            )
         large = next((one for one in schedules if one.stages != one.workers), None)
         if large is not None and self.costs_of is CostsOf.STAGE and len(schedules) == 1:
             yield (
