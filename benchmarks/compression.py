@@ -24,7 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_device import BYTES, RESULTS, SAMPLES, note, precise_sleep, timed, trivial_loss, undisturbed
+from emulated_device import (
+    BYTES,
+    RESULTS,
+    SAMPLES,
+    Device,
+    note,
+    precise_sleep,
+    sleep_until,
+    take_device,
+    timed,
+    trivial_loss,
+    undisturbed,
+)
 from emulated_device import sleepers as sleeping_stages
 from machine import machine, shown
 from namespaces import all_done, nodes, one_a_node
@@ -88,10 +100,21 @@ class Noise(torch.nn.Module):
         return made
 
 
+class Uncounted(Device):
+    """A device that notes nothing: stages share no object that one of them changes."""
+
+    def compute(self, begin: float, seconds: float, ready: float = 0.0) -> float:
+        """Sleep until ``seconds`` after ``begin``; when that is."""
+        del ready
+        sleep_until(begin + seconds)
+        return begin + seconds
+
+
 def timings(repeats: int, sizes: Sequence[str] = tuple(BYTES)) -> list[Row]:
     """What every worker runs: steps with sleeping stages, both ways in turn."""
     torch.set_num_threads(1)
     undisturbed()
+    take_device(Uncounted())
     precise_sleep()
     transport = current_transport()
     rows = []
@@ -108,6 +131,7 @@ def timings(repeats: int, sizes: Sequence[str] = tuple(BYTES)) -> list[Row]:
                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
                     compress=compress,
                     digest_every=0,
+                    witness_every=0,
                 )
                 for compress in (False, True)
             ]
@@ -221,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each")
     parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression.txt")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression*.txt")
     parser.add_argument("--only", choices=["loopback", "link", "loss"], help="one of the three tables")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", nargs="+", help=argparse.SUPPRESS)
@@ -230,7 +254,8 @@ def main() -> None:
         work(options.work, options.sizes, options.repeats)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
-    lines = [f"# python benchmarks/compression.py, {shown(machine())}"]
+    words = [word for word in sys.argv[1:] if word != "--keep"]
+    lines = [f"# {' '.join(['python benchmarks/compression.py', *words])}, {shown(machine())}"]
     if options.only in (None, "loopback"):
         found = cf.launch(timings, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
         lines += ["", "## Time over loopback", "", *time_table(found)]
@@ -241,7 +266,8 @@ def main() -> None:
         lines += loss_table(options.steps)
     print("\n".join(lines))
     if options.keep:
-        (RESULTS / "compression.txt").write_text("\n".join(lines) + "\n")
+        kept = "compression" if options.only is None else f"compression_{options.only}"
+        (RESULTS / f"{kept}.txt").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
