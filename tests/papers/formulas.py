@@ -73,17 +73,6 @@ def hanayo_activations(workers: int, waves: int) -> Range:
     return Range.of(whole - (workers - 1), whole)
 
 
-def wpipe_activations(workers: int, micro_batches: int) -> Fraction:
-    """(2M+N+1)/4 models' activations: the sum of the M + N − w half-stages that worker w holds at most.
-
-    The published figure at M = N and (M−N)/2 less above. Source: Counterflow.
-
-    >>> wpipe_activations(workers=4, micro_batches=8)
-    Fraction(21, 4)
-    """
-    return Fraction(2 * micro_batches + workers + 1, 4)
-
-
 def one_forward_one_backward_model_activations(workers: int) -> Fraction:
     """(N+1)/2 models' activations: the sum of the N − w stages that worker w stashes.
 

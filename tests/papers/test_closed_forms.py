@@ -148,8 +148,8 @@ def test_asynchronous_schemes(workers: int, extra: int) -> None:
         assert sum(simulate(schedule).peak_activations) == one * workers
         assert peaks(schedule) == forms.one_forward_one_backward_activations(workers)
     stashed = sum(simulate(grouped).peak_activations)
-    assert stashed == formulas.wpipe_activations(workers, m) * 2 * workers
-    over = forms.wpipe_published_activations(workers, m) - formulas.wpipe_activations(workers, m)
+    assert stashed == forms.wpipe_activations(workers, m) * 2 * workers
+    over = forms.wpipe_published_activations(workers, m) - forms.wpipe_activations(workers, m)
     assert over == Fraction(m - workers, 2)
     assert forms.pipedream_published_activations(workers, m) - one == m - workers
     copies = simulate(single).weight_copies

@@ -5,11 +5,15 @@ N = workers, M = micro-batches of one period; 2N partitions (stages), the first 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import chain, product
 
 import pytest
 
-from counterflow import ByteCosts, Costs, OpKind, Schedule
+from counterflow import ByteCosts, ConfigError, Costs, OpKind, Schedule
+from counterflow.papers import closed_forms
+from counterflow.program.check import check
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.placement import looped
 from counterflow.schedule.residency import peak_activations
@@ -241,3 +245,136 @@ def test_section_3_4_messages_of_one_micro_batch(workers: int, extra: int) -> No
     assert messages(wpipe(workers, m, periods=3)) == 2 * (2 * workers - 1)
     assert messages(pipedream_2bw(workers, m, periods=3)) == 2 * (workers - 1)
     assert messages(gpipe(workers, m)) == 2 * (workers - 1)
+
+
+# --- More than two groups (Counterflow) -----------------------------------------------------------------
+
+SHAPES = [
+    # N, M, G: M a multiple of N, (G−1)·N or more
+    *((n, (g - 1) * n, g) for n in (1, 2, 3, 5) for g in (2, 3, 4)),
+    *((n, (g + 2) * n, g) for n, g in ((1, 3), (2, 5), (4, 3))),
+]
+
+
+def test_orders_of_one_worker_with_three_groups() -> None:
+    """Forwards of G0, then those of G1 and G2 in turn; the backward of G1 one V after that of G2."""
+    schedule = wpipe(workers=1, micro_batches=2, periods=2, groups=3)
+    assert " ".join(map(str, schedule.orders[0])) == (
+        "F0.0 F1.0 F0.1 F0.2 B0.2 F1.1 B0.1 F1.2 B1.2 F2.0 B1.1 F3.0 B0.0 F2.1v1 B1.0 F2.2v1 B2.2v1 F3.1v1 "
+        "B2.1v1 F3.2v1 B3.2v1 B3.1v1 B2.0 B3.0"
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_only_the_first_is_late_and_no_worker_idles(shape: tuple[int, int, int]) -> None:
+    """G0 uses the version before the newest, every other group the newest one; workers hold (G+1)/G."""
+    n, m, g = shape
+    schedule = wpipe(n, m, periods=5, groups=g)
+    check(schedule)
+    assert schedule.placement == looped(n, chunks=g)
+    for worker, order in enumerate(schedule.orders):
+        backwards = dict.fromkeys(range(worker, g * n, n), 0)
+        for op in order:
+            newest = backwards[op.stage] // m
+            period = op.micro_batches[0] // m
+            if op.stage >= n:
+                assert op.version == newest == period
+            else:
+                assert op.version == max(0, period - 1) <= newest <= op.version + 1
+            backwards[op.stage] += op.kind is OpKind.BACKWARD
+        for stage in backwards:
+            assert most_versions(schedule, worker, stage) == (2 if stage < n else 1)
+    for backward in (0.5, 1.0, 2.0, 3.0):
+        result = simulate(schedule, Costs(backward=backward))
+        assert result.steady_bubble_ratio == pytest.approx(0, abs=1e-12)
+    assert result.weight_copies == (g + 1,) * n
+    assert Fraction(sum(result.weight_copies), g * n) == closed_forms.wpipe_weights(g)
+    assert result.peak_activations == tuple(m + (g - 1) * n - w for w in range(n))
+    assert Fraction(int(sum(result.peak_activations)), g * n) == closed_forms.wpipe_activations(n, m, g)
+    messages = Fraction(len(OpGraph(schedule).messages), schedule.total_micro_batches)
+    assert messages == (closed_forms.messages(n, g) if n > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"workers": 4, "micro_batches": 4, "groups": 3},
+            r"=4: .*its 4 workers, 8 or more,.*; use 8, or gro",
+        ),
+        ({"workers": 4, "micro_batches": 9, "groups": 3}, r"micro_batches=9: .* use 12, or groups=2$"),
+        (
+            {"workers": 2, "micro_batches": 5, "groups": 4},
+            r"micro_batches=5: .* 6 or more.* use 6, or groups=2$",
+        ),
+        ({"workers": 2, "micro_batches": 5, "groups": 1}, r"groups=1: must be 2 or more"),
+    ],
+)
+def test_groups_that_have_no_order_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wpipe(**options)
+
+
+def late_periods(n: int, m: int, g: int, places: Callable[[int, int], tuple[int, int]]) -> list[int]:
+    """By group, the periods by which its weights are old: V's from its first forward to the last update."""
+    found = []
+    for group in range(g):
+        window = places(group, m - 1)[1] - places(group, 0)[0]
+        found.append(-(-(window + n) // (g * m)) - 1)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("g", [2, 3, 4, 5, 6])
+def test_groups_in_whole_periods_would_make_half_of_them_late(n: int, g: int) -> None:
+    """The paper's stream, continued: M V's of each group in turn, down through the groups and up again."""
+
+    def places(group: int, j: int) -> tuple[int, int]:
+        return group * m + j, (2 * (g - 1) - group) * m + j
+
+    m = (g - 1) * n
+    assert late_periods(n, m, g, places) == [1] * -(-g // 2) + [0] * (g // 2)
+
+
+@pytest.mark.parametrize(("n", "g"), [(2, 3), (3, 3), (2, 4)])
+def test_groups_no_stream_of_vs_does_better(n: int, g: int) -> None:
+    """With all but G0 current M is N − 1 + (G−2)·⌈N/2⌉ or more, also in equal slots; never is G0 current.
+
+    A solver is asked for the V's of all forwards and backwards of a period, in the order of a group's
+    micro-batches.
+    """
+    least = n - 1 + (g - 2) * -(-n // 2)
+    assert _stream_exists(n, least, g, late=1)
+    assert not _stream_exists(n, least - 1, g, late=1)
+    assert not _stream_exists(n, least, g, late=0)
+    assert not _stream_exists(n, 2 * n * g, g, late=0)
+
+
+def _stream_exists(n: int, m: int, g: int, late: int) -> bool:
+    """Whether a stream of V's exists in which only the first ``late`` groups use old weights."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    model, each = cp_model.CpModel(), g * m
+    down, up = ([[model.new_int_var(0, 4 * each, "") for _ in range(m)] for _ in range(g)] for _ in range(2))
+    for places in (down, up):
+        rests = []
+        for place in chain(*places):
+            rest, periods = model.new_int_var(0, each - 1, ""), model.new_int_var(0, 4, "")
+            model.add(place == rest + each * periods)
+            rests.append(rest)
+        model.add_all_different(rests)
+    half = -(-n // 2)  # V's from a group's first stage to the next group's
+    for group, j in product(range(g), range(m)):
+        if j > 0:
+            model.add(down[group][j] > down[group][j - 1])
+            model.add(up[group][j] > up[group][j - 1])
+        if group > 0:
+            model.add(down[group][j] >= down[group - 1][j] + half)
+            model.add(up[group - 1][j] >= up[group][j] + half)
+        else:
+            model.add(up[-1][j] >= down[-1][j])
+    for group in range(g):
+        model.add(up[group][-1] - down[group][0] + n <= (2 if group < late else 1) * each)
+    model.add(down[0][0] == 0)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    return bool(solver.solve(model) == cp_model.OPTIMAL)

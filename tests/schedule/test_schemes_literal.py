@@ -386,7 +386,7 @@ def test_mixpipe_alternates_the_direction() -> None:
 
 def test_a_schedule_shows_its_options() -> None:
     assert str(chimera(4, 4)) == "chimera(stages=4, micro_batches=4, pairs=1, concat=direct)"
-    assert str(wpipe(2, 3, periods=4)) == "wpipe(workers=2, micro_batches=3, periods=4)"
+    assert str(wpipe(2, 3, periods=4)) == "wpipe(workers=2, micro_batches=3, periods=4, groups=2)"
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -280,6 +280,31 @@ def wpipe_published_activations(workers: int, micro_batches: int) -> Fraction:
     return Fraction(4 * micro_batches - workers + 1, 4)
 
 
+def wpipe_activations(workers: int, micro_batches: int, groups: int = 2) -> Fraction:
+    """(2M + (2G−3)N + 1)/(2G) models' activations of one micro-batch, in all workers together.
+
+    The sum over the workers of M + (G−1)N − w stages, of which each is 1/(GN) of the model; exact. With two
+    groups (2M+N+1)/4: the published figure at M = N and (M−N)/2 less above.
+
+    Source: Counterflow.
+
+    >>> wpipe_activations(workers=4, micro_batches=8), wpipe_activations(workers=4, micro_batches=8, groups=3)
+    (Fraction(21, 4), Fraction(29, 6))
+    """
+    return Fraction(2 * micro_batches + (2 * groups - 3) * workers + 1, 2 * groups)
+
+
+def wpipe_weights(groups: int = 2) -> Fraction:
+    """(G+1)/G models' weights: two versions of the first group and one of each other.
+
+    Source: WPipe, section 3.3 (G = 2); Counterflow.
+
+    >>> wpipe_weights(), wpipe_weights(groups=3)
+    (Fraction(3, 2), Fraction(4, 3))
+    """
+    return Fraction(groups + 1, groups)
+
+
 def pipedream_published_activations(workers: int, micro_batches: int) -> Fraction:
     """(2M−N+1)/2 models' activations, for PipeDream and PipeDream-2BW. Source: WPipe, Table 1.
 

@@ -245,6 +245,10 @@ def _enough_periods(subject: _Subject) -> str | None:
     return None if periods >= least else f"there are 2D − 2 = {least} updates or more; here {periods}"
 
 
+def _two_periods(subject: _Subject) -> str | None:
+    return "there are two updates or more; here one" if subject.schedule.periods < 2 else None
+
+
 def _many_micro_batches(subject: _Subject) -> str | None:
     return f"N is large; here {subject.n}"
 
@@ -519,11 +523,19 @@ _FORMULAS: tuple[_Formula, ...] = (
         _RATIO,
     ),
     _Formula(
+        "WPipe, section 3.3",
+        Quantity.WEIGHTS,
+        "3: two versions of G0, one of G1",
+        ("wpipe",),
+        lambda s: 3.0 if s.number("groups") == 2 else None,
+        (_two_periods,),
+    ),
+    _Formula(
         "WPipe, equation 2",
         Quantity.ALL_ACTIVATIONS,
         "(4M − N + 1)/4",
         ("wpipe",),
-        lambda s: float(forms.wpipe_published_activations(s.depth, s.n)),
+        lambda s: float(forms.wpipe_published_activations(s.depth, s.n)) if s.number("groups") == 2 else None,
         (_whole_backwards, _one_unit),
     ),
 )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, overload
 
 from counterflow.errors import ConfigError
@@ -154,8 +154,9 @@ SPLIT = Option(
 )
 
 Build = Callable[..., Schedule]
-VersionRule = Callable[[int, int, int], int]
-"""Function of stages, stage and period: the weight version that the period's work uses on that stage."""
+VersionRule = Callable[..., int]
+"""Function of stages, stage and period: the weight version that the period's work uses on that stage. Further
+arguments are options of the scheme."""
 
 Planner = Callable[[int, int, int], Iterable[Mapping[str, OptionValue]]]
 """Function of workers, micro-batches and layers: options worth trying in addition to workers and
@@ -218,6 +219,18 @@ class Scheme:
     def depth(self) -> str:
         """Name of the option that sets the number of workers."""
         return next(option.name for option in self.options if option.name in DEPTH)
+
+    def version_rule(self, options: Mapping[str, OptionValue]) -> VersionRule | None:
+        """The weight versions that it promises with these options, as a function of stages, stage and period.
+
+        Returns:
+            None for a synchronous scheme.
+        """
+        if self.version is None:
+            return None
+        _, _, _, *names = inspect.signature(self.version).parameters
+        own = {name: options[name] for name in names if name in options}
+        return partial(self.version, **own) if own else self.version
 
     @property
     def updates_each_micro_batch(self) -> bool:

@@ -62,12 +62,13 @@ class Staleness:
         if schedule.synchronous:
             return None
         scheme = registry.find(schedule.scheme)
-        if scheme is None or scheme.version is None:
+        rule = None if scheme is None else scheme.version_rule(dict(schedule.options))
+        if rule is None:
             raise ConfigError(
                 f"no table says which weights {schedule.scheme} computes with; verify a scheme that states "
                 "its versions"
             )
-        return cls(tuple(cuts), scheme.version)
+        return cls(tuple(cuts), rule)
 
 
 def parts_of(schedule: Schedule) -> tuple[int, ...]:

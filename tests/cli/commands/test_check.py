@@ -79,7 +79,7 @@ def test_a_file(run: Run, exported: Callable[[str], Path]) -> None:
     path = exported("wpipe --workers 2 --micro-batches 2 --periods 3")
     answer = run(f"check {path}")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("wpipe(workers=2, micro_batches=2, periods=3): 2 workers")
+    assert answer.out.startswith("wpipe(workers=2, micro_batches=2, periods=3, groups=2): 2 workers")
 
 
 def test_rules_that_are_skipped_are_one_line(run: Run, exported: Callable[[str], Path]) -> None:

@@ -25,6 +25,7 @@ SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4)),
     *(schemes.pipedream_2bw(d, n) for d, n in ((1, 2), (2, 2), (2, 4), (4, 4), (4, 8))),
     *(schemes.wpipe(w, m) for w, m in ((1, 1), (1, 2), (2, 2), (2, 4), (2, 5), (4, 4), (4, 8))),
+    *(schemes.wpipe(w, m, groups=g) for w, m, g in ((1, 3, 4), (2, 4, 3))),
 ]
 
 
@@ -131,6 +132,7 @@ def _steps(
         (schemes.pipedream(4), {0: 4, 1: 3, 2: 2, 3: 1}),
         (schemes.pipedream_2bw(4, 4), dict.fromkeys(range(4), 2)),
         (schemes.wpipe(2, 2), {0: 2, 1: 2, 2: 1, 3: 1}),
+        (schemes.wpipe(2, 4, groups=3), {0: 2, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}),
     ],
     ids=str,
 )
