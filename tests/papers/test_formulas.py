@@ -172,6 +172,10 @@ def test_what_is_not_met_is_said_with_what_there_is() -> None:
         "a backward takes twice as long as a forward; here 2.4 times as long",
         "N = D; here N = 8 and D = 4",
     )
+    slowed = values(schemes.chimera(4, 4), Costs(sync=1.0, sync_slowdown=0.5))
+    assert slowed["Chimera, equation 1", "makespan"].unmet == (
+        "only stages, messages and all-reduces take time; here ops, which all-reduces slow down, too",
+    )
     split = values(schemes.dapple(4, 3, split=True))
     assert split["Chimera, Table 2", "bubble ratio"].unmet == ("backwards are whole; here some are split",)
     sliced = values(schemes.dapple(stages=4, micro_batches=4, slices=2))

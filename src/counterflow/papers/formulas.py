@@ -225,6 +225,7 @@ def _no_other_costs(subject: _Subject) -> str | None:
     names = [
         *(["the agreement"] if costs.agreement else []),
         *(["the sum of tied weights"] if costs.ties else []),
+        *(["ops, which all-reduces slow down,"] if costs.sync_slowdown and _free_sums(subject) else []),
         *(["messages, which stop compute,"] if not costs.overlap and subject.times.message else []),
     ]
     return (
