@@ -468,6 +468,8 @@ def test_options_that_count_are_tried_in_steps() -> None:
     assert [v for (v,) in values("gpipe", 4, "groups")] == [*range(1, 9), 12, 16, 24, 32, 48]
     assert [v for (v,) in values("interleaved", 64, "chunks")] == [2, 3]
     assert values("mixpipe", 4, "injected", "early_forwards") == [(2, 0), (2, 1), (4, 0)]
+    assert [*registry.scheme("wpipe").planner(4, 12, 20)] == [{"groups": 2}, {"groups": 3}, {"groups": 4}]
+    assert [*registry.scheme("wpipe").planner(4, 10, 20)] == [{"groups": 2}]
     planned = [*registry.scheme("mixpipe").planner(6, 12, 48)]
     assert planned[0] == {"injected": 2, "early_forwards": 1, "asymmetric": True}
     assert all("asymmetric" not in options for options in registry.scheme("mixpipe").planner(6, 9, 48))

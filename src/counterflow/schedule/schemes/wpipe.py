@@ -34,7 +34,7 @@ from counterflow.schedule.op import B, F
 from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.slots import Placed, orders_by_slot
 from counterflow.schedule.placement import looped
-from counterflow.schedule.scheme import PERIODS, Option, Scheme
+from counterflow.schedule.scheme import PERIODS, Option, Scheme, counts
 from counterflow.schedule.workload import Workload, plain
 
 
@@ -132,9 +132,12 @@ def _steady(
     return tuple(slices)
 
 
-def _planned(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    """The published scheme's two groups."""
+def _planned(workers: int, micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
+    """The published scheme's two groups, and as many as layers and micro-batches suffice for."""
     yield {"groups": 2}
+    if micro_batches % workers == 0:
+        for groups in counts(3, min(layers // workers, micro_batches // workers + 1)):
+            yield {"groups": groups}
 
 
 SCHEME = Scheme(
