@@ -106,6 +106,7 @@ def _make(name: str, one: Options, other: Options) -> None:
 
 OTHER: dict[str, Any] = {
     "sync": "end",
+    "gradient_compression": "int8",
     "op_times": ((0.0,) * 8, (1.0,) * 8),
     "autocast": "bfloat16",
     "compute_dtype": "bfloat16",
