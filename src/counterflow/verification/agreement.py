@@ -32,7 +32,7 @@ from .reference import Reference, Staleness, parts_of
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 """Maximum relative error at which numbers agree, by the dtype of the computation."""
 
-COMPRESSED_TOLERANCES = {"bfloat16": 0.02, "int8": 0.25}
+COMPRESSED_TOLERANCES = {"bfloat16": 0.05, "int8": 0.4}
 """The same of float32 if gradients are summed in a smaller form, over the few updates of a comparison."""
 
 SMALL = 1e-3
@@ -105,7 +105,7 @@ def verify(
     """Train with one process and with a pipeline, and compare.
 
     One process sums gradients in full. With ``gradient_compression`` errors in float32 are those of the form:
-    2 % of a tensor's largest value are accepted for ``bfloat16`` and 25 % for ``int8``. Adam's updates are as
+    5 % of a tensor's largest value are accepted for ``bfloat16`` and 40 % for ``int8``. Adam's updates are as
     large for small gradients as for large ones, so that weights may differ more than gradients do.
 
     Args:
