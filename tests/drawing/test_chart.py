@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from counterflow.drawing import AmountUnit, Box, BoxKind, chart_of
-from counterflow.drawing.chart import marks_input_gradients, ways
+from counterflow.drawing.chart import band_of, marks_input_gradients, ways
+from counterflow.drawing.palette import Shade
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.registry import build
@@ -135,6 +136,11 @@ def test_split_backwards_are_kinds_of_their_own() -> None:
     assert ways(split) == "forward | input gradient | weight gradients"
     whole = chart_of(simulated("dapple", stages=2, micro_batches=2))
     assert ways(whole) == "forward | backward"
+    again = chart_of(simulated("dapple", Costs(recompute="stage"), stages=2, micro_batches=2))
+    assert ways(again) == "forward | backward | recomputation"
+    bands = {kind: band_of(kind, marked=False) for kind in BoxKind}
+    assert {kind for kind, band in bands.items() if band is not None} == {BoxKind.RECOMPUTATION}
+    assert band_of(BoxKind.INPUT_GRADIENT, marked=True) is Shade.LIGHT
     assert [marks_input_gradients(charts) for charts in ([split], [whole], [split, whole])] == [
         False,
         False,

@@ -57,11 +57,13 @@ def test_kinds_and_their_shades() -> None:
     (chart,) = data["charts"]
     assert chart["ways"] == "forward | backward | input gradient | weight gradients"
     assert [data["shades"][kind] for kind in chart["kinds"]] == [0, 1, 1, 2]
-    assert data["marked"] == chart["kinds"][2]
+    assert [data["bands"][kind] for kind in chart["kinds"]] == [None, None, 0, None]
     assert set(chart["kind"]) == set(chart["kinds"])
     assert all(len(hue) == 3 for hue in [*data["hues"], data["neutral"], data["ink"]])
     split = embedded(page([chart_of(simulate(schemes.zb_h1(stages=2, micro_batches=3)))]))
-    assert split["marked"] is None
+    assert [split["bands"][kind] for kind in split["charts"][0]["kinds"]] == [None] * 3
+    again = embedded(page([chart_of(simulate(schemes.gpipe(2, 2), Costs(recompute="stage")))]))
+    assert [again["bands"][kind] for kind in again["charts"][0]["kinds"]] == [None, None, 1]
 
 
 def test_needs_and_causes_reach_the_page() -> None:

@@ -107,6 +107,26 @@ def test_input_gradients_beside_backwards() -> None:
     assert "\x1b[4;" not in coloured(simulate(schemes.zb_h1(stages=2, micro_batches=3)))
 
 
+def test_recomputations() -> None:
+    result = simulated("dapple", Costs(p2p=1.0, recompute="stage", relative=True), stages=2, micro_batches=2)
+    assert (
+        shown(result, width=120)
+        == """\
+dapple  D=2, N=2, recompute stage
+makespan 13 F, bubble ratio 38.5 %, peak 2 activations
+P0 0  1  0' .  .  .  .  a  a  1' .  b  b
+P1 .  .  0  0' a  a  1  1' b  b  .  .  .
+F  0     2     4     6     8     10    12
+bubbles 38.5 %: warm-up 7.69 %, dependency 11.5 %, message 7.69 %, drain 11.5 %
+1 forward of micro-batch 1, 1' its recomputation, b its backward, . bubble, P0 worker 0
+"""
+    )
+    narrow = shown(result, width=20).splitlines()
+    assert any(line.startswith("P0 01'....aa'.bb") for line in narrow)
+    assert "' its recomputation" in " ".join(" ".join(narrow).split())
+    assert "\x1b[4;" in coloured(result)
+
+
 def test_doubled_forwards_share_their_slots_when_numbers_are_cut() -> None:
     result = simulated("chimera", Costs(1, 1), stages=2, micro_batches=4, concat="forward-doubling")
     wide, narrow = shown(result).splitlines(), shown(result, width=30).splitlines()

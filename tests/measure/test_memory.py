@@ -65,7 +65,9 @@ def _peak(schedule: Schedule, cuts: tuple[int, ...], recompute: str) -> int:
     return now.peak
 
 
-@pytest.mark.parametrize(("scheme", "recompute"), [("gpipe", "none"), ("dapple", "stage"), ("zb-h1", "none")])
+@pytest.mark.parametrize(
+    ("scheme", "recompute"), [("gpipe", "none"), ("dapple", "stage"), ("zb-h1", "none"), ("zb-h1", "stage")]
+)
 def test_peaks_are_as_predicted(predictor: Predictor, scheme: str, recompute: str) -> None:
     options = {"stages": 2, "micro_batches": 4}
     plan = Configuration.of(scheme, options, 1, SAMPLES, recompute=Recompute(recompute))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.schedule.ir import Product
+from counterflow.schedule.recomputation import with_recomputations
 from counterflow.schedule.registry import SCHEMES, build
 from counterflow.schedule.schemes import chimera, dapple, mixpipe
 from counterflow.schedule.schemes.chimera import Concat
@@ -202,6 +203,9 @@ def test_every_op_is_where_its_stage_is_and_backwards_follow(name: str, data: st
 # --- When they run ----------------------------------------------------------------------------------------
 
 
+ALONE = OpKind.WEIGHT_GRADIENTS, OpKind.RECOMPUTATION
+"""Kinds of op that take nothing of other stages, and make nothing for them."""
+
 Seconds = dict[OpKind, list[int]]
 """Of each kind of op, by stage."""
 
@@ -227,7 +231,7 @@ def play(schedule: Schedule, seconds: Seconds) -> dict[tuple[int, int], tuple[Fr
                 start = max(free[worker], ready)
                 load = Fraction(len(op.micro_batches), op.parts)
                 end = start + seconds[op.kind][op.stage] * load
-                if op.kind is not OpKind.WEIGHT_GRADIENTS:  # nobody takes these
+                if op.kind not in ALONE:  # nobody takes what these make
                     forward = op.kind is OpKind.FORWARD
                     ended[forward, op.pipe, op.stage, op.micro_batches, op.part] = end
                 times[worker, at[worker]] = (start, end)
@@ -248,7 +252,7 @@ def _input_ready(op: Op, stages: int, ended: Ended) -> Fraction | None:
         if op.stage == 0:
             return Fraction(0)
         return ended.get((True, op.pipe, op.stage - 1, op.micro_batches, 0))
-    if op.kind is not OpKind.WEIGHT_GRADIENTS and op.stage < stages - 1:
+    if op.kind not in ALONE and op.stage < stages - 1:
         return ended.get((False, op.pipe, op.stage + 1, op.micro_batches, op.part))
     return Fraction(0)  # the last stage's backward follows its forward on the same worker
 
@@ -261,8 +265,10 @@ def test_simulated_times_are_those_of_an_independent_player(name: str, data: st.
     seconds = st.lists(st.integers(1, 9), min_size=schedule.stages, max_size=schedule.stages)
     forward, backward, inputs, weights = (data.draw(seconds) for _ in range(4))
     costs = Costs(forward=forward, backward=backward, input_gradient=inputs, weight_gradients=weights)
+    if data.draw(st.booleans()):
+        schedule = with_recomputations(schedule)
     result = simulate(schedule, costs)
-    of_kind = dict(zip(OpKind, (forward, backward, inputs, weights), strict=True))
+    of_kind = dict(zip(OpKind, (forward, backward, inputs, weights, forward), strict=True))
     expected = play(schedule, of_kind)
     index = [0] * schedule.workers
     for span in result.timeline:

@@ -72,7 +72,11 @@ def test_memory_between_the_two_halves_of_a_backward() -> None:
 def test_what_is_recomputed_is_recomputed_once() -> None:
     found = simulate(split_1f1b(), Costs(forward=1, input_gradient=2, weight_gradients=3, recompute="stage"))
     lasts = {(s.op.kind, s.end - s.start) for s in found.timeline}
-    assert lasts == {(OpKind.FORWARD, 1), (OpKind.INPUT_GRADIENT, 3), (OpKind.WEIGHT_GRADIENTS, 3)}
+    alone = {(OpKind.FORWARD, 1), (OpKind.WEIGHT_GRADIENTS, 3)}
+    assert lasts == alone | {(OpKind.RECOMPUTATION, 1), (OpKind.INPUT_GRADIENT, 2)}
+    layers = replace(found.costs, recompute="layer")
+    lasts = {(s.op.kind, s.end - s.start) for s in simulate(split_1f1b(), layers).timeline}
+    assert lasts == alone | {(OpKind.INPUT_GRADIENT, 3)}
 
 
 def test_unsaid_a_split_backward_lasts_as_long_as_a_whole_one() -> None:

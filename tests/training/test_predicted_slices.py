@@ -48,22 +48,26 @@ def test_a_slice_takes_its_fixed_part_its_share_and_its_attention() -> None:
     # Each op has an eighth of a forward, 0.5, as its overhead; of the rest, 3.5 and 7.5, all is linear.
     assert _seconds(two, Recompute.NONE, fixed_share=0.125) == [2.25, 2.25, 4.25, 4.25]
     # A backward computes the forward again: 12 in all, in which there is one overhead of 0.5.
-    assert _seconds(two, Recompute.STAGE, fixed_share=0.125) == [2.25, 2.25, 6.25, 6.25]
+    assert _seconds(two, Recompute.LAYER, fixed_share=0.125) == [2.25, 2.25, 6.25, 6.25]
+    # Or an op of its own does, with an overhead of its own.
+    assert _seconds(two, Recompute.STAGE, fixed_share=0.125) == [2.25, 2.25, 2.25, 4.25, 2.25, 4.25]
     # Half of each is attention: of the second slice it is three quarters.
     assert _seconds(two, Recompute.NONE, attention_share=0.5) == [1.5, 2.5, 5.0, 3.0]
-    assert _seconds(two, Recompute.STAGE, attention_share=0.5) == [1.5, 2.5, 7.5, 4.5]
+    assert _seconds(two, Recompute.LAYER, attention_share=0.5) == [1.5, 2.5, 7.5, 4.5]
+    assert _seconds(two, Recompute.STAGE, attention_share=0.5) == [1.5, 2.5, 2.5, 5.0, 1.5, 3.0]
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_a_whole_micro_batch_takes_what_was_measured(recompute: Recompute) -> None:
-    again = 4.0 if recompute is not Recompute.NONE else 0.0
+    again = 4.0 if recompute is Recompute.LAYER else 0.0
+    apart = [4.0] if recompute is Recompute.STAGE else []  # a recomputation
     shares = {"attention_share": 0.5, "fixed_share": 0.125}
     whole = schemes.dapple(stages=1, micro_batches=1)
-    assert _seconds(whole, recompute, **shares) == [4.0, 8.0 + again]
+    assert _seconds(whole, recompute, **shares) == [4.0, *apart, 8.0 + again]
     split = schemes.zb_h1(stages=1, micro_batches=1)
-    assert _seconds(split, recompute, **shares) == [4.0, 6.0 + again, 2.0]
+    assert _seconds(split, recompute, **shares) == [4.0, *apart, 6.0 + again, 2.0]
     slices = schemes.dapple(stages=1, micro_batches=1, slices=4)
-    backwards = _seconds(slices, recompute, **shares)[4:]
+    backwards = _seconds(slices, recompute, **shares)[4 + len(apart) :: 1 + len(apart)]
     assert all(later > earlier for later, earlier in pairwise(backwards))
 
 

@@ -25,6 +25,7 @@ class BoxKind(Enum):
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENTS = "weight gradients"
     SYNC = "sync"
+    RECOMPUTATION = "recomputation"
 
     @property
     def shade(self) -> Shade | None:
@@ -38,6 +39,7 @@ _SHADES = {
     BoxKind.INPUT_GRADIENT: Shade.DARK,
     BoxKind.WEIGHT_GRADIENTS: Shade.MIDDLE,
     BoxKind.SYNC: None,
+    BoxKind.RECOMPUTATION: Shade.LIGHT,
 }
 _KINDS = {kind: BoxKind(kind.word) for kind in OpKind}
 LETTERS = {box: op.value for op, box in _KINDS.items()}
@@ -259,6 +261,18 @@ def marks_input_gradients(charts: Sequence[Chart]) -> bool:
     """Whether both backwards and input gradients, which share a shade, occur, so the latter get a mark."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     return {BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT} <= kinds
+
+
+def band_of(kind: BoxKind, *, marked: bool) -> Shade | None:
+    """The shade of the band by which a kind of box differs from another one of its shade; None: no band.
+
+    Args:
+        kind: the kind of box.
+        marked: whether input gradients have a band, because backwards occur too.
+    """
+    if kind is BoxKind.RECOMPUTATION:
+        return Shade.DARK
+    return Shade.LIGHT if marked and kind is BoxKind.INPUT_GRADIENT else None
 
 
 def ways(chart: Chart) -> str:

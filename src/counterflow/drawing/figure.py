@@ -23,7 +23,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Transform
 
 from . import palette
-from .chart import Box, BoxKind, Chart, Memory, steps_until
+from .chart import Box, BoxKind, Chart, Memory, band_of, steps_until
 from .grey import in_grey
 from .look import USUAL, Look
 from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of, hatched
@@ -201,8 +201,8 @@ class _Panel:
                 continue
             hue = palette.hue(chart.lanes[lane].hue, grey=self.sheet.grey)
             self._boxes(axes, boxes, facecolor=colour_of(hue, kind), **hatched(hue, kind))
-            if kind is BoxKind.INPUT_GRADIENT and self.sheet.marked:
-                self._marks(axes, boxes, hue.forward)
+            if (band := band_of(kind, marked=self.sheet.marked)) is not None:
+                self._marks(axes, boxes, hue.shades[band.value])
         for kind in chart.kinds:
             self._labels(axes, [box for box in chart.boxes if box.kind is kind], kind)
         self._bubbles(axes)
@@ -255,7 +255,7 @@ class _Panel:
         )  # fmt: skip
 
     def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
-        """A light band at the foot of each box."""
+        """A band at the foot of each box."""
         bands = []
         for left, right, bottom, top in map(self._rectangle, boxes):
             tall = bottom - top

@@ -9,11 +9,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from . import palette
-from .chart import BoxKind, Chart
+from .chart import BoxKind, Chart, band_of
 from .sheet import hues_of
 
 BAND = 0.16
-"""Share of a box's height in which input gradients are marked."""
+"""Share of a box's height in which input gradients and recomputations are marked."""
 
 STEADY: dict[str, Any] = {"color": palette.INK, "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
 """Style of the lines around the steady part."""
@@ -35,10 +35,14 @@ def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
     handles: list[Any] = []
     for hue, _ in hues_of(chart, grey=grey):
         swatches = [patch(colour_of(hue, kind), **hatched(hue, kind)) for kind in chart.kinds]
-        if marked and BoxKind.INPUT_GRADIENT in chart.kinds:
-            swatches[chart.kinds.index(BoxKind.INPUT_GRADIENT)] = _Marked(
-                facecolor=hue.backward, edgecolor=palette.INK, linewidth=0.5, label=hue.forward
-            )
+        for place, kind in enumerate(chart.kinds):
+            if (band := band_of(kind, marked=marked)) is not None:
+                swatches[place] = _Marked(
+                    facecolor=colour_of(hue, kind),
+                    edgecolor=palette.INK,
+                    linewidth=0.5,
+                    label=hue.shades[band.value],
+                )
         handles.append(tuple(swatches))
     if chart.has_syncs:
         handles.append(patch(palette.SYNC, hatch="//////"))
@@ -51,7 +55,7 @@ def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
 
 
 class _Marked(Patch):
-    """The legend's box of an input gradient with a band; its label is the band's colour."""
+    """The legend's box of a kind with a band; its label is the band's colour."""
 
 
 class _MarkedHandler(HandlerPatch):

@@ -21,6 +21,7 @@ from .chart import (
     BoxKind,
     Chart,
     Memory,
+    band_of,
     marks_input_gradients,
     shared_end,
     shared_peak,
@@ -55,6 +56,8 @@ def asset(name: str) -> str:
 
 def page_data(charts: Sequence[Chart]) -> dict[str, object]:
     """The data that the page draws, as plain lists and dictionaries."""
+    marked = marks_input_gradients(charts)
+    bands = [band_of(kind, marked=marked) for kind in BoxKind]
     return {
         "end": _number(shared_end(charts)),
         "unit": shared_unit(charts).symbol,
@@ -63,7 +66,7 @@ def page_data(charts: Sequence[Chart]) -> dict[str, object]:
         "letters": [LETTERS.get(kind, "") for kind in BoxKind],
         "shades": [kind.shade and kind.shade.value for kind in BoxKind],
         "syncKind": _NUMBERS[BoxKind.SYNC],
-        "marked": _NUMBERS[BoxKind.INPUT_GRADIENT] if marks_input_gradients(charts) else None,
+        "bands": [band and band.value for band in bands],
         "sync": [palette.SYNC, palette.SYNC_HATCH],
         "memory": palette.MEMORY,
         "ink": list(palette.INKS.shades),

@@ -1,10 +1,10 @@
 """The colours of every picture.
 
-A lane (a pipe, or a chunk of a worker's stages) has a hue. Its forwards are light, its backwards and input
-gradients dark, its weight gradients between the two, so they differ in grey too. Hues alternate between
-cool and warm. They were found by search for the largest smallest distance between all shades (and the
-background) as seen with normal vision, protanopia, deuteranopia and tritanopia, the first four first;
-``tests/drawing/test_palette.py`` checks it.
+A lane (a pipe, or a chunk of a worker's stages) has a hue. Its forwards and recomputations are light, its
+backwards and input gradients dark, its weight gradients between the two, so they differ in grey too. Hues
+alternate between cool and warm. They were found by search for the largest smallest distance between all
+shades (and the background) as seen with normal vision, protanopia, deuteranopia and tritanopia, the first
+four first; ``tests/drawing/test_palette.py`` checks it.
 
 Invariant: ``HUES`` alternates cool and warm, so pipes of the two directions never share a hue.
 """

@@ -25,6 +25,7 @@ from .chart import (
     BoxKind,
     Chart,
     Memory,
+    band_of,
     marks_input_gradients,
     shared_end,
     shared_peak,
@@ -255,15 +256,20 @@ _FIRST = {
 }
 """The letter of micro-batch 0; other kinds show its number."""
 
+_AGAIN = "'"
+"""Mark of a recomputation behind its number, or in place of it."""
+
 
 def _short(kind: BoxKind, batch: int) -> str:
+    if kind is BoxKind.RECOMPUTATION:
+        return _AGAIN
     return chr(ord(_FIRST[kind]) + batch % 26) if kind in _FIRST else str(batch % 10)
 
 
 def _letters(box: Box, marked: bool) -> str:
     """A box's label without colour: gradients in letters, numbered like the columns of a spreadsheet."""
     if box.kind not in _FIRST:
-        return box.label
+        return box.label + _AGAIN if box.kind is BoxKind.RECOMPUTATION else box.label
     text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
     # The label of a part ends with the part: 4a is the first half of 4, in letters e1.
     _, dot, number = box.label.partition(".")
@@ -291,9 +297,9 @@ def _style(box: Box, chart: Chart, grid: Grid) -> Style:
 
 
 def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
-    """The colours of a kind of op; input gradients are underlined if there are backwards too."""
+    """The colours of a kind of op; what has a band in pictures is underlined."""
     shade = (kind.shade or palette.Shade.LIGHT).value
-    line = grid.marked and kind is BoxKind.INPUT_GRADIENT
+    line = band_of(kind, marked=grid.marked) is not None
     return Style(color=palette.INKS.shades[shade], bgcolor=hue.shades[shade], underline=line or None)
 
 
@@ -385,8 +391,10 @@ def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
 
 
 def _said(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
-    """Meaning of the letters of gradients."""
+    """Meaning of the letters of gradients, and of recomputations."""
     kinds = {kind for chart in charts for kind in chart.kinds}
+    if BoxKind.RECOMPUTATION in kinds:
+        yield f"{'' if grid.short else '1'}{_AGAIN} its {BoxKind.RECOMPUTATION.value}"
     small = [k.value for k in (BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT) if k in kinds]
     if len(small) == 2 and not grid.short:
         yield f"b its {small[0]}, b' its {small[1]}"

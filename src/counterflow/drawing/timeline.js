@@ -76,8 +76,8 @@ class Picture {
   legend() {
     const list = make("ul", "legend"), d = this.chart;
     const shades = hue => d.kinds.map(kind => {
-      const colour = hue[this.t.data.shades[kind]];
-      return kind === this.t.data.marked ? `linear-gradient(${colour} 75%, ${hue[0]} 75%)` : colour;
+      const colour = hue[this.t.data.shades[kind]], band = this.t.data.bands[kind];
+      return band === null ? colour : `linear-gradient(${colour} 75%, ${hue[band]} 75%)`;
     });
     const entry = (text, ...fills) => {
       const item = make("li"), swatch = make("span", "swatch");
@@ -195,10 +195,11 @@ class Picture {
         const inset = chosen ? 2.5 : width < 8 ? 0.35 : 0.6;
         g.fillStyle = sync ? hatch : hue[shade];
         g.fillRect(left + inset, top + inset, right - left - 2 * inset, height - 2 * inset);
-        if (d.kind[i] === this.t.data.marked) {
-          const band = Math.max(2, 0.16 * height);
-          g.fillStyle = hue[0];
-          g.fillRect(left + inset, top + height - inset - band, right - left - 2 * inset, band);
+        const band = this.t.data.bands[d.kind[i]];
+        if (band !== null) {
+          const tall = Math.max(2, 0.16 * height);
+          g.fillStyle = hue[band];
+          g.fillRect(left + inset, top + height - inset - tall, right - left - 2 * inset, tall);
         }
         const label = d.texts[d.label[i]], room = (right - left - 2) / label.length;
         if (!sync && room >= 0.6 * small) {

@@ -30,6 +30,8 @@ from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.recomputation import with_recomputations
 from counterflow.schedule.scheme import DEPTH
 from counterflow.simulation import Cause, Costs, Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
@@ -67,6 +69,15 @@ class _Known:
         if subject.costs is None:
             return self.planned or Costs()
         return subject.costs.of_stages(self.schedule.placement)
+
+    def recomputed(self, subject: Subject) -> _Known:
+        """The same with recomputations if the costs recompute whole stages."""
+        kind = self.planned.recompute if self.planned else None
+        if subject.costs is not None:
+            kind = subject.costs.model_dump()["recompute"]
+        if kind != Recompute.STAGE:
+            return self
+        return replace(self, schedule=with_recomputations(self.schedule))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +147,10 @@ class Schedules:
                 first = self._files[subject.file]
             else:
                 raise ConfigError(f"file {subject.file}: is no longer known to this server; open it again")
+            first = first.recomputed(subject)
             if not subject.moves:
                 return first
-            key = subject.model_dump_json(exclude={"costs"})
+            key = f"{subject.model_dump_json(exclude={'costs'})} {first.schedule.workload.recomputes}"
             if key not in self._built:
                 _keep(self._built, key, moved(first.schedule, subject.moves))
             return replace(first, schedule=self._built[key], own=False)

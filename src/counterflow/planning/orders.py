@@ -23,6 +23,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.orders.split import split_backwards
+from counterflow.schedule.recomputation import with_recomputations, without_recomputations
 from counterflow.schedule.scheme import SPLIT
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
@@ -315,10 +316,10 @@ class _Run:
         for known in self._computed:
             like = known.play.configuration
             if known.named is job.named and like.recompute is plan.recompute and not known.split:
-                orders = split_backwards(known.play.schedule).orders
+                orders = split_backwards(without_recomputations(known.play.schedule)).orders
                 return job.play.predictor.play_order(
                     replace(plan, cuts=like.cuts),
-                    replace(job.play.schedule, orders=orders),
+                    replace(without_recomputations(job.play.schedule), orders=orders),
                     job.play.mini_batch,
                 )
         return job.play
@@ -432,4 +433,7 @@ def play_one_by_one(
         synchronous=workload.synchronous,
         on=links,
     )
-    return Play(predictor, configuration, problem.schedule(one_by_one(problem)), stages, links)
+    schedule = problem.schedule(one_by_one(problem))
+    if recompute is Recompute.STAGE and predictor.cluster.recompute_ahead:
+        schedule = with_recomputations(schedule)
+    return Play(predictor, configuration, schedule, stages, links)

@@ -134,6 +134,7 @@ class Play:
             sync_mode=self.configuration.sync,
             ties=tuple((stages, self.allreduce_scale * seconds) for stages, seconds in self._ties),
             sync_slowdown=cluster.sync_slowdown,
+            recompute_ahead=cluster.recompute_ahead,
             replicas=self.configuration.replicas,
             recompute=self.configuration.recompute,
             memory=self.stages.held(self.configuration.recompute),
@@ -144,11 +145,9 @@ class Play:
         """For weights that stages share: the stages, and the seconds of their sum over all holders."""
         predictor, configuration = self.predictor, self.configuration
         place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
-        sums = [sum_over(*place, tie.stages, nodes=configuration.nodes) for tie in self.stages.ties]
-        share = predictor.model.gradient_share
         return [
-            (tie.stages, summed.seconds(share * tie.gradient_bytes))
-            for tie, summed in zip(self.stages.ties, sums, strict=True)
+            (tie.stages, sum_over(*place, tie.stages, nodes=configuration.nodes).seconds(tie.gradient_bytes))
+            for tie in self.stages.ties
             if tie.gradient_bytes
         ]
 

@@ -12,11 +12,11 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from counterflow.errors import ConfigError
-from counterflow.program.sync import needs_sync
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
+from counterflow.schedule.recomputation import with_recomputations
 from counterflow.simulation.periods import whole_periods
 
 from .cost.device_placement import Arrangement, Network, network
@@ -152,12 +152,12 @@ class Predictor:
             synchronous=schedule.synchronous,
             on=links,
         )
-        if self.model.gradient_share < 1 and needs_sync(schedule, configuration.replicas):
-            stages = stages.with_residuals()
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
             links = self.network(schedule.placement, *where, tuple(skips), nodes=configuration.nodes)
+        if configuration.recompute is Recompute.STAGE and self.cluster.recompute_ahead:
+            schedule = with_recomputations(schedule)
         return Play(self, configuration, schedule, stages, links, mini_batch)
 
     def _sharded_state(

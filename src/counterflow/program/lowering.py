@@ -211,9 +211,11 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
 
 
 def unit_times(graph: OpGraph) -> tuple[list[int], list[int]]:
-    """Start and end of every node with F = I = W = 1 and B = 2, in units of stage and micro-batch / parts."""
+    """Start and end of every node with F = R = I = W = 1 and B = 2, in units of stage and micro-batch /
+    parts.
+    """
     scale = max((op.parts for op in graph.ops), default=1)
-    return earliest(graph, [len(op.kind.makes) * round(scale * op.work) or 1 for op in graph.ops])
+    return earliest(graph, [(len(op.kind.makes) or 1) * round(scale * op.work) or 1 for op in graph.ops])
 
 
 def with_messages(program: Program, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, Schedule
+from counterflow.schedule.recomputation import with_recomputations
 
 from .actions import (
     Action,
@@ -237,7 +238,10 @@ def _longer(schedule: Schedule) -> Schedule | None:
     known = registry.find(schedule.scheme)
     if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
         return None
-    skips = schedule.workload.skips
-    if registry.build(schedule.scheme, options).with_skips(skips) != schedule:
-        return None
-    return registry.build(schedule.scheme, options | {"periods": 2 * schedule.periods}).with_skips(skips)
+    skips, recomputes = schedule.workload.skips, schedule.workload.recomputes
+
+    def of_periods(periods: int) -> Schedule:
+        made = registry.build(schedule.scheme, options | {"periods": periods}).with_skips(skips)
+        return with_recomputations(made) if recomputes else made
+
+    return of_periods(2 * schedule.periods) if of_periods(schedule.periods) == schedule else None

@@ -22,6 +22,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Schedule
+from counterflow.schedule.recomputation import as_recomputed
 from counterflow.schedule.registry import schedule_of
 
 from .calls import Calls
@@ -40,7 +41,6 @@ from .messages.compression import Compression
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
 from .mini_batch.told import Call, Told
-from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
@@ -137,7 +137,6 @@ class Pipeline(Forwards):
             )
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
-        refuse_uncompressed(execution, schedule, further=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
         refuse_sharded(model)
@@ -150,8 +149,8 @@ class Pipeline(Forwards):
             shared=transport.shares_process,
             timeout_seconds=transport.timeout_seconds,
         )
-        self._model = its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
-        self.schedule, self.cuts = its.schedule, its.cuts
+        its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
+        self.cuts = its.cuts
         self._listing = Listing(model, list_layers)
         refuse_others(
             transport,
@@ -164,6 +163,8 @@ class Pipeline(Forwards):
             **execution.agreed(),
             **batching.agreed(),
         )
+        its = replace(its, schedule=as_recomputed(its.schedule, execution.recompute))
+        self._model, self.schedule = its, its.schedule
         self._held = held = held_stages(
             its,
             model,
@@ -184,8 +185,6 @@ class Pipeline(Forwards):
         self.replica: int = place(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
         self._lease = lease.opened(transport, self)
-        name = execution.gradient_compression
-        self.gradient_compression = None if name is None else SumCompression(name)
         self.weights = Weights(
             held.stages,
             names=its.names,
@@ -198,7 +197,6 @@ class Pipeline(Forwards):
             scheduler=scheduler,
             streams=self.streams,
             sharded=execution.zero_stage > 0,
-            compression=self.gradient_compression,
         )
         self.weights.loss_scale = LossScale.of(execution)
         held.compile(execution.compile, self.streams)

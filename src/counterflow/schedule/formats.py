@@ -26,14 +26,15 @@ VERSION = 1
 """The version of the format."""
 
 _OP = re.compile(
-    r"(?P<kind>[FBIW])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
+    r"(?P<kind>[FBIWR])(?:(?P<one>\d+)|\((?P<group>\d+(?:,\d+)+)\))\.(?P<stage>\d+)"
     r"(?:p(?P<pipe>\d+))?(?::(?P<part>\d+)/(?P<parts>\d+))?(?:v(?P<version>\d+))?"
 )
 _OP_HELP = (
     "ops look like F3.7 (forward of micro-batch 3, stage 7), B4.0p1 (backward on pipe 1), "
     "F(0,1).2 (two micro-batches at once), B4.0:1/2 (the second half, or slice), I4.0 and W4.0 (input "
     "gradient "
-    "and weight gradients of a split backward), F5.0v2 (weight version 2)"
+    "and weight gradients of a split backward), R3.7 (recomputation before B3.7 or I3.7), F5.0v2 (weight "
+    "version 2)"
 )
 
 MOST = 10**9
@@ -198,6 +199,7 @@ def _schedule(file: _File, name: str) -> Schedule:
         versions=_versions(file, stages, name),
         skips=_skips(file, stages, name),
         lengths=tuple(file.lengths or (1,) * slices),
+        recomputes=any(op.kind is OpKind.RECOMPUTATION for order in orders for op in order),
     )
     return Schedule(file.scheme, tuple(file.options.items()), workload, orders, steady)
 

@@ -159,11 +159,14 @@ class OpGraph:
         for node, op in enumerate(self.ops):
             if op.kind.whole:
                 outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
+        again = {self._keys[node]: node for node in self._of_kind[OpKind.RECOMPUTATION]}
         needs: list[list[int]] = []
         for op, source, key in zip(self.ops, self.source, self._keys, strict=True):
             kind, stage, batches, pipe, part, parts, _ = op
             taken = [] if source is None else [source]
-            if kind.first is Product.OUTPUT:
+            if key in again and kind.again and kind.makes:
+                taken.append(again[key])
+            elif kind.first is Product.OUTPUT:
                 taken.append(outputs[pipe, stage, batches[0], part if sliced else 0])
             elif kind.first is not None:
                 taken.append(self._makers[kind.first][key])

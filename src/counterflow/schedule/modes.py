@@ -1,4 +1,4 @@
-"""Choices that do not change the order of ops: recomputation and gradient synchronisation."""
+"""Choices that are no part of a scheme: recomputation and gradient synchronisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from counterflow.errors import ConfigError
 
 
 class Recompute(StrEnum):
-    """What a forward saves for its backward: everything, the stage's input, or each layer's input."""
+    """What a forward saves for its backward: everything, the stage's input, or each layer's input.
+
+    With ``stage`` an op of its own computes the whole stage again before each backward
+    (``recomputation.py``). With ``layer`` the backward computes one layer again after the other, so that only
+    one of them is in memory.
+    """
 
     NONE = "none"
     STAGE = "stage"

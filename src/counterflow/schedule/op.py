@@ -31,7 +31,8 @@ class OpKind(Enum):
     reads it.
 
     A backward makes two products at once. A split backward is two ops: the input gradient, for which the
-    stage before waits, and the weight gradients, for which only the update waits.
+    stage before waits, and the weight gradients, for which only the update waits. A recomputation makes none:
+    it computes a forward again, whose graph the backward of the same stage and share then takes.
 
     Attributes:
         word: name of the kind.
@@ -43,12 +44,14 @@ class OpKind(Enum):
             forward's state, taken by the next slice's forward; -1, the state's gradient, taken by the slice
             before; 0: it leaves none.
         attends: whether a part of its work is attention between positions, which has no weights.
-        again: the kind whose work it does again first if outputs are recomputed, or None.
+        again: the kind whose work it does again, or None; a backward only if outputs are recomputed and no
+            recomputation has done it.
         gives: the one of its products that goes to another stage, or None.
         whole: whether it always computes whole micro-batches, because it needs nothing of its own stage; in a
             sliced workload always one slice.
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2; of the recomputation
+    Yang et al., Group-based Interleaved Pipeline Parallelism (WPipe, ICLR 2022), appendix A.3, Figure 13.
     """
 
     __hash__ = (
@@ -59,6 +62,7 @@ class OpKind(Enum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENTS = "W"
+    RECOMPUTATION = "R"
 
     word: str
     first: Product | None
@@ -73,8 +77,8 @@ class OpKind(Enum):
 
     @property
     def halves(self) -> tuple[OpKind, ...]:
-        """The kinds it is split into: itself, if it makes one product."""
-        if len(self.makes) == 1:
+        """The kinds it is split into: itself, unless it makes two products."""
+        if len(self.makes) < 2:
             return (self,)
         return tuple(maker_of(product) for product in self.makes)
 
@@ -88,10 +92,11 @@ class OpKind(Enum):
         """The second half of a split backward, if this is the first half; else None."""
         if len(self.makes) > 1:
             return None
-        return next((kind for kind in OpKind if kind.takes is None and kind.first in self.makes), None)
+        halves = (kind for kind in OpKind if kind.half and kind.takes is None and kind.first in self.makes)
+        return next(halves, None)
 
 
-F, B, I, W = OpKind  # noqa: E741 - the letters of the papers, for orders
+F, B, I, W, R = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
 
 _Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int, int, bool, OpKind | None]
@@ -101,6 +106,7 @@ _FACTS: dict[OpKind, _Row] = {
     B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1, -1, True, F),
     I: ("input gradient", _OUT, _IN, (_IN,), 0, -1, True, F),
     W: ("weight gradients", _IN, None, (_WEIGHTS,), -1, 0, False, None),
+    R: ("recomputation", _OUT, None, (), 0, 0, True, F),
 }
 for _kind, _row in _FACTS.items():
     _kind.word, _kind.first, _kind.takes, _kind.makes = _row[:4]
@@ -119,9 +125,9 @@ class Op(NamedTuple):
 
     ``micro_batches`` are the micro-batches computed together (more than one in a doubled forward). ``part``
     of ``parts`` says which share of the micro-batch a divided backward computes; in a sliced workload, which
-    slice of its sequence a forward or backward computes. ``version`` is the number of updates the stage's
-    weights have seen (0 in every synchronous scheme: the weights at the start of the mini-batch). All numbers
-    count from 0.
+    slice of its sequence a forward or backward computes. A recomputation has the share of its backward.
+    ``version`` is the number of updates the stage's weights have seen (0 in every synchronous scheme: the
+    weights at the start of the mini-batch). All numbers count from 0.
 
     >>> str(Op(OpKind.FORWARD, stage=7, micro_batches=(3,)))
     'F3.7'

@@ -12,7 +12,11 @@ class OpShown(Part):
 
     kind: Annotated[
         str,
-        said("F forward, B backward, I input gradient, W weight gradients", "op.kind.value", "kind.value"),
+        said(
+            "F forward, B backward, I input gradient, W weight gradients, R recomputation",
+            "op.kind.value",
+            "kind.value",
+        ),
     ]
     stage: Annotated[int, said("from 0")]
     pipe: Annotated[int, said("from 0")]

@@ -70,8 +70,8 @@ def _beyond(schedule: Schedule) -> str | None:
         return "no flush and several versions of the weights"
     if schedule.pipes > 1:
         return f"{schedule.pipes} pipes with copies of the stages"
-    if schedule.workload.skips:
-        return "skip connections"
+    if schedule.workload.skips or schedule.workload.recomputes:
+        return "skip connections" if schedule.workload.skips else "recomputations as ops of their own"
     if any(len(op.micro_batches) > 1 for op in schedule.ops()):
         return "micro-batches that run together"
     if any(op.parts != schedule.workload.slices for op in schedule.ops()):

@@ -92,6 +92,8 @@ class Workload:
         skips: skip connections, ascending.
         lengths: relative lengths of the slices into which each micro-batch is cut along its sequence; one:
             micro-batches are whole. With several, each forward is of one slice, and all parts are slices.
+        recomputes: whether an op of its own computes a stage again before each backward: a recomputation, of
+            the same share.
     """
 
     placement: Placement
@@ -103,6 +105,7 @@ class Workload:
     trains: bool = True
     skips: tuple[SkipLink, ...] = ()
     lengths: tuple[int, ...] = (1,)
+    recomputes: bool = False
 
     @property
     def total_micro_batches(self) -> int:
@@ -148,6 +151,7 @@ class Workload:
         F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
         """
         stages = range(self.placement.stages)
+        again = (OpKind.RECOMPUTATION,) if self.recomputes else ()
         for one in self.passes:
             if not one.micro_batches:  # backwards without a forward, which ``faults`` reports
                 continue
@@ -157,11 +161,13 @@ class Workload:
                     yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, part, self.slices, used[s])
             for share in one.shares:
                 for s in stages:
-                    for kind in kinds_of(share, s):
+                    for kind in (*again, *kinds_of(share, s)):
                         yield Op(kind, s, share.micro_batches, one.pipe, share.part, share.parts, used[s])
 
     def needs(self, op: Op) -> tuple[Op, ...]:
         """The ops whose products an op takes: of its own stage first, then of the stage before or after.
+
+        A backward takes the graph of its recomputation, if it has one, and otherwise that of its forward.
 
         Then follow ops at the other end of a skip connection, if it exists for each micro-batch, and last the
         op of the slice before or after, which leaves a state or its gradient.
@@ -191,6 +197,8 @@ class Workload:
             return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
 
         needed = [] if op.kind.first is None else [maker(op.kind.first, op.stage)]
+        if self.recomputes and op.kind.again and op.kind.makes:
+            needed = [op._replace(kind=OpKind.RECOMPUTATION)]
         takes = op.kind.takes
         if takes is not None:
             ends = [(op.stage - takes.goes, op.stage)[:: takes.goes]]
@@ -289,7 +297,14 @@ class Workload:
         """The workload of only the forwards of one period, of whole micro-batches."""
         passes = tuple(replace(p, shares=()) for p in self.of_periods(1).passes)
         return replace(
-            self, passes=passes, periods=1, synchronous=True, versions=None, trains=False, lengths=(1,)
+            self,
+            passes=passes,
+            periods=1,
+            synchronous=True,
+            versions=None,
+            trains=False,
+            lengths=(1,),
+            recomputes=False,
         )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from counterflow.program import lowering
 from counterflow.program.actions import Matching, Program
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.recomputation import as_recomputed, with_recomputations
 
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of
@@ -45,6 +48,9 @@ def simulate(
 ) -> Simulation:
     """Simulate a schedule: every worker runs its order, each op as soon as its inputs exist.
 
+    With ``recompute="stage"`` a schedule has a recomputation before each backward, which runs while its
+    worker waits for the gradient; a schedule that has some is simulated so in any case.
+
     A program is played action by action, as its workers would run it, with the sums, gathers and waits in its
     lists. A schedule and its lowered program (``lower``) have the same times.
 
@@ -66,6 +72,7 @@ def simulate(
     costs = Costs() if costs is None else costs
     if isinstance(schedule, Program):
         model = timed(schedule.schedule)
+        costs = _as_recomputed(schedule.schedule, costs)
         played, makespan = play_program(model, schedule, costs)
         return Simulation(model, costs, played, makespan=makespan)
     found = simulate_within(registry.schedule_of(schedule, sizes), costs, math.inf)
@@ -87,6 +94,7 @@ def simulate_within(
     Returns:
         None: a worker exceeds the limit, even if it never waited again.
     """
+    schedule, costs = _recomputed(schedule, costs)
     model = timed(schedule)
     played = model.play(costs, limit, tail)
     return None if played is None else Simulation(model, costs, played)
@@ -99,8 +107,29 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         schedule: the schedule; its order decides.
         costs: costs with ``memory``; all others are ignored.
     """
+    schedule, costs = _recomputed(schedule, costs)
     model = timed(schedule)
     return peaks_of(model.first, model.changes(costs))
+
+
+def _recomputed(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
+    """A schedule with the recomputations of its costs, and costs with those of the schedule."""
+    if costs.recompute is Recompute.STAGE and costs.recompute_ahead:
+        schedule = with_recomputations(schedule)
+    return schedule, _as_recomputed(schedule, costs)
+
+
+def _as_recomputed(schedule: Schedule, costs: Costs) -> Costs:
+    """Costs of a schedule, whose recomputations say what is recomputed.
+
+    Raises:
+        ConfigError: the schedule recomputes stages, and the costs layers.
+    """
+    if not schedule.workload.recomputes or costs.recompute is Recompute.STAGE:
+        return costs
+    if costs.recompute is Recompute.LAYER:
+        as_recomputed(schedule, Recompute.LAYER)
+    return replace(costs, recompute=Recompute.STAGE)
 
 
 def lower(
@@ -128,8 +157,8 @@ def lower(
         DeadlockError: the workers wait for each other in a circle.
         ConfigError: the costs do not fit the schedule.
     """
-    schedule = registry.schedule_of(schedule, sizes)
     costs = Costs() if costs is None else costs
+    schedule, costs = _recomputed(registry.schedule_of(schedule, sizes), costs)
     return lowering.lower(
         schedule,
         replicas=costs.replicas,

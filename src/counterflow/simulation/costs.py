@@ -66,7 +66,11 @@ class Costs:
             and precedes the agreement.
         statistics: time of averaging one stage's running statistics over its copies, after the update.
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
-        recompute: ``stage`` and ``layer`` add one forward to each backward.
+        recompute: ``stage`` and ``layer`` add the work of one forward to each backward: ``stage`` as an op of
+            its own before it, a recomputation, ``layer`` in the backward itself.
+        recompute_ahead: whether ``stage`` does so, and workers recompute while they wait for gradients;
+            otherwise that, too, is in the backward, as with torch's checkpoint. Schedules that have
+            recomputations keep them.
         ops: costs of ops, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
             in ``memory``; with them devices may differ, and doubled ops have measured costs.
         memory: byte costs, or bytes by stage after ``recompute``; None omits memory.
@@ -142,10 +146,12 @@ class Costs:
     replicas: int = asked(1, "W: copies of the pipeline group, whose gradients are summed. Default 1.", int)
     recompute: Recompute | str = asked(
         Recompute.NONE,
-        "stage or layer save less and add a forward to each backward; none is the default.",
+        "stage or layer save less and add a forward to each backward, stage as an op of its own before it; "
+        "none is the default.",
         Recompute,
         metavar="MODE",
     )
+    recompute_ahead: bool = True
     ops: OpCosts | None = None
     memory: ByteCosts | StageBytes | None = None
     relative: bool | None = None
@@ -224,6 +230,7 @@ _NO_TIMES = frozenset(
         "sync_slowdown",
         "replicas",
         "recompute",
+        "recompute_ahead",
         "memory",
         "relative",
     }

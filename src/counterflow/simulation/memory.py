@@ -17,9 +17,10 @@ class Changes:
     """Changes of each worker's memory.
 
     A forward's stash exists from its start to the end of its backward. If the backward is split, the part
-    that only the input gradient needs is freed with it, the rest with the weight gradients. Additional memory
-    of recomputation exists while the backward runs. Weights, gradients and optimiser state of every copy
-    exist throughout, a further weight version from its update until nothing needs it.
+    that only the input gradient needs is freed with it, the rest with the weight gradients. What a
+    recomputation makes again exists from its start to the end of its backward. Weights, gradients and
+    optimiser state of every copy exist throughout, a further weight version from its update until nothing
+    needs it.
 
     Attributes:
         base: memory that each worker holds before its first op.

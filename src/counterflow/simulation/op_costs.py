@@ -36,6 +36,7 @@ class Piece:
         shares: for a forward, number of backwards that differentiate it; each may need a graph of its own.
         part: number of its slice; 0 if it is none.
         lengths: relative lengths of the slices of a micro-batch; one: it is whole.
+        recomputed: whether stages are computed again by ops of their own, so that no backward does it.
     """
 
     kind: OpKind
@@ -46,6 +47,7 @@ class Piece:
     shares: int = 1
     part: int = 0
     lengths: tuple[int, ...] = (1,)
+    recomputed: bool = False
     work: float = field(init=False, compare=False)
     """Work in micro-batches: 2 for a doubled forward, 0.5 for a half backward, its share of the sequence for
     a slice.
@@ -75,12 +77,27 @@ class Piece:
         """Whether it is of one of several slices."""
         return len(self.lengths) > 1
 
+    @property
+    def repeats(self) -> OpKind | None:
+        """The kind whose work a backward does again if outputs are recomputed, unless a recomputation has
+        done it; None: of no other kind.
+        """
+        return None if self.recomputed or not self.kind.makes else self.kind.again
+
     @classmethod
     def of(cls, op: Op, worker: int, workload: Workload) -> Piece:
         """The piece of an op on a worker."""
         part = op.part if workload.slices > 1 else 0
-        batches = len(op.micro_batches)
-        return cls(op.kind, op.stage, worker, batches, op.parts, part=part, lengths=workload.lengths)
+        return cls(
+            op.kind,
+            op.stage,
+            worker,
+            len(op.micro_batches),
+            op.parts,
+            part=part,
+            lengths=workload.lengths,
+            recomputed=workload.recomputes,
+        )
 
 
 class OpCosts(Protocol):
@@ -224,7 +241,9 @@ class StageBytes:
         fixed: gradients and optimiser state.
         stash: bytes of one micro-batch that are saved from its forward to its backward.
         between: bytes that are saved from input gradient to weight gradients, if the backward is split.
-        space: for each kind of op, additional bytes while it runs.
+        space: for each kind of op, additional bytes while it runs; of a backward without those of a
+            recomputation.
+        again: bytes that a recomputation leaves until the backward has ended; empty: none.
         state: bytes of one micro-batch that slices leave to later ones.
         slice_state: bytes of it that each slice leaves however short it is, in addition; empty: none.
         state_gradients: gradients of ``state``; empty: as many.
@@ -236,6 +255,7 @@ class StageBytes:
     stash: list[float]
     between: list[float]
     space: Mapping[OpKind, list[float]]
+    again: list[float] = field(default_factory=list)
     state: list[float] = field(default_factory=list)
     slice_state: list[float] = field(default_factory=list)
     state_gradients: list[float] = field(default_factory=list)
@@ -243,7 +263,8 @@ class StageBytes:
 
     def of_piece(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds when it starts and when it has ended."""
-        at_start, at_end = (amount * piece.work for amount in self.changes(piece.kind, piece.stage))
+        each = self.changes(piece.kind, piece.stage, recomputed=piece.recomputed)
+        at_start, at_end = (amount * piece.work for amount in each)
         state_at_start, state_at_end = self.state_changes(piece)
         return at_start + state_at_start, at_end + state_at_end
 
@@ -270,16 +291,28 @@ class StageBytes:
             at_end -= 0.0 if last else gradients * share[piece.part]
         return at_start, at_end
 
-    def changes(self, kind: OpKind, stage: int) -> tuple[float, float]:
-        """Bytes that an op on one micro-batch adds when it starts and when it has ended."""
+    def changes(self, kind: OpKind, stage: int, *, recomputed: bool) -> tuple[float, float]:
+        """Bytes that an op on one micro-batch adds when it starts and when it has ended.
+
+        Args:
+            kind: kind of the op.
+            stage: its stage.
+            recomputed: whether a recomputation precedes each backward; otherwise the backward recomputes.
+        """
         stash, between, space = self.stash[stage], self.between[stage], self.space[kind][stage]
+        again = self.again[stage] if self.again else 0.0
+        alone = max(self.space[OpKind.RECOMPUTATION][stage], again)
+        if kind.again is not None and kind.makes and not recomputed:
+            again, space = 0.0, max(alone, again + space)
         match kind:
             case OpKind.FORWARD:
                 return stash + space, -space
+            case OpKind.RECOMPUTATION:
+                return alone, again - alone
             case OpKind.BACKWARD:
-                return space, -stash - space
+                return space, -stash - again - space
             case OpKind.INPUT_GRADIENT:
-                return space, between - stash - space
+                return space, between - stash - again - space
             case OpKind.WEIGHT_GRADIENTS:
                 return space, -between - space
 
@@ -295,20 +328,21 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
 
     stash = full = each("activations")
     inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
-    again = none
+    again = layer = none
     if recompute is Recompute.STAGE:  # the input exists already
         stash = inputs
         again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
     elif recompute is Recompute.LAYER:
         stash = [i * n for i, n in zip(inputs, layers, strict=True)]
-        again = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
-        stash, again = each("layer_inputs", stash), each("largest_layer", again)
+        layer = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
+        stash, layer = each("layer_inputs", stash), each("largest_layer", layer)
     return StageBytes(
         weights=list(map(add, each("weights"), each("casts"))),
         fixed=list(map(add, each("gradients", costs.weights), each("optimizer"))),
         stash=stash,
         between=each("kept_for_weights", full),
-        space=dict(zip(OpKind, (none, again, again, none), strict=True)),
+        space=dict(zip(OpKind, (none, layer, layer, none, again), strict=True)),
+        again=again,
         state=each("state"),
         slice_state=each("slice_state"),
         state_gradients=each("state_gradients", costs.state),
@@ -325,16 +359,18 @@ class StageOps:
         attention: the seconds of these that are attention to earlier positions, in the same form.
         overhead: seconds that each op takes in addition, by stage, however small its part is.
         held: bytes by stage; None: not counted.
+        again: whether a backward computes its forward again, unless a recomputation has done it.
     """
 
     table: dict[OpKind, list[float]]
     held: StageBytes | None
     attention: dict[OpKind, list[float]]
     overhead: list[float]
+    again: bool = False
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> StageOps:
-        """Costs by stage. A recomputation happens once, with the input gradient.
+        """Costs by stage. A recomputation happens once, before or with the input gradient.
 
         Attention has no weights, so that a split backward has all of it in the input gradient.
         """
@@ -350,21 +386,25 @@ class StageOps:
             weights = per_stage("weight_gradients", costs.weight_gradients, stages)
         halved = list(map(min, seen_back, inputs))
         recompute = Recompute(costs.recompute)
-        if recompute is not Recompute.NONE:
-            backward = [b + f for f, b in zip(forward, backward, strict=True)]
-            inputs = [i + f for f, i in zip(forward, inputs, strict=True)]
-            seen_back, halved = (list(map(add, seen, back)) for back in (seen_back, halved))
-        table = dict(zip(OpKind, (forward, backward, inputs, weights), strict=True))
-        attention = dict(zip(OpKind, (seen, seen_back, halved, [0.0] * stages), strict=True))
+        table = dict(zip(OpKind, (forward, backward, inputs, weights, forward), strict=True))
+        attention = dict(zip(OpKind, (seen, seen_back, halved, [0.0] * stages, seen), strict=True))
         held = None if costs.memory is None else stage_bytes(costs.memory, recompute, stages)
-        return cls(table, held, attention, per_stage("overhead", costs.overhead, stages))
+        overhead, again = per_stage("overhead", costs.overhead, stages), recompute is not Recompute.NONE
+        return cls(table, held, attention, overhead, again)
 
     def seconds(self, piece: Piece) -> float:
         """Duration of an op, see ``OpCosts``."""
-        seconds = self.table[piece.kind][piece.stage] * piece.work
-        if piece.attention != piece.work:
-            seconds += self.attention[piece.kind][piece.stage] * (piece.attention - piece.work)
+        seconds = self._alone(piece.kind, piece)
+        if self.again and piece.repeats is not None:
+            seconds += self._alone(piece.repeats, piece)
         return seconds + self.overhead[piece.stage]
+
+    def _alone(self, kind: OpKind, piece: Piece) -> float:
+        """Seconds of the work that an op of a kind does, without its overhead."""
+        seconds = self.table[kind][piece.stage] * piece.work
+        if piece.attention != piece.work:
+            seconds += self.attention[kind][piece.stage] * (piece.attention - piece.work)
+        return seconds
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds, see ``OpCosts``."""

@@ -31,7 +31,8 @@ _NONE = -1_000_000
 
 def period_ops(schedule: Schedule, worker: int) -> int:
     """Number of ops of a worker in a period; asynchronous schemes have no doubled or halved ops."""
-    return 2 * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
+    each = 3 if schedule.workload.recomputes else 2
+    return each * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
 
 
 def whole_periods(schedule: Schedule) -> int:

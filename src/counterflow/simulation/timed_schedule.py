@@ -219,7 +219,8 @@ class TimedSchedule:
         shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
         stages = range(self.schedule.stages)
         kinds, of, batches, _, part, parts, _ = self.nodes.columns
-        each, lengths = [1] * len(self.ops), self.schedule.workload.lengths
+        each, workload = [1] * len(self.ops), self.schedule.workload
+        lengths = workload.lengths
         if len(lengths) == 1:
             part = [0] * len(self.ops)
         # A sliced forward has one backward: that of its own slice.
@@ -230,7 +231,8 @@ class TimedSchedule:
         which = np.fromiter(map(numbers.__getitem__, keys), dtype=np.int64, count=len(self.ops))
         if not all(key[1] in stages for key in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
-        return list(starmap(partial(Piece, lengths=lengths), numbers)), which
+        piece = partial(Piece, lengths=lengths, recomputed=workload.recomputes)
+        return list(starmap(piece, numbers)), which
 
     def seconds(self, costs: Costs) -> Floats:
         """Duration of each op.

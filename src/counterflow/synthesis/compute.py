@@ -296,7 +296,7 @@ def one_by_one(problem: Problem) -> Words:
         x = letters[n]
         if x.kind.whole:
             return x.pipe, 0, x.stage, x.part
-        return x.pipe, 1, -x.stage, -x.part, x.kind.takes is None
+        return x.pipe, 1, -x.stage, -x.part, x.turn
 
     words: list[list[int]] = [[] for _ in range(problem.workers)]
     for k in range(max(x.count for x in letters)):

@@ -11,6 +11,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced_workload, slices_option
 from counterflow.schedule.placement import Placement
+from counterflow.schedule.recomputation import with_recomputations
 from counterflow.schedule.scheme import SLICES, SPLIT, Scheme
 from counterflow.schedule.workload import Workload
 
@@ -58,6 +59,8 @@ def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
             continue
         if _likeness(schedule.workload) != wanted:
             continue
+        if problem.workload.recomputes:
+            schedule = with_recomputations(schedule)
         words = replace(problem, workload=schedule.workload).words_of(schedule)
         if words is not None:
             yield str(schedule), words

@@ -30,7 +30,8 @@ def problem_of(
     """The problem of ordering a workload.
 
     Args:
-        workload: a synchronous workload, with micro-batches one by one, whole or in slices.
+        workload: a synchronous workload, with micro-batches one by one, whole or in slices. If the costs
+            recompute stages, it has recomputations, which may run anywhere before their backwards.
         costs: seconds and bytes; default: a forward costs 1, a backward 2, messages nothing.
         peak: maximum activations that a worker stashes, in (stage x micro-batch) units, from a forward's
             start to the end of its weight gradients.
@@ -48,6 +49,8 @@ def problem_of(
     except ValueError:
         raise ConfigError(f"objective={str(objective)!r}: legal: {', '.join(Objective)}") from None
     _refuse(workload)
+    if costs.recompute is Recompute.STAGE and costs.recompute_ahead and not workload.recomputes:
+        workload = replace(workload, recomputes=True)
     letters, links = _letters(workload, costs)
     stores = []
     if peak is not None:
@@ -206,7 +209,8 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
                 continue
             forwards = [n for n in own if letters[n].kind.whole]
             word = forwards + sorted(
-                (n for n in own if n not in forwards), key=lambda n: (-letters[n].stage, -letters[n].part)
+                (n for n in own if n not in forwards),
+                key=lambda n: (-letters[n].stage, -letters[n].part, letters[n].turn),
             )
             held = replace(store, most=(most,))
             (need,) = peaks(held, (tuple(word),))

@@ -19,6 +19,7 @@ from enum import StrEnum
 
 from counterflow.errors import ConfigError, DeadlockError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
+from counterflow.schedule.recomputation import with_recomputations
 from counterflow.schedule.workload import Workload
 from counterflow.simulation import Costs, simulate
 
@@ -84,6 +85,15 @@ class Letter:
     def unit(self) -> tuple[int, int, int]:
         """Pipe, stage and slice: what the letters of one forward and its backward have in common."""
         return self.pipe, self.stage, self.part
+
+    @property
+    def turn(self) -> int:
+        """Place among the letters of its unit: forward, recomputation (``RECOMPUTED``), backward or input
+        gradient, weight gradients.
+        """
+        if self.kind.whole:
+            return 0
+        return 2 + (self.kind.takes is None) if self.kind.makes else RECOMPUTED
 
     def __str__(self) -> str:
         text = f"{self.kind.value}.{self.stage}" + (f"p{self.pipe}" if self.pipe else "")
@@ -197,9 +207,13 @@ class Problem:
     def words_of(self, schedule: Schedule) -> Words | None:
         """The words of a schedule of this workload; None if its ops are not in the same order on all stages.
 
+        If the workload has recomputations and the schedule has none, each is just before its backward.
+
         Raises:
             ConfigError: the schedule has another workload.
         """
+        if self.workload.recomputes:
+            schedule = with_recomputations(schedule)
         if schedule.workload != self.workload:
             raise ConfigError(f"{schedule}: has another workload; give a schedule of this one")
         number = {(x.kind, *x.unit): n for n, x in enumerate(self.letters)}
@@ -237,6 +251,9 @@ class Problem:
             orders.append(tuple(order))
         return Schedule(scheme, tuple(options), self.workload, tuple(orders))
 
+
+RECOMPUTED = 1
+"""The turn of a recomputation."""
 
 CLOSE = 1e-9
 """Share by which a limit may be exceeded, because sums of floats round."""

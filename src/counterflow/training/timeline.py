@@ -328,7 +328,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     Messages and gradient syncs cost nothing here, as both overlap with the ops. Bytes are those saved for
     backward alone, which the engine counts; weights, gradients and optimiser state are not included.
     """
-    again = recompute is not Recompute.NONE
+    again = recompute is Recompute.LAYER
     parts = [_Parts.of(stage, again=again) for stage in stages]
     return Costs(
         forward=[part.forward for part in parts],

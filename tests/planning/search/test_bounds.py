@@ -369,15 +369,18 @@ ONE = costs(
     ("others", "recompute", "expected"),
     [
         ({}, Recompute.NONE, (10, 30, 30, 20)),
-        ({}, Recompute.STAGE, (10, 38, 38, 28)),
+        ({}, Recompute.LAYER, (10, 38, 38, 28)),
+        ({}, Recompute.STAGE, (10, 38, 38, 20)),
         ({"together": (2,)}, Recompute.NONE, (9, 29, 29, 20)),  # half of two in turn
-        ({"together": (2,)}, Recompute.STAGE, (7, 35, 35, 28)),  # half of two at once
+        ({"together": (2,)}, Recompute.STAGE, (7, 35, 35, 20)),  # half of two at once
         ({"parts": 2}, Recompute.NONE, (9.5, 27.5, 27.5, 9)),  # two halves are quicker
-        ({"parts": 2}, Recompute.STAGE, (10, 36, 36, 13)),
+        ({"parts": 2}, Recompute.STAGE, (10, 36, 36, 9)),
         ({"parts": 4}, Recompute.NONE, (9.5, 27.5, 27.5, 5)),
-        ({"parts": 3}, Recompute.STAGE, (10, 36, 36, 28 / 3)),
+        ({"parts": 3}, Recompute.STAGE, (10, 36, 36, 20 / 3)),
+        ({"parts": 2}, Recompute.LAYER, (9.5, 35.5, 35.5, 13)),
         ({"split": True}, Recompute.NONE, (10, 29, 17, 7)),  # the two halves are quicker than the whole
         ({"split": True}, Recompute.LAYER, (10, 37, 25, 15)),
+        ({"split": True}, Recompute.STAGE, (10, 37, 25, 7)),
         ({"split": True, "parts": 2}, Recompute.NONE, (9.5, 27.5, 27.5, 9)),
     ],
 )

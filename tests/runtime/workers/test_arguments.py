@@ -30,7 +30,8 @@ def work(which: str) -> None:
         nn.functional.mse_loss,
         schedule,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        recompute="stage" if other else "none",  # which may differ
+        recompute="stage" if which == "recompute" and other else "none",
+        timeout_seconds=30.0 if other else 20.0,  # which may differ
         **every.get(which, {}),
     ).step(torch.ones(8, 2), torch.ones(8, 2))
 
@@ -45,6 +46,7 @@ def work(which: str) -> None:
         ("layers", "layers = 4, and rank 1 layers = 5"),
         ("schedule", r"schedule = dapple\(stages=2, micro_batches=4\), and rank 1 schedule = dapple"),
         ("clip_norm", "clip_norm = None, and rank 1 clip_norm = 1.0"),
+        ("recompute", "recompute = 'none', and rank 1 recompute = 'stage'"),
         ("barrier", "barrier = False, and rank 1 barrier = True"),
     ],
 )

@@ -27,9 +27,16 @@ export function subjectForm(state, index, { schemes, costs }, { changed, rebuild
   }
   function pay() {
     const other = () => { subject.planned = false; pay(); changed(); };
+    let recompute = subject.costs?.recompute;
+    // With recomputations orders have more ops, of which moves name places.
+    const repaid = () => {
+      if (subject.costs.recompute !== recompute) subject.moves = [];
+      recompute = subject.costs.recompute;
+      changed();
+    };
     paid.replaceChildren(el("legend", {}, index ? "Costs of the second" : "Costs"), ...(subject.planned
       ? [el("p", {}, "The plan's costs, of each stage and each link."), el("button", { type: "button", onclick: other }, "Give other costs")]
-      : costForm(subject.costs, costs, ["stage", "worker", "model"], changed, { open: !index })));
+      : costForm(subject.costs, costs, ["stage", "worker", "model"], repaid, { open: !index })));
   }
   refresh();
   pay();

@@ -28,7 +28,7 @@ import numpy as np
 
 from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
-from counterflow.schedule.ir import Op, Product, Schedule
+from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
 from counterflow.simulation import Piece
@@ -131,6 +131,8 @@ class _Walk:
         self.kept = [0.0 if again else one.kept_output for one in each]
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
+        self.again: dict[tuple[object, ...], float] = {}
+        """What recomputations left for backwards that have not run."""
         self.inputs = 0.0
         """Inputs of stages, in receive buffers, while their micro-batches are in flight."""
         self.here = 0.0
@@ -175,13 +177,15 @@ class _Walk:
         self.gone_here = 0.0
         if op.kind.whole:
             self._forward(op)
+        elif op.kind is OpKind.RECOMPUTATION:
+            self._recomputation(op)
         else:
             self._backward(op)
 
     def _forward(self, op: Op) -> None:
         stage = op.stage
         work, (before, after) = self.work(op), self._of_state(op)
-        at_start, at_end = self.held.changes(op.kind, stage)
+        at_start, at_end = self._changes(op)
         at_start, at_end = at_start * work + before, at_end * work + after
         stays = at_start + at_end - self.counted[stage] * self.work(op)
         if stage and not self._is_here(op, stage - 1):
@@ -190,6 +194,17 @@ class _Walk:
         self.stash += stays
         if stage < self.last:
             self._lay(op, self._beyond_kept(stage) * self.work(op), stage + 1)
+
+    def _recomputation(self, op: Op) -> None:
+        at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
+        stays = at_start + at_end
+        self._note(at_start, stays)
+        self.stash += stays
+        self.again[op[1:]] = stays
+
+    def _changes(self, op: Op) -> tuple[float, float]:
+        """Bytes that an op on one micro-batch adds when it starts, and when it has ended."""
+        return self.held.changes(op.kind, op.stage, recomputed=self.workload.recomputes)
 
     def _of_state(self, op: Op) -> tuple[float, float]:
         """Bytes of states that an op adds when it starts, and when it has ended; whole micro-batches have
@@ -212,8 +227,10 @@ class _Walk:
         own = self.counted[stage]
         whole = (self.held.stash[stage] - own) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
+        if first:
+            whole += self.again.pop(op[1:], 0.0)
         before, after = self._of_state(op)
-        self._note(self.held.space[op.kind][stage] * self.work(op) + before, 0.0)
+        self._note(self._changes(op)[0] * self.work(op) + before, 0.0)
         self.stash += before + after
         self.stash += (0.0 if ends else rest) - (whole if first else rest)
         if ends:

@@ -57,19 +57,19 @@ class StageMemory:
             return self.saved
         return self.inputs if recompute is Recompute.STAGE else self.layer_inputs
 
-    def space(self, recompute: Recompute) -> tuple[float, float, float, float]:
-        """Additional bytes of each kind of op while it runs, in the order of ``OpKind``."""
+    def space(self, recompute: Recompute) -> tuple[float, float, float, float, float]:
+        """Additional bytes of each kind of op while it runs, in the order of ``OpKind``.
+
+        Those of a backward are in addition to what a recomputation of the whole stage leaves.
+        """
         left = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
         if recompute is Recompute.NONE:
             first = max(self.forward - left, 0.0)
-            return first, self.backward, self.input_gradient, self.weight_gradients
+            return first, self.backward, self.input_gradient, self.weight_gradients, 0.0
         first = max(self.forward_alone - left, 0.0)
         if recompute is Recompute.LAYER:
-            return first, self.layer_backward, self.layer_backward, self.weight_gradients
-        whole, half = (
-            max(self.forward, self.beyond_input + then) for then in (self.backward, self.input_gradient)
-        )
-        return first, whole, half, self.weight_gradients
+            return first, self.layer_backward, self.layer_backward, self.weight_gradients, 0.0
+        return first, self.backward, self.input_gradient, self.weight_gradients, self.forward
 
 
 def stage_bytes(
@@ -90,6 +90,7 @@ def stage_bytes(
         stash=[one.stash(recompute) for one in stages],
         between=[one.kept for one in stages],
         space=dict(zip(OpKind, map(list, spaces), strict=True)),
+        again=[one.beyond_input for one in stages] if recompute is Recompute.STAGE else [],
     )
 
 

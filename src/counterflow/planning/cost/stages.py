@@ -67,7 +67,7 @@ class StageCosts:
         skips: skip connections and values sent once per step, with their bytes, ascending.
         trained: bytes of the stage's weights that are trained.
         summed: the part of these that only copies of the stage contain, so their gradients are summed alone.
-        synced: bytes of those gradients, as they are sent.
+        synced: bytes of those gradients.
         ties: weights that several stages share.
         message_share: bytes of a message per byte of its content: less than 1 if compressed.
         update_peaks: memory that the optimiser needs while it updates a stage.
@@ -103,10 +103,6 @@ class StageCosts:
     update_peaks: tuple[float, ...] = ()
     slices: tuple[SliceCost, ...] = ()
 
-    def with_residuals(self) -> StageCosts:
-        """The same if gradients are summed in a smaller form: what is lost of them has their size."""
-        return replace(self, gradients=tuple(2 * size for size in self.gradients))
-
     @property
     def message_bytes(self) -> tuple[float, ...]:
         """Bytes of the message that carries each stage's output."""
@@ -118,8 +114,8 @@ class StageCosts:
         return len(self.memory)
 
     def seconds(self, kind: OpKind, *, half: bool = False) -> tuple[float, ...]:
-        """Seconds of an op on a micro-batch, or of a backward on half of one, by stage; without
-        recomputation.
+        """Seconds of an op on a micro-batch, or of a backward or recomputation on half of one, by stage; of
+        a backward without recomputation.
         """
         match kind:
             case OpKind.FORWARD:
@@ -130,6 +126,8 @@ class StageCosts:
                 return self.half_input_gradient if half else self.input_gradient
             case OpKind.WEIGHT_GRADIENTS:
                 return self.half_weight_gradients if half else self.weight_gradients
+            case OpKind.RECOMPUTATION:
+                return tuple(layers / 2 for layers in self.again) if half else self.again
 
     def of_slice(
         self, kind: OpKind, stage: int, share: Callable[[OpKind], float], *, recomputed: bool
@@ -140,9 +138,11 @@ class StageCosts:
             kind: kind of the op.
             stage: its stage.
             share: share of a whole op's seconds, without its overhead, that the slice takes, by kind.
-            recomputed: whether outputs are recomputed.
+            recomputed: whether it computes its forward again.
         """
         layers = self.again[stage]
+        if not kind.makes:
+            return layers * share(kind)
         overhead = self.forward[stage] - layers
         seconds = (self.seconds(kind)[stage] - overhead) * share(kind) + overhead
         if recomputed and kind.again is not None:
@@ -193,7 +193,7 @@ class PlannedOps:
 
     Attributes:
         stages: the stages' costs.
-        recompute: what a backward computes again: only its layers, in the same op.
+        recompute: what is computed again: only layers, in the same op or, whole stages, in one of its own.
         slowness: factor of seconds by worker; empty: all workers are alike.
     """
 
@@ -220,7 +220,7 @@ class PlannedOps:
             seconds = stages.seconds(piece.kind, half=True)[s]
         else:
             seconds = stages.seconds(piece.kind)[s] * piece.work
-        if self.recompute is not Recompute.NONE and piece.kind.again is not None:
+        if self._recomputes(piece):
             seconds += stages.again[s] * piece.work  # also if split
         return seconds
 
@@ -228,7 +228,11 @@ class PlannedOps:
         stages, s = self.stages, piece.stage
         cost = stages.slices[s] if stages.slices else SliceCost()
         share = partial(cost.share, work=piece.work, attention=piece.attention)
-        return stages.of_slice(piece.kind, s, share, recomputed=self.recompute is not Recompute.NONE)
+        return stages.of_slice(piece.kind, s, share, recomputed=self._recomputes(piece))
+
+    def _recomputes(self, piece: Piece) -> bool:
+        """Whether an op computes its forward again before it does anything else."""
+        return self.recompute is not Recompute.NONE and piece.repeats is not None
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds to its worker's memory when it starts, and when it has ended."""
@@ -368,7 +372,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         skips=links,
         trained=trained,
         summed=_less(trained, own),
-        synced=tuple(model.gradient_share * size for size in _less(gradients, own_gradients)),
+        synced=_less(gradients, own_gradients),
         ties=ties,
         message_share=model.message_share,
         update_peaks=tuple(

@@ -148,6 +148,8 @@ class Cluster:
             nodes slow each other down; otherwise each has a way of its own.
         overlap: whether a message travels while its sender computes.
         sync_slowdown: share by which compute is slower during an all-reduce, 0 or more.
+        recompute_ahead: whether whole stages are computed again while their workers wait for gradients, as
+            Counterflow does; otherwise in the backward, as other systems do.
         cores: processor cores of a node, if the devices are workers on cores; None for accelerators.
         sources: origins of numbers, by name.
         kinds: kinds of nodes, in the order in which nodes and devices are counted; empty: all are alike.
@@ -172,6 +174,7 @@ class Cluster:
     shared_adapter: bool = False
     overlap: bool = True
     sync_slowdown: float = 0.0
+    recompute_ahead: bool = True
     cores: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[NodeKind, ...] = ()

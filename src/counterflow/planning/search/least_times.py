@@ -28,7 +28,8 @@ class Times:
 
     ``forward`` and ``backward_op`` are those of the slice that takes least, if there are slices. If split,
     ``through`` is a forward and an input gradient per micro-batch, ``backward_op`` an input gradient;
-    otherwise ``through`` is ``both``.
+    otherwise ``through`` is ``both``. A recomputation of a whole stage is in ``both`` and ``through``, but
+    not in ``backward_op``, because it may run before the gradient exists that a backward takes.
     """
 
     forward: list[float]
@@ -54,24 +55,14 @@ class PipeTimes(NamedTuple):
     backward_op: Floats
 
 
-def of_times(shape: Shape, recompute: Recompute) -> Recompute:
-    """The first way to recompute that has the same minimum times as this one.
-
-    What is computed again in a backward is all layers in any case. How several micro-batches, or halves of
-    one, run together depends on what is saved.
-    """
-    if recompute is Recompute.NONE or shape.parts > 1 or max(shape.together) > 1:
-        return recompute
-    return Recompute.STAGE
-
-
 def least_times(
     shape: Shape, stages: StageCosts, recompute: Recompute, *, halves_alone: bool = False
 ) -> Times:
     """Minimum times of each stage of a placement; with ``halves_alone`` no backward is of more than half a
     micro-batch.
     """
-    again = recompute is not Recompute.NONE
+    inside = recompute is Recompute.LAYER
+    again, within = float(recompute is not Recompute.NONE), float(inside)
     forward, both, through, backward_op = [], [], [], []
     backwards = stages.backward
     if shape.split:
@@ -89,27 +80,27 @@ def least_times(
         stages.input_gradient,
         strict=True,
     ):
-        backward = b + (layers if again else 0.0)
-        half_op = half + (layers / 2 if again else 0.0)
-        smallest = half_op if shape.parts == 2 else min(half_op, backward / shape.parts)
+        backward, half_backward = b + again * layers, half + again * layers / 2
+        # Single ops, without what another op computes again.
+        op, half_op = b + within * layers, half + within * layers / 2
+        smallest = half_op if shape.parts == 2 else min(half_op, op / shape.parts)
         # A doubled forward serves two micro-batches, a half backward half of one, whose forward may then run
         # in halves.
         shared = max(shape.together) > 1
         halved = shape.parts > 1
         if halves_alone:
-            backward = 2 * half_op
+            backward, op = 2 * half_backward, 2 * half_op
         one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
         forward.append(one)
-        both.append(one + (min(backward, 2 * half_op) if halved else backward))
+        both.append(one + (min(backward, 2 * half_backward) if halved else backward))
         if shape.split and not halved:
-            gradient = min(backward, first + (layers if again else 0.0))
-            through.append(one + gradient)
-            backward_op.append(gradient)
+            through.append(one + min(backward, first + again * layers))
+            backward_op.append(min(op, first + within * layers))
         else:
             through.append(both[-1])
-            backward_op.append(min(backward, smallest) if halved else backward)
+            backward_op.append(min(op, smallest) if halved else op)
     if len(shape.lengths) > 1 and stages.slices:
-        forward, backward_op = _of_slices(shape, stages, recomputed=again)
+        forward, backward_op = _of_slices(shape, stages, recomputed=inside)
     return Times(forward, both, through, backward_op)
 
 

@@ -36,7 +36,6 @@ from ..prediction import Configuration
 from .bounds import Bounds
 from .constraints import Constraints
 from .found import Found, Plan, Rejections, TooLarge, nothing_fits
-from .least_times import of_times
 from .node_orders import Runs, node_orders
 from .shape import Shape
 from .shared_bounds import SharedBounds
@@ -356,7 +355,7 @@ class _Search:
                     play = self.predictor.play(self._configuration(candidate), self.mini_batch)
                 played[alike] = play, quickest
                 limit = self.best.limit(scheme)
-                times = of_times(candidate.group.shape, candidate.recompute), *where
+                times = candidate.recompute, *where
                 if quickest is None and not self.best.needs(
                     scheme, sketches.least_seconds(play, limit, times)
                 ):

@@ -10,7 +10,6 @@ from ..cost.device_placement import Arrangement, Network
 from ..cost.stages import Cuts, StageCosts
 from .any_cuts import AnyCuts
 from .bounds import Bounds, Common, common
-from .least_times import of_times
 from .node_orders import Runs
 from .paths import Hops
 from .shape import Shape
@@ -42,8 +41,7 @@ class SharedBounds:
     ) -> float:
         """Minimum seconds of an update of candidates, in any memory, however their layers are cut."""
         shape, predictor = group.shape, self._predictor
-        again = recompute is not Recompute.NONE
-        key = group.samples, again, max(shape.together) > 1, shape.parts, shape.split, shape.lengths
+        key = group.samples, recompute, max(shape.together) > 1, shape.parts, shape.split, shape.lengths
         if key not in self._any_cuts:
             given = predictor.model, predictor.profile, group.samples, recompute
             self._any_cuts[key] = AnyCuts.of(shape, *given)
@@ -116,9 +114,9 @@ class SharedBounds:
     def _ways_of(
         self, group: Group, stages: StageCosts, recompute: Recompute, place: _Key, links: Network
     ) -> Ways:
-        """Its bounds in any memory, which do not depend on what is saved for a backward."""
+        """Its bounds in any memory."""
         shape = group.shape
-        key = place, shape.without_promise, stages.samples, stages.cuts, of_times(shape, recompute)
+        key = place, shape.without_promise, stages.samples, stages.cuts, recompute
         if key not in self._ways:
             self._ways[key] = least_ways(
                 shape,

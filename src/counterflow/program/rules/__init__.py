@@ -12,7 +12,15 @@ from functools import partial
 from counterflow.errors import DeadlockError
 from counterflow.schedule.ir import Product
 
-from .orders import complete, own_first, peak, placed, promised_versions, slices_in_order
+from .orders import (
+    complete,
+    own_first,
+    peak,
+    placed,
+    promised_versions,
+    recomputed_first,
+    slices_in_order,
+)
 from .subject import Rule, Subject, details, require
 from .traffic import computes, messages, no_deadlock, no_deadlock_holding, no_deadlock_rendezvous, posted
 from .updates import agreed, held_versions, sums_in_one_order, syncs
@@ -27,6 +35,7 @@ INPUT_GRADIENT_FIRST = Rule(
     partial(own_first, Product.INPUT_GRADIENT),
     (COMPLETE.name, PLACED.name),
 )
+RECOMPUTED_FIRST = Rule("recomputation before its backward", recomputed_first, (COMPLETE.name, PLACED.name))
 SLICES = Rule("slices in the order of their states", slices_in_order, (COMPLETE.name, PLACED.name))
 DEADLOCK = Rule(
     "no deadlock with buffered sends", no_deadlock, (COMPLETE.name, PLACED.name), error=DeadlockError
@@ -37,6 +46,7 @@ _LOWERABLE = (
     PLACED.name,
     FORWARD_FIRST.name,
     INPUT_GRADIENT_FIRST.name,
+    RECOMPUTED_FIRST.name,
     SLICES.name,
     PROMISED.name,
     DEADLOCK.name,
@@ -84,6 +94,7 @@ RULES = (
     PLACED,
     FORWARD_FIRST,
     INPUT_GRADIENT_FIRST,
+    RECOMPUTED_FIRST,
     SLICES,
     PROMISED,
     DEADLOCK,
@@ -113,6 +124,7 @@ __all__ = [
     "PLACED",
     "POSTED",
     "PROMISED",
+    "RECOMPUTED_FIRST",
     "RULES",
     "SLICES",
     "SUMS",

@@ -97,6 +97,20 @@ def own_first(product: Product, subject: Subject) -> Iterator[str]:
                 yield f"worker {worker}, op {index}: {op} comes before its {maker.word}"
 
 
+def recomputed_first(subject: Subject) -> Iterator[str]:
+    """Backwards that precede the recomputation of their share."""
+    if not subject.schedule.workload.recomputes:
+        return
+    for worker, order in enumerate(subject.schedule.orders):
+        done: set[tuple[object, ...]] = set()
+        for index, op in enumerate(order):
+            if op.kind is OpKind.RECOMPUTATION:
+                done.add(op[1:])
+            elif op.kind.again is not None and op[1:] not in done:
+                word = OpKind.RECOMPUTATION.word
+                yield f"worker {worker}, op {index}: {op} comes before its {word}"
+
+
 def slices_in_order(subject: Subject) -> Iterator[str]:
     """Slices that precede the slice of their micro-batch from which they take a state, or its gradient."""
     slices = subject.schedule.workload.slices

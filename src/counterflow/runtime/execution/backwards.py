@@ -1,6 +1,6 @@
 """Runs the backwards of a worker's stages, whole or in halves.
 
-Invariant: a backward takes what its forward left in the stash, and what recomputes runs the forward again.
+Invariant: a backward takes what its forward, or the recomputation of that, left in the stash.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
-from counterflow.trees import versions
 
 from ..dtensors import settled
 from ..messages.arrivals import NONE
 from ..mini_batch.batch import Batch
-from ..stages.recomputation import Hold, copied, mapped, other_values, refuse_other
+from ..stages.recomputation import Hold
 from ..stages.replays import LayerReplays
 from ..stages.split_backward import SplitBackward, accumulate
 from .in_flight import NOTHING
@@ -78,7 +76,8 @@ class RunBackward(Differentiates):
         del batch
         stash = self._in_flight.stashes.pop(self._key)
         split = None
-        if self.splits and stash.edges is not None:
+        if self.splits:
+            assert stash.edges is not None  # a recomputation has made them
             split = SplitBackward(self.copy.splitting, stash.inputs, stash.joints)
             split.look_ahead(stash.edges)  # before anything is waited for
         gradients, reused = ([], NONE) if self.source is None else self.source.take_gradients(self._unit)
@@ -91,14 +90,12 @@ class RunBackward(Differentiates):
 
     def _compute(self, batch: Batch, taken: _Taken) -> SplitBackward | None:
         """Make gradients; gives the backward that is half done, if it is split."""
+        del batch
         stash, split, gradients, _ = taken
-        edges: Sequence[Any]
-        if stash.edges is None:
-            edges, known = self._recomputed(batch, stash, gradients)
-            if self.splits:
-                split = SplitBackward(self.copy.splitting, stash.inputs, stash.joints)
-        else:
-            edges, known = _with_gradients(stash.edges, gradients)
+        assert stash.edges is not None
+        if stash.graded is not None and gradients:
+            gradients = [g for g, graded in zip(gradients, stash.graded, strict=True) if graded]
+        edges, known = _with_gradients(stash.edges, gradients)
         if (around := self._around()) is None:
             self._differentiate(edges, known, split)
         else:
@@ -147,40 +144,6 @@ class RunBackward(Differentiates):
                 found.append(grad if grad is None or type(grad) is Tensor else settled(grad))
                 tensor.grad = None
         return self.skips.give_gradients(found, stash.by_skips) if self.skips.gives else found
-
-    def _recomputed(
-        self, batch: Batch, stash: Stash, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a unit whose forward kept only its inputs, with their graph and gradients."""
-        copy, unit, again = self.copy, self._unit, stash.again
-        assert again is not None
-        if versions(again.value) != again.versions:
-            raise ConfigError(
-                f"the input of stage {self.stage} was changed in place before the stage was computed again, "
-                "which did not happen in the first forward; copy it before it is changed"
-            )
-        spare = None if copy.checked else mapped(copied, again.value)
-        with (
-            copy.precision.computing(),
-            copy.buffers.as_then(again.buffers),
-            copy.joining() if self.splits else NOTHING as stash.joints,
-        ):
-            output = copy.forward(again.value, batch.step, batch.rows[unit])
-            _, tensors = self._outputs.read(copy, batch, output, unit, again=True)
-        if again.marked and len(tensors) != len(again.marked):
-            raise other_values(f"stage {self.stage}")
-        if again.first is not None:
-            refuse_other(tensors, again.first, f"stage {self.stage}")
-        self._in_flight.graph_made(stash.inputs, tensors, stash.held, joints=stash.joints)
-        if not copy.checked:
-            with copy.precision.computing():
-                self._outputs.check(copy, batch, spare, unit, (stash.inputs, tensors, stash.joints))
-        if copy.last and not gradients:
-            return [tensor for tensor in tensors if tensor.requires_grad], []
-        marked = [tensor for tensor, was in zip(tensors, again.marked, strict=True) if was]
-        pairs = zip(marked, gradients, strict=True)
-        there = [(t, g) for t, g in pairs if t.requires_grad and g is not None]
-        return [t for t, _ in there], [g for _, g in there]
 
 
 class RunWeightGradients(Differentiates):

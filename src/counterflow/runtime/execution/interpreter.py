@@ -33,6 +33,7 @@ from .forwards import RunForward
 from .in_flight import NOTHING, InFlight
 from .meters import SavedBytes, clock_of
 from .outputs import Outputs
+from .recomputations import RunRecomputation
 from .tasks import DoOther, ReceiveTask, SendTask, Task, Tasks, Tools
 
 TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], Task]] = {
@@ -40,6 +41,7 @@ TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], Task]] = {
     OpKind.BACKWARD: RunBackward,
     OpKind.INPUT_GRADIENT: RunBackward,
     OpKind.WEIGHT_GRADIENTS: RunWeightGradients,
+    OpKind.RECOMPUTATION: RunRecomputation,
     Send: SendTask,
     Receive: ReceiveTask,
 }

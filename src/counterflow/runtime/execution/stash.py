@@ -60,7 +60,7 @@ class Stash:
     Attributes:
         inputs: input tensors of the forward.
         outputs: its own, until ``edges`` are made of them.
-        edges: where the backward begins; None if it has to recompute the outputs first.
+        edges: where the backward begins; None until a recomputation has made the outputs with their graph.
         by_skips: how many inputs with a gradient came by each skip.
         reused: buffers to give back after the backward.
         done: those to give back as soon as there is time.
@@ -69,6 +69,8 @@ class Stash:
         again: what that needs.
         joints: detach points in the graph of a split backward.
         left: what is counted as left to the next slice, until that has it among its inputs.
+        graded: for each output that was said to need a gradient, whether it has one after a recomputation;
+            None: all have.
     """
 
     inputs: list[Tensor]
@@ -82,6 +84,7 @@ class Stash:
     done: Sequence[Tensor] = ()
     loss: Tensor | None = None
     left: list[Kept] = field(default_factory=list)
+    graded: Sequence[bool] | None = None
 
     def release_outputs(self) -> None:
         """Keep of the outputs where the backward begins, and let them go."""

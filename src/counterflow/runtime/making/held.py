@@ -190,7 +190,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) ->
 
 def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
     """Stages whose backward is split; each of them is prepared for it."""
-    split = {op.stage for op in schedule.ops() if op.kind.takes is None}
+    split = {op.stage for op in schedule.ops() if op.kind.rest is not None}
     found = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
     for stage in found:
         stages[stage].split()

@@ -2,7 +2,7 @@
 
 Invariant: what differs would train another model in silence (cuts, a loss), or leave a worker waiting
 (orders).
-What may differ (devices, recomputation, compilers, patience) is not looked at.
+What may differ (devices, compilers, patience) is not looked at.
 """
 
 from __future__ import annotations

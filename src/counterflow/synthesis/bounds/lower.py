@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..problem import Problem, Store
+from ..problem import RECOMPUTED, Problem, Store
 from .windows import Windows, count_within, windows_of
 
 
@@ -169,9 +169,9 @@ class _Side:
         work: seconds of compute, including messages if it is busy with them.
         before_first: seconds before its first op can start.
         after_last: seconds that follow its last op.
-        before_backward: seconds before its first backward can start.
+        before_backward: seconds before its first backward, or recomputation, can start.
         after_forward: seconds from the start of its last forward to the end.
-        forwards_within: maximum seconds of compute before its first backward.
+        forwards_within: maximum seconds of compute before that.
         after_last_forward: maximum seconds of compute from the start of its last forward on.
         full: whether its forwards do not all fit into its memory.
         areas: by store, time that its limit needs to hold everything that micro-batches hold.
@@ -202,7 +202,10 @@ class _Side:
             if letters[n].stage == highest[letters[n].pipe] and letters[n].part == letters[n].parts - 1
         ]
         self._last_forwards = last
-        self.before_backward = min(self._heads[self._of_stage(n)[0]][0] for n in last)
+        self._again = {letters[n].unit: n for n in self.own if letters[n].turn == RECOMPUTED}
+        # A recomputation needs no other stage's backward, so that it may be of any stage.
+        others = list(self._again.values()) or [self._of_stage(n)[0] for n in last]
+        self.before_backward = min(self._heads[n][0] for n in others)
         self.after_forward = min(letters[n].seconds + self._tails[n][-1] for n in last)
         self.forwards_within = math.fsum(letters[n].count * self._takes[n] for n in self._forwards)
         self.after_last_forward = self._rest()
@@ -225,22 +228,31 @@ class _Side:
         """The backwards of a forward's stage and slice, in their order."""
         letters = self._problem.letters
         own = [n for n in self.own if letters[n].unit == letters[forward].unit]
-        return sorted((n for n in own if n != forward), key=lambda n: letters[n].kind.takes is None)
+        return sorted((n for n in own if letters[n].turn > RECOMPUTED), key=lambda n: letters[n].turn)
+
+    def _recomputed(self, forward: int) -> int | None:
+        """The recomputation of a forward's stage and slice; None: there is none."""
+        return self._again.get(self._problem.letters[forward].unit)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
         """Memory of a micro-batch after its forward and after its input gradient, each with the work that is
         then left.
 
+        What a recomputation takes and leaves is counted as its backward's, since it may run just before that.
         Empty if it is negative at some time, which no bound here covers.
         """
         held = store.at_start[forward] + store.at_end[forward]
-        rest = self._of_stage(forward)
+        rest, again = self._of_stage(forward), self._recomputed(forward)
         found = []
         for place, n in enumerate(rest):
-            if held < 0 or held + store.at_start[n] < 0:
+            left = 0.0
+            if again is not None and not place:
+                left = store.at_start[again] + store.at_end[again]
+            if held < 0 or held + left + store.at_start[n] < 0:
                 return []
-            found.append((held, math.fsum(self._takes[m] for m in rest[place:])))
-            held += store.at_start[n] + store.at_end[n]
+            more = rest[place:] if again is None or place else [again, *rest]
+            found.append((held, math.fsum(self._takes[m] for m in more)))
+            held += left + store.at_start[n] + store.at_end[n]
         return found if store.at_start[forward] >= 0 else []
 
     def _limit(self, store: Store) -> None:
@@ -296,6 +308,8 @@ class _Side:
             pipe, count, back = letters[last].pipe, letters[last].count, self._of_stage(last)[0]
             room = allowed - size[pipe]
             trip = self._windows.later(last, [back])[back] - self._takes[last]
+            # Meanwhile its stages are computed again.
+            trip -= math.fsum(self._takes[n] for unit, n in self._again.items() if unit[0] == pipe)
             for k in range(count):
                 rests, forwards = [], []
                 for n in self._forwards:

@@ -241,6 +241,8 @@ class _Held:
         middle = number[OpKind.BACKWARD if weights is None else OpKind.INPUT_GRADIENT]
         held = store.at_start[forward] + store.at_end[forward]
         least = min(store.at_start[forward], held, held + store.at_start[middle])
+        if (again := number.get(OpKind.RECOMPUTATION)) is not None:  # anywhere between the two
+            held += store.at_start[again] + store.at_end[again]
         after = held + store.at_start[middle] + store.at_end[middle]
         if weights is None:
             return cls(forward, middle, middle, least, after, 0.0)

@@ -1,0 +1,111 @@
+"""Recomputation of whole stages as ops of their own: from a schedule to the same schedule with them.
+
+A recomputation needs nothing of another stage. So a worker that would wait for the gradient that a backward
+takes runs it in the meantime.
+
+Invariant: each recomputation is immediately before its backward in the worker's order. Nothing else runs
+while its graph exists, so the worker's largest memory is that of a backward that recomputes by itself.
+
+Source: WPipe (Yang et al., ICLR 2022), appendix A.3, Figure 13; GPipe (Huang et al., arXiv 1811.06965),
+section 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from counterflow.errors import ConfigError
+
+from .ir import Op, OpKind, Schedule
+from .modes import Recompute
+
+KEPT_SCHEDULES = 8
+"""Number of schedules whose result is cached, because callers try many costs on a few schedules."""
+
+_kept: tuple[tuple[Schedule, Schedule], ...] = ()
+"""Schedules, each with its result, the newest last; replaced as a whole, because threads share it."""
+
+
+def with_recomputations(schedule: Schedule) -> Schedule:
+    """The schedule with a recomputation before each backward; itself, if it has some or no backwards.
+
+    The same object is returned for the same schedule again.
+
+    >>> from .schemes import dapple
+    >>> print(*with_recomputations(dapple(stages=2, micro_batches=2)).orders[0])
+    F0.0 F1.0 R0.0 B0.0 R1.0 B1.0
+    """
+    global _kept  # noqa: PLW0603 - a cache
+    workload = schedule.workload
+    if workload.recomputes or not workload.trains:
+        return schedule
+    for known, found in _kept:
+        if known is schedule:
+            return found
+    orders = tuple(tuple(_recomputed(order)) for order in schedule.orders)
+    found = replace(
+        schedule,
+        workload=replace(workload, recomputes=True),
+        orders=orders,
+        steady=_moved(schedule),
+    )
+    _kept = (*_kept, (schedule, found))[-KEPT_SCHEDULES:]
+    return found
+
+
+def without_recomputations(schedule: Schedule) -> Schedule:
+    """The schedule without its recomputations; itself, if it has none."""
+    if not schedule.workload.recomputes:
+        return schedule
+    steady = schedule.steady
+    if steady is not None:
+        rows = zip(map(_others, schedule.orders), steady, strict=True)
+        steady = tuple((others[begin], others[stop]) for others, (begin, stop) in rows)
+    orders = (filter(_is_other, order) for order in schedule.orders)
+    workload = replace(schedule.workload, recomputes=False)
+    return replace(schedule, workload=workload, orders=tuple(map(tuple, orders)), steady=steady)
+
+
+def as_recomputed(schedule: Schedule, recompute: Recompute) -> Schedule:
+    """The schedule as it runs with a kind of recomputation.
+
+    Raises:
+        ConfigError: it has recomputations, and the kind is another one.
+    """
+    if recompute is Recompute.STAGE:
+        return with_recomputations(schedule)
+    if schedule.workload.recomputes:
+        raise ConfigError(
+            f"{schedule} recomputes whole stages (R), but recompute={recompute.value!r}; give "
+            "recompute='stage', or a schedule without R"
+        )
+    return schedule
+
+
+def _recomputed(order: tuple[Op, ...]) -> Iterator[Op]:
+    for op in order:
+        if op.kind.again is not None:
+            yield op._replace(kind=OpKind.RECOMPUTATION)
+        yield op
+
+
+def _moved(schedule: Schedule) -> tuple[tuple[int, int], ...] | None:
+    """The steady parts, with the recomputation of a part's first op in it."""
+    if schedule.steady is None:
+        return None
+    found = []
+    for order, (begin, stop) in zip(schedule.orders, schedule.steady, strict=True):
+        before = [0, *accumulate(op.kind.again is not None for op in order)]
+        found.append((begin + before[begin], stop + before[stop]))
+    return tuple(found)
+
+
+def _others(order: tuple[Op, ...]) -> list[int]:
+    """Number of other ops before each op of an order, and of all."""
+    return [0, *accumulate(map(_is_other, order))]
+
+
+def _is_other(op: Op) -> bool:
+    return op.kind is not OpKind.RECOMPUTATION
