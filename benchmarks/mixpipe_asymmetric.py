@@ -40,7 +40,7 @@ def order_of(depth: int, peak: int, most: int, pipes: int, seconds: float) -> tu
         pipes: 2; or 1 for symmetric orders, whose first D/2 workers also run the other half's late stages.
         seconds: time limit.
 
-    Every op has a window: its stages before and after it, and the micro-batches of its pipe on its own stage.
+    Every op has a window: its stages before and after it, and the micro-batches of its pipe on its ops stage.
     """
     model, pairs, last = cp_model.CpModel(), range(depth // 2), depth - 1
     start = {}
@@ -65,13 +65,13 @@ def order_of(depth: int, peak: int, most: int, pipes: int, seconds: float) -> tu
             model.add(start[pipe, kind, stage, pair] >= end[pipe, kind, stage, pair - 1])
     workers = []
     for worker in range(depth * pipes // 2):
-        own = [("FB", 0, worker, pair) for pair in pairs] + [
+        ops = [("FB", 0, worker, pair) for pair in pairs] + [
             ("fb", pipes - 1, last - worker, pair) for pair in pairs
         ]
-        workers.append(own)
+        workers.append(ops)
         busy = [
             model.new_fixed_size_interval_var(start[pipe, kind, stage, pair], SECONDS[kind], "")
-            for _, pipe, stage, pair in own
+            for _, pipe, stage, pair in ops
             for kind in "FB"
         ]
         model.add_no_overlap(busy)
@@ -79,7 +79,7 @@ def order_of(depth: int, peak: int, most: int, pipes: int, seconds: float) -> tu
             model.new_interval_var(
                 start[pipe, "F", stage, pair], model.new_int_var(3, most, ""), end[pipe, "B", stage, pair], ""
             )
-            for _, pipe, stage, pair in own
+            for _, pipe, stage, pair in ops
         ]
         model.add_cumulative(stashed, [1] * len(stashed), peak)
     solver = cp_model.CpSolver()
@@ -88,10 +88,10 @@ def order_of(depth: int, peak: int, most: int, pipes: int, seconds: float) -> tu
     if status not in ("OPTIMAL", "FEASIBLE"):
         return status, []
     words = []
-    for own in workers:
+    for ops in workers:
         letters = [
             (solver.value(start[pipe, letter.upper(), stage, pair]), letter)
-            for both, pipe, stage, pair in own
+            for both, pipe, stage, pair in ops
             for letter in both
         ]
         words.append("".join(letter for _, letter in sorted(letters)))
@@ -129,11 +129,11 @@ def main() -> None:
             symmetric, proved, _ = least(depth, peak, span - 1, 1, options.seconds)
             asymmetric, refuted, words = least(depth, peak, symmetric - 1, 2, options.seconds)
             idle = [
-                f"{each - 3 * depth:>{width}}"
-                for each, width in ((span, 8), (symmetric, 9), (asymmetric, 10))
+                f"{makespan - 3 * depth:>{width}}"
+                for makespan, width in ((span, 8), (symmetric, 9), (asymmetric, 10))
             ]
-            told = "proved" if proved and refuted else "open"
-            lines.append(f"{depth:2} {peak:4}  {'  '.join(idle)}  {time.monotonic() - began:7.1f}  {told}")
+            status = "proved" if proved and refuted else "open"
+            lines.append(f"{depth:2} {peak:4}  {'  '.join(idle)}  {time.monotonic() - began:7.1f}  {status}")
             print(lines[-1], flush=True)
             if words:
                 rows = "".join(f'        "{word}",\n' for word in words)

@@ -149,7 +149,7 @@ class _Subject(NamedTuple):
         return self.schedule.micro_batches
 
     @property
-    def each(self) -> int:
+    def chunks(self) -> int:
         """Stages of a worker in one pipe."""
         return self.schedule.stages // self.schedule.workers
 
@@ -160,10 +160,10 @@ class _Subject(NamedTuple):
 
 
 def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
-    each = [
+    by_worker = (
         [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
-    ]
-    return max(sum(held) / len(held) for held in each)
+    )
+    return max(sum(stages) / len(stages) for stages in by_worker)
 
 
 def _longest_message(result: Simulation) -> float:
@@ -310,8 +310,9 @@ def _mixpipe(value: Callable[[int, int, int], float]) -> Callable[[_Subject], fl
 def _hanayo(subject: _Subject) -> float | None:
     if subject.n != subject.depth or subject.depth < 2:
         return None
-    whole = subject.each * subject.times.forward, subject.each * subject.times.backward
-    return float(hanayo_equation_1(subject.depth, subject.each // 2, *whole, subject.times.message))
+    chunks, times = subject.chunks, subject.times
+    forward, backward = chunks * times.forward, chunks * times.backward
+    return float(hanayo_equation_1(subject.depth, chunks // 2, forward, backward, times.message))
 
 
 def _max_step(subject: _Subject) -> float | None:
@@ -504,7 +505,7 @@ _FORMULAS: tuple[_Formula, ...] = (
         Quantity.BUBBLE_RATIO,
         "(D − 1)/(gN + D − 1)",
         ("gpipe",),
-        lambda s: (s.depth - 1) / (s.each * s.n + s.depth - 1) if s.each > 1 else None,
+        lambda s: (s.depth - 1) / (s.chunks * s.n + s.depth - 1) if s.chunks > 1 else None,
         (*_RATIO, _enough_micro_batches),
     ),
     _Formula(

@@ -101,14 +101,14 @@ def unoverlapped(
         if Product.WEIGHT_GRADIENTS in span.op.kind.makes:
             last[span.worker, span.op.stage] = span.end
     starts: dict[int, float] = {}
-    for (worker, stage), made in last.items():
-        idles = any(gap.worker == worker and made <= gap.start < ends[worker] for gap in played.gaps)
+    for (worker, stage), end in last.items():
+        idles = any(gap.worker == worker and end <= gap.start < ends[worker] for gap in played.gaps)
         eager = mode is Sync.EAGER or (mode is Sync.EAGER_OPT and idles)
-        starts[stage] = max(starts.get(stage, 0.0), made if eager else ends[worker])
+        starts[stage] = max(starts.get(stage, 0.0), end if eager else ends[worker])
     beyond = []
     for worker in range(schedule.workers):
         at = 0.0
-        for start, stage in sorted((starts[stage], -stage) for own, stage in last if own == worker):
+        for start, stage in sorted((starts[stage], -stage) for holder, stage in last if holder == worker):
             at = max(at, start) + sums[-stage]
         beyond.append(max(0.0, at - played.makespan))
     return tuple(beyond)

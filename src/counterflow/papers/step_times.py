@@ -44,8 +44,8 @@ class StageTimes:
         sums = self.allreduce if isinstance(self.allreduce, tuple) else (self.allreduce,) * schedule.stages
         if not any(sums):
             return 0.0
-        whole = self.forward + self.message, self.backward + self.message
-        return max(unoverlapped(schedule, *whole, sums, self.sync_mode))
+        forward, backward = self.forward + self.message, self.backward + self.message
+        return max(unoverlapped(schedule, forward, backward, sums, self.sync_mode))
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,8 +229,8 @@ class Scheme:
         if self.version is None:
             return None
         _, _, _, *names = inspect.signature(self.version).parameters
-        own = {name: options[name] for name in names if name in options}
-        return partial(self.version, **own) if own else self.version
+        arguments = {name: options[name] for name in names if name in options}
+        return partial(self.version, **arguments) if arguments else self.version
 
     @property
     def updates_each_micro_batch(self) -> bool:

@@ -88,9 +88,9 @@ def simulate(
 
 def _changed(schedule: Schedule, other: Schedule) -> str:
     """Flags of the options in which another schedule of the scheme differs."""
-    given, others = dict(schedule.options), dict(other.options)
-    turned_off = [flag_of(name, False) for name in given if name not in others]
-    return " ".join([*(flag_of(name, v) for name, v in others.items() if given.get(name) != v), *turned_off])
+    old, new = dict(schedule.options), dict(other.options)
+    turned_off = [flag_of(name, False) for name in old if name not in new]
+    return " ".join([*(flag_of(name, v) for name, v in new.items() if old.get(name) != v), *turned_off])
 
 
 def _print(result: Simulation, costs: CostOptions, tables: list[Any]) -> None:
@@ -210,10 +210,10 @@ def _formulas(result: Simulation) -> tuple[FormulaValue, ...]:
     """The papers' formulas that apply, after a note if there are none."""
     from counterflow.papers.formulas import formulas_of
 
-    found = formulas_of(result)
-    if not found:
+    formulas = formulas_of(result)
+    if not formulas:
         note(f"Note: no formula of Chimera, MixPipe, Hanayo or WPipe applies to {result.schedule}.")
-    return found
+    return formulas
 
 
 def _published(result: Simulation, formulas: Sequence[FormulaValue]) -> Any:
@@ -222,14 +222,14 @@ def _published(result: Simulation, formulas: Sequence[FormulaValue]) -> Any:
 
     names = ("source", "quantity")
     table = table_of(*names, "value", "simulated", "difference", left=names)
-    for one in formulas:
-        simulated = "unknown" if one.simulated is None else number(one.simulated)
-        difference = "" if one.difference is None else f"{one.difference:+.1%}"
-        table.add_row(one.source, one.quantity, number(one.value), simulated, difference)
+    for formula in formulas:
+        simulated = "unknown" if formula.simulated is None else number(formula.simulated)
+        difference = "" if formula.difference is None else f"{formula.difference:+.1%}"
+        table.add_row(formula.source, formula.quantity, number(formula.value), simulated, difference)
     lines = [f"Times in {result.costs.time_unit}."]
-    for one in formulas:
-        lines.append(f"{one.source}, {one.quantity}: {one.formula}")
-        lines += [f"  assumes: {text}" for text in one.unmet]
+    for formula in formulas:
+        lines.append(f"{formula.source}, {formula.quantity}: {formula.formula}")
+        lines += [f"  assumes: {text}" for text in formula.unmet]
     return Group(table, Text("\n".join(lines), style="dim"))
 
 
