@@ -249,6 +249,13 @@ class Work:
             mesh=devices(schedule.placement, case.replicas, arrangement),
         )  # fmt: skip
 
+    def step_seconds(self, pipeline: cf.Pipeline, inputs: Tensor) -> float:
+        """Seconds of a step on the slowest worker."""
+        self.transport.gather([0.0])
+        begin = time.perf_counter()
+        pipeline.step(inputs, torch.zeros(len(inputs)))
+        return max(row[0] for row in self.transport.gather([time.perf_counter() - begin]))
+
     def row(self, case: Case, turns: int) -> Row:
         """A case: the modes in turns, and their predictions."""
         self.host.busy = case.busy
@@ -260,10 +267,7 @@ class Work:
         for turn in range(turns + 2):
             for place in range(len(MODES)):
                 mode = MODES[(place + turn) % len(MODES)]
-                self.transport.gather([0.0])
-                begin = time.perf_counter()
-                pipelines[mode].step(inputs, torch.zeros(len(inputs)))
-                taken = max(r[0] for r in self.transport.gather([time.perf_counter() - begin]))
+                taken = self.step_seconds(pipelines[mode], inputs)
                 if turn >= 2:
                     measured[str(mode)].append(taken)
         for pipeline in pipelines.values():

@@ -109,6 +109,10 @@ class Alone(Transport):
     def all_reduce(self, tensor: Tensor, group: Group) -> Ready:
         return Ready()
 
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Ready:
+        received.copy_(sent)
+        return Ready()
+
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         return
 

@@ -107,6 +107,7 @@ def _make(name: str, one: Options, other: Options) -> None:
 OTHER: dict[str, Any] = {
     "recompute": "stage",
     "sync": "end",
+    "gradient_compression": "int8",
     "op_times": ((0.0,) * 8, (1.0,) * 8),
     "autocast": "bfloat16",
     "compute_dtype": "bfloat16",

@@ -37,6 +37,10 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 """Limits of loss scales: the normal powers of two of float32."""
 
 
+SENT_SHARES = {"bfloat16": 1 / 2, "int8": (256 + 4) / (256 * 4)}
+"""Bytes sent per byte of float32 gradients, by ``gradient_compression``."""
+
+
 def is_scale(value: float) -> bool:
     """Whether losses may be multiplied by it: a power of two, which rounds nothing."""
     return SMALLEST_SCALE <= value <= LARGEST_SCALE and math.frexp(value)[0] == 0.5
@@ -78,6 +82,15 @@ class Execution(Options):
     """Whether messages between workers are sent in half precision if the loss of precision is small.
 
     Messages of the first step are never compressed. Source: WPipe, appendix A.3.
+    """
+
+    gradient_compression: Literal["bfloat16", "int8"] | None = option(None, "bfloat16 or int8, in quotes")
+    """Form in which gradients are summed over replicas and directions; default: float32, in full.
+
+    ``bfloat16`` sends half the bytes, ``int8`` a quarter: 8-bit numbers with a scale for each 256. A worker
+    keeps in float32 what it loses of a weight's gradient, and sends it in later steps (error feedback); this
+    is part of the training's state. Copies stay bitwise equal. For synchronous schemes, without
+    ``parallelize`` and without a loss scale; gradients in float64 are summed in full.
     """
 
     compile: bool | str = option(False, "true, false, or the name of a backend, in quotes", may_differ=True)
@@ -253,6 +266,30 @@ def unskippable(execution: Execution) -> str:
     )
 
 
+def why_in_full(execution: Execution, scheme: str, *, synchronous: bool) -> str | None:
+    """Why sums of gradients cannot be compressed; None: they can, or shall not be.
+
+    Args:
+        execution: how a schedule is executed.
+        scheme: its scheme.
+        synchronous: whether it has a flush before each update.
+    """
+    name = f'gradient_compression = "{execution.gradient_compression}"'
+    if execution.gradient_compression is None:
+        return None
+    if not synchronous:
+        return (
+            f"{name}: {scheme} updates each stage at its own time, and sums in two exchanges end with a "
+            "step; leave it out, or take a synchronous scheme"
+        )
+    if execution.first_scale is not None:
+        return (
+            f"{name} does not go with a loss scale: residuals would be of another scale when it changes; "
+            "leave it out, or compute in bfloat16"
+        )
+    return None
+
+
 class Configured(Execution):
     """How a run of a config is executed: an ``Execution`` with the defaults of ``counterflow train``."""
 
@@ -324,6 +361,7 @@ class Flat(TypedDict, total=False):
     sync: Sync | str
     op_times: OpTimes | None
     compress: bool
+    gradient_compression: Literal["bfloat16", "int8"] | None
     compile: bool | str
     autocast: Any
     compute_dtype: Any

@@ -193,6 +193,21 @@ def sums(transport: Transport) -> None:
             assert torch.allclose(mine.double(), expected, rtol=tolerance, atol=1e3 * tolerance)
 
 
+def exchanges(transport: Transport) -> None:
+    """Row i of each goes to the i-th rank of the group, in the order of the ranks."""
+    for ranks in ((0, 1, 2), (0, 2)):
+        group = transport.group(ranks)
+        if transport.rank not in ranks:
+            continue
+        place = ranks.index(transport.rank)
+        for dtype in (torch.uint8, torch.float32):
+            sent = torch.tensor([[10 * place + to, 100 + place] for to in range(len(ranks))], dtype=dtype)
+            received = torch.zeros_like(sent)
+            transport.all_to_all(received, sent, group).wait()
+            expected = [[10 * source + place, 100 + source] for source in range(len(ranks))]
+            assert received.tolist() == expected
+
+
 def crossing_groups(transport: Transport) -> None:
     """Two groups of the same ranks are two: their sums may begin in another order on each rank."""
     first, other, second = (transport.group(ranks) for ranks in ((0, 2), (1,), (0, 2)))
@@ -221,7 +236,7 @@ def statuses(transport: Transport) -> None:
 
 CHECKS = (
     *(both_ways, ring, out_of_order, scattered_buffer, described),
-    *(gathers, broadcasts, sums, crossing_groups, statuses),
+    *(gathers, broadcasts, sums, exchanges, crossing_groups, statuses),
 )
 MESSAGES = CHECKS[:5]
 NOT_IN_ORDER = crossing_groups.__name__

@@ -105,6 +105,28 @@ def test_section_3_4_idle_in_the_papers_unit(workers: int, waves: int) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("waves", WAVES)
+def test_section_3_4_zones(workers: int, waves: int) -> None:
+    """With f and b of one stage every worker idles (P−1)·f in zone A, (P−1)(b−f) in B and (P−1)·b in C.
+
+    A: before forwards; B: before backwards, up to the first one of the worker's first stage; C: after that.
+    """
+    for forward, backward in ((1.0, 2.0), (2.0, 3.0), (1.0, 1.0)):
+        result = simulate(hanayo(workers, workers, waves), Costs(forward=forward, backward=backward))
+        for worker in range(workers):
+            own = [span for span in result.timeline if span.worker == worker]
+            forwards = {span.start for span in own if span.op.kind is OpKind.FORWARD}
+            turned = min(s.start for s in own if s.op.kind is OpKind.BACKWARD and s.op.stage == worker)
+            zones = dict.fromkeys("ABC", 0.0)
+            for gap in result.gaps:
+                if gap.worker == worker:
+                    zone = "A" if gap.end in forwards else "C" if gap.start >= turned else "B"
+                    zones[zone] += gap.end - gap.start
+            lengths = {"A": forward, "B": backward - forward, "C": backward}
+            assert zones == {zone: (workers - 1) * length for zone, length in lengths.items()}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("waves", WAVES)
 def test_section_3_4_bubble_ratio(workers: int, waves: int) -> None:
     result = simulate(hanayo(workers, workers, waves))
     exact = Fraction(2 * (workers - 1), 3 * workers * waves + 2 * (workers - 1))

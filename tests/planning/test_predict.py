@@ -93,6 +93,22 @@ def test_compressed_messages_are_half_as_long(pipeline: dict[str, Any], share: f
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 0.5 * 4 * share))
 
 
+@pytest.mark.parametrize(("form", "share"), [("bfloat16", 0.5), ("int8", 65 / 256)])
+def test_compressed_sums_are_shorter_and_leave_residuals(form: str, share: float) -> None:
+    slow = replace(CLUSTER, between=Link(0.0, 0.5))
+    model = replace(MODEL, config={"pipeline": {"gradient_compression": form}})
+    for scheme, sizes in (("dapple", {"stages": 4}), ("chimera", {"stages": 2})):
+        one = Configuration.of(scheme, {**sizes, "micro_batches": 2}, 2, 1)
+        plain, compressed = (Predictor(each, PROFILE, slow).play(one) for each in (MODEL, model))
+        assert plain.costs.sync
+        assert compressed.costs.sync == pytest.approx([share * full for full in plain.costs.sync])  # type: ignore[union-attr]
+        more = [b.weights - a.weights for a, b in zip(plain.memory, compressed.memory, strict=True)]
+        assert more == [200.0 if scheme == "dapple" else 800.0] * len(more)
+    alone = configured("dapple", stages=4, micro_batches=1)  # there is nothing to sum
+    found = [Predictor(each, PROFILE, slow).play(alone).memory for each in (MODEL, model)]
+    assert found[0] == found[1]
+
+
 def test_skips_travel_beside_the_stages_and_are_kept_for_their_users() -> None:
     slow = replace(CLUSTER, between=Link(0.0, 0.5))
     one = configured("dapple", stages=4, micro_batches=1, recompute="stage")

@@ -1,7 +1,8 @@
 """A pipeline's state as flat tables with keys that do not depend on the layout.
 
 ``model/NAME`` is a weight, a buffer or a module's extra state, ``ema/NAME`` the average of a weight,
-``optimizer/NAME/SLOT`` its optimiser state and ``options/NAME`` the optimiser's class and options;
+``optimizer/NAME/SLOT`` its optimiser state, ``residual/NAME/RANK`` what a worker has lost of its gradient,
+``options/NAME`` the optimiser's class and options;
 ``scheduler/STAGE`` is the learning rate's schedule, ``averaged/STAGE`` the number of updates in averages,
 ``loss_scale/STAGE`` the loss scale, the same for all stages.
 NAME is the first name in the model.
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
-from counterflow.runtime.parameters.saved import BY_STAGE, StateName, assembled
+from counterflow.runtime.parameters.saved import (
+    BY_STAGE,
+    RESIDUAL,
+    StateName,
+    assembled,
+    refuse_other_ranks,
+)
 from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name
@@ -39,6 +46,8 @@ def key_of(kept: StateName) -> str:
     >>> key_of(StateName("optimizer", "0.weight", "exp_avg")), key_of(StateName("optimizer", "0.weight"))
     ('optimizer/0.weight/exp_avg', 'options/0.weight')
     """
+    if kept.kind == RESIDUAL:
+        return f"{RESIDUAL}/{kept.of}/{kept.slot}"
     if kept.kind != OPTIMIZER:
         return f"{kept.kind}/{kept.of}"
     return f"{OPTIONS}/{kept.of}" if kept.slot is None else f"{OPTIMIZER}/{kept.of}/{kept.slot}"
@@ -47,7 +56,7 @@ def key_of(kept: StateName) -> str:
 def kept_of(key: str) -> StateName:
     """The part of the state with a key."""
     kind, _, of = key.partition("/")
-    if kind == OPTIMIZER:
+    if kind in (OPTIMIZER, RESIDUAL):
         name, _, slot = of.rpartition("/")
         return StateName(kind, name, slot)
     if kind == OPTIONS:
@@ -116,7 +125,7 @@ def name_in_file(key: str) -> str:
     ('0.weight.exp_avg', '0.weight.ema')
     """
     kind, of, slot = kept_of(key)
-    slot = kind if kind == AVERAGE else slot
+    slot = kind if kind == AVERAGE else f"{RESIDUAL}.{slot}" if kind == RESIDUAL else slot
     return str(of) if slot is None else f"{of}.{slot}"
 
 
@@ -154,8 +163,10 @@ def wanted(
         kind, of, slot = kept_of(key)
         for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
             own = StateName(kind, first.get(name, name), slot)
-            if kind in BY_STAGE or own._replace(slot=None) in mine:
+            if kind in BY_STAGE or own in mine or own._replace(slot=None) in mine:
                 stored[own] = key
+    if training:
+        _refuse_other_residuals(pipeline, mine, stored, index)
     averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
     needed = {MODEL, OPTIMIZER, *([AVERAGE] if averaged else [])} if training else {MODEL}
     for kept in mine:
@@ -183,6 +194,26 @@ def wanted(
     return tensors, keys
 
 
+def _refuse_other_residuals(
+    pipeline: Pipeline, mine: Iterable[StateName], stored: Mapping[StateName, str], index: Index
+) -> None:
+    """Refuse residuals of weights that other workers hold than those that wrote the checkpoint.
+
+    Raises:
+        ConfigError: they are.
+    """
+    saved: dict[str, list[str]] = {}
+    for key in index.tensors:
+        kept = kept_of(key)
+        if kept.kind == RESIDUAL:
+            saved.setdefault(str(kept.of), []).append(str(kept.slot))
+    holders = {name: group.ranks for group in pipeline.weights.holdings.every() for name in group.residuals}
+    for kept in mine if saved else ():
+        if kept.kind == RESIDUAL:
+            first = str(kept_of(stored[kept]).of) if kept in stored else str(kept.of)
+            refuse_other_ranks(str(kept.of), saved.get(first, ()), holders[str(kept.of)], str(kept.slot))
+
+
 def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
     """An empty tensor for a stored one, with the layout of another tensor if the shapes are equal.
 
@@ -193,7 +224,7 @@ def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, 
             f"{place}: {own.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; load it into "
             "the model that it was made of"
         )
-    dtype = like.dtype
+    dtype = torch.float32 if own.kind == RESIDUAL else like.dtype
     if own.kind == OPTIMIZER:
         theirs = dtype_of(stored, place)
         follows = weight is not None and stored.dtype == weight.dtype and theirs.is_floating_point

@@ -145,9 +145,11 @@ class Play:
         """For weights that stages share: the stages, and the seconds of their sum over all holders."""
         predictor, configuration = self.predictor, self.configuration
         place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
+        sums = [sum_over(*place, tie.stages, nodes=configuration.nodes) for tie in self.stages.ties]
+        share = predictor.model.gradient_share
         return [
-            (tie.stages, sum_over(*place, tie.stages, nodes=configuration.nodes).seconds(tie.gradient_bytes))
-            for tie in self.stages.ties
+            (tie.stages, summed.seconds(share * tie.gradient_bytes))
+            for tie, summed in zip(self.stages.ties, sums, strict=True)
             if tie.gradient_bytes
         ]
 

@@ -12,6 +12,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from counterflow.errors import ConfigError
+from counterflow.program.sync import needs_sync
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
@@ -152,6 +153,8 @@ class Predictor:
             synchronous=schedule.synchronous,
             on=links,
         )
+        if self.model.gradient_share < 1 and needs_sync(schedule, configuration.replicas):
+            stages = stages.with_residuals()
         skips = [link for link, _ in stages.skips]
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)

@@ -41,6 +41,7 @@ from .messages.compression import Compression
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
 from .mini_batch.told import Call, Told
+from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
@@ -137,6 +138,7 @@ class Pipeline(Forwards):
             )
         refuse_what_cannot_run(schedule)
         refuse_unsharded(execution, schedule, further=parallelize is not None)
+        refuse_uncompressed(execution, schedule, further=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
         refuse_sharded(model)
@@ -185,6 +187,8 @@ class Pipeline(Forwards):
         self.replica: int = place(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
         self._lease = lease.opened(transport, self)
+        name = execution.gradient_compression
+        self.gradient_compression = None if name is None else SumCompression(name)
         self.weights = Weights(
             held.stages,
             names=its.names,
@@ -197,6 +201,7 @@ class Pipeline(Forwards):
             scheduler=scheduler,
             streams=self.streams,
             sharded=execution.zero_stage > 0,
+            compression=self.gradient_compression,
         )
         self.weights.loss_scale = LossScale.of(execution)
         held.compile(execution.compile, self.streams)

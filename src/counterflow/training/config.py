@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from counterflow import toml
 from counterflow.errors import ConfigError
-from counterflow.execution import unskippable
+from counterflow.execution import unskippable, why_in_full
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.recomputation import as_recomputed
@@ -97,6 +97,7 @@ class RunConfig(Section):
                 "pipeline.zero_stage = 1: updated weights are sent when a step ends on all workers, and with "
                 f"{why} it does not; use only one of them"
             )
+        self._refuse_compressed_sums(schedule)
         return self
 
     def but(self, **changed: Mapping[str, Any]) -> RunConfig:
@@ -164,6 +165,25 @@ class RunConfig(Section):
                     f"{key} = {toml.dumps(value)}  # {section.about(key)}" for key, value in given.items()
                 ]
         return "\n".join(lines[1:]) + "\n"
+
+    @property
+    def copies_in_memory(self) -> bool:
+        """Whether restarts may resume from copies in memory, in which all holders of a weight are alike."""
+        return self.train.memory_every != 0 and self.pipeline.gradient_compression is None
+
+    def _refuse_compressed_sums(self, schedule: Schedule) -> None:
+        """Refuse what residuals of compressed sums do not go with."""
+        if self.pipeline.gradient_compression is None:
+            return
+        for key in ("memory_every", "fewer_after"):
+            if getattr(self.train, key):
+                raise ConfigError(
+                    f"train.{key}: each worker has residuals of its own with pipeline.gradient_compression, "
+                    "which only checkpoints keep, for the same workers; leave out one of them"
+                )
+        why = why_in_full(self.pipeline, schedule.scheme, synchronous=schedule.synchronous)
+        if why is not None:  # ``Pipeline`` refuses the same
+            raise ConfigError(f"pipeline.{why}")
 
     def _refuse_fewer_layers_than_stages(self, schedule: Schedule) -> None:
         have = self.model.all_layers

@@ -118,7 +118,7 @@ class Trainer:
         self.checkpoints = self._shared(transport) / CHECKPOINT
         self.memory: Memory | None = None
         """Memory in which weights are saved for a restart; None: none."""
-        if config.train.memory_every != 0:
+        if config.copies_in_memory:
             name = run_of(self.folder.path) if self.folder is not None else ""
             self.memory = Memory(transport, str(transport.gather_objects(name)[0]), job.cuts)
         goes_on = attempt or config.train.resume == AUTO

@@ -165,7 +165,7 @@ def _in_folder(  # noqa: PLR0917
     folder = RunFolder.open(config, job.schedule, start, history(job.start), again=bool(attempt))
     if max_restarts and not attempt:
         note(folder.path, STARTED, restarts=max_restarts)
-    copies = run_of(folder.path) if placed is None and job.config.train.memory_every != 0 else None
+    copies = run_of(folder.path) if placed is None and job.config.copies_in_memory else None
     try:
         reporter.begun(job.about, folder.path)
         if placed is not None:

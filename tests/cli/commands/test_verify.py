@@ -41,3 +41,12 @@ def test_full_precision_is_another_one(refused: Callable[..., str]) -> None:
     assert "leave out --dtype float64" in refused(
         "verify dapple --stages 2 --micro-batches 2 --bfloat16 autocast --dtype float64"
     )
+
+
+def test_compressed_sums_are_compared_in_float32(run: Run, refused: Callable[[str], str]) -> None:
+    line = "verify dapple --stages 2 --micro-batches 2 --replicas 2 --gradient-compression"
+    answer = run(f"{line} bfloat16")
+    assert answer.code == 0
+    assert "4 workers against one process, float32" in answer.out
+    assert "They agree: all errors are within 0.05." in answer.out
+    assert "summed in full; leave out --dtype float64" in refused(f"{line} int8 --dtype float64")

@@ -38,6 +38,13 @@ class How(Enum):
     COMPUTE_DTYPE = "compute-dtype"
 
 
+class Sums(Enum):
+    """Forms in which gradients are summed, beside float32."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ignore[misc]
 """What carries the workers' messages."""
 
@@ -58,8 +65,15 @@ class Running(Record):
     transport: Where = asked(
         Where(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
     )
+    gradient_compression: Sums | None = asked(
+        None,
+        "Sum gradients in this form in the pipeline; one process sums in float32, so errors of the form are "
+        "accepted: 5 % for bfloat16, 40 % for int8.",
+    )
     dtype: Dtype | None = asked(
-        None, "Precision of weights. Default float64; with --bfloat16 or --float16 float32."
+        None,
+        "Precision of weights. Default float64; with --bfloat16, --float16 or --gradient-compression "
+        "float32.",
     )
     bfloat16: How | None = asked(
         None, "Compute layers in bfloat16, in one process too, by one of these two options of a Pipeline."
@@ -99,13 +113,20 @@ class Running(Record):
         """
         if self.lower is not None and self.dtype is Dtype.FLOAT64:
             raise ConfigError(f"--{self.lower[0]} needs weights in float32; leave out --dtype float64")
-        return self.dtype or (Dtype.FLOAT64 if self.lower is None else Dtype.FLOAT32)
+        if self.gradient_compression is not None and self.dtype is Dtype.FLOAT64:
+            raise ConfigError(
+                "--gradient-compression: gradients in float64 are summed in full; leave out --dtype float64"
+            )
+        plain = self.lower is None and self.gradient_compression is None
+        return self.dtype or (Dtype.FLOAT64 if plain else Dtype.FLOAT32)
 
     def compared(self, schedule: Schedule, steps: int) -> Agreement:
         """Train with both for a number of updates, and measure how far their numbers differ."""
         from counterflow.training.trial import small_trial
 
         options: dict[str, Any] = {} if self.barrier else {"barrier": False, "clip_norm": None}
+        if self.gradient_compression is not None:
+            options["gradient_compression"] = self.gradient_compression.value
         tied: bool | None = None
         if self.lower is not None:
             name, how = self.lower

@@ -67,7 +67,7 @@ class StageCosts:
         skips: skip connections and values sent once per step, with their bytes, ascending.
         trained: bytes of the stage's weights that are trained.
         summed: the part of these that only copies of the stage contain, so their gradients are summed alone.
-        synced: bytes of those gradients.
+        synced: bytes of those gradients, as they are sent.
         ties: weights that several stages share.
         message_share: bytes of a message per byte of its content: less than 1 if compressed.
         update_peaks: memory that the optimiser needs while it updates a stage.
@@ -102,6 +102,10 @@ class StageCosts:
     message_share: float = 1.0
     update_peaks: tuple[float, ...] = ()
     slices: tuple[SliceCost, ...] = ()
+
+    def with_residuals(self) -> StageCosts:
+        """The same if gradients are summed in a smaller form: what is lost of them has their size."""
+        return replace(self, gradients=tuple(2 * size for size in self.gradients))
 
     @property
     def message_bytes(self) -> tuple[float, ...]:
@@ -372,7 +376,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         skips=links,
         trained=trained,
         summed=_less(trained, own),
-        synced=_less(gradients, own_gradients),
+        synced=tuple(model.gradient_share * size for size in _less(gradients, own_gradients)),
         ties=ties,
         message_share=model.message_share,
         update_peaks=tuple(

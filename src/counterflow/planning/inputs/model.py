@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from counterflow.errors import ConfigError
-from counterflow.execution import Configured
+from counterflow.execution import SENT_SHARES, Configured
 from counterflow.schedule.layouts import Layout
 
 from .cluster import require_number
@@ -159,6 +159,12 @@ class Model:
         """Bytes of a message per byte of activations: half if its config compresses 32-bit floats."""
         execution = self.execution
         return 0.5 if execution.compress and not execution.computes_in else 1.0
+
+    @property
+    def gradient_share(self) -> float:
+        """Bytes sent per byte of summed gradients: less than 1 if its config compresses sums."""
+        name = self.execution.gradient_compression
+        return 1.0 if name is None else SENT_SHARES[name]
 
     @property
     def mtp(self) -> int:

@@ -24,6 +24,7 @@ from ..dtensors import like, local, part_of
 from ..dtypes import sum_dtype
 from ..mini_batch.losses import added
 from ..transport.base import Group, Pending, Transport
+from .compressed_sums import CompressedSum, SumCompression
 from .hooks import Hooks, called
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -42,9 +43,12 @@ class _Flat:
     copies, one number a parameter follows that says so and is summed with the gradients.
     """
 
-    __slots__ = ("_clean", "_dtype", "_shown", "_tail", "_used", "gradients", "parameters", "views", "whole")
+    __slots__ = (
+        "_clean", "_dtype", "_shown", "_used", "gradients", "parameters", "residual", "residuals", "tail",
+        "views", "whole",
+    )  # fmt: skip
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool, compressed: bool) -> None:
         held = [local(parameter) for parameter in parameters]
         size = sum(tensor.numel() for tensor in held)
         tail = len(parameters) if shared else 0
@@ -52,13 +56,21 @@ class _Flat:
         self._dtype = held[0].dtype
         self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=held[0].device)
         self.gradients = self.whole[:size]
-        self._tail = self.whole[size:]
+        self.tail = self.whole[size:]
         self.views: list[Tensor] = []
         at = 0
         for tensor in held:
             view = self.whole[at : at + tensor.numel()].view(tensor.shape)
             self.views.append(view.data)  # .data: with a version counter of its own
             at += tensor.numel()
+        self.residual: Tensor | None = None
+        """What was lost of the gradients when they were sent; None: they are sent in full."""
+        self.residuals: list[Tensor] = []
+        """Its part of each parameter, in the parameter's shape."""
+        if compressed and shared and self.whole.dtype is torch.float32:
+            self.residual = torch.zeros_like(self.gradients)
+            parts = self.residual.split([tensor.numel() for tensor in held])
+            self.residuals = [part.view(tensor.shape) for part, tensor in zip(parts, held, strict=True)]
         self._shown = [like(parameter, view) for parameter, view in zip(parameters, self.views, strict=True)]
         self._clean = self._changes()
         self._used: list[bool] | None = None
@@ -108,12 +120,12 @@ class _Flat:
                     else:
                         self.views[index].copy_(part_of(grad, parameter))
                 used[index] = grad is not None
-        if not len(self._tail):
+        if not len(self.tail):
             return
         if all(used):
-            self._tail.fill_(1)
+            self.tail.fill_(1)
         else:
-            self._tail.copy_(torch.tensor(used))
+            self.tail.copy_(torch.tensor(used))
 
     def _changes(self) -> list[int]:
         """How often each gradient was changed."""
@@ -126,8 +138,8 @@ class _Flat:
         """Which parameters were used, here or, once the sum is there, on any copy."""
         self.collect()
         assert self._used is not None
-        if len(self._tail) and not all(self._used):
-            self._used = [abs(number) > 0 for number in self._tail.tolist()]
+        if len(self.tail) and not all(self._used):
+            self._used = [abs(number) > 0 for number in self.tail.tolist()]
         return self._used
 
     def call_hooks(self, hooks: Hooks) -> None:
@@ -147,8 +159,8 @@ class _Flat:
             if found is None:
                 self.views[index].zero_()
                 used[index] = False
-                if len(self._tail):
-                    self._tail[index] = 0
+                if len(self.tail):
+                    self.tail[index] = 0
             elif not same:
                 self.views[index].copy_(part_of(found.detach(), parameter))
 
@@ -166,10 +178,17 @@ class GradientGroup:
         group: the ranks that hold a copy; None if there is only this one.
         counted: whether this rank is the one of all that counts them in the global norm.
         stage: the stage whose update updates them.
+        compression: form in which float32 gradients are summed; None: in full.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: Group | None, *, counted: bool, stage: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group | None,
+        *,
+        counted: bool,
+        stage: int,
+        compression: SumCompression | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.group = group
@@ -178,21 +197,44 @@ class GradientGroup:
         self._flats: list[_Flat] = []
         self._frozen: dict[str, nn.Parameter] = {}
         self._pending: list[Pending] = []
+        self._compression = compression
+        self._compressed: list[CompressedSum] = []
         self.make()
 
     @property
     def nbytes(self) -> int:
         """Size of the buffers in bytes."""
-        return sum(flat.whole.nbytes for flat in self._flats)
+        residuals = sum(flat.residual.nbytes for flat in self._flats if flat.residual is not None)
+        return residuals + sum(flat.whole.nbytes for flat in self._flats)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that sum these gradients; empty: there is only this one."""
+        return () if self.group is None else tuple(self.group.ranks)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What this worker has lost of each parameter's gradients so far, by name; empty: sent in full."""
+        found = {
+            id(parameter): residual
+            for flat in self._flats if flat.residual is not None
+            for parameter, residual in zip(flat.parameters, flat.residuals, strict=True)
+        }  # fmt: skip
+        return {name: found[id(p)] for name, p in self.parameters.items() if id(p) in found}
 
     def make(self) -> None:
-        """Make the buffers, for the parameters that require a gradient by now."""
+        """Make the buffers, for the parameters that require a gradient by now; residuals are kept."""
+        before = self.residuals
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 held = local(parameter)
                 by_kind.setdefault((held.dtype, held.device), []).append(parameter)
-        self._flats = [_Flat(members, shared=self.group is not None) for members in by_kind.values()]
+        shared, compressed = self.group is not None, self._compression is not None
+        self._flats = [_Flat(each, shared=shared, compressed=compressed) for each in by_kind.values()]
+        for name, residual in self.residuals.items():
+            if name in before:
+                residual.copy_(before[name])
         self._frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
 
     def attach(self) -> None:
@@ -218,17 +260,33 @@ class GradientGroup:
 
     def start(self, transport: Transport) -> None:
         """Begin to sum over the group."""
-        if self.group is None or self._pending:
+        if self.group is None or self._pending or self._compressed:
             return
         for flat in self._flats:
             flat.collect()
+            if flat.residual is not None:
+                self._start_compressed(flat, flat.residual, transport)
+                continue
             numbers = real(flat.whole)
             size = max(1, BUCKET_BYTES // numbers.element_size())
             for bucket in numbers.split(size):
                 self._pending.append(transport.all_reduce(bucket, self.group))
 
+    def _start_compressed(self, flat: _Flat, residual: Tensor, transport: Transport) -> None:
+        assert self.group is not None
+        assert self._compression is not None
+        size = BUCKET_BYTES // residual.element_size()
+        for numbers, lost in zip(flat.gradients.split(size), residual.split(size), strict=True):
+            self._compressed.append(CompressedSum(numbers, lost, self._compression, self.group, transport))
+        self._pending.append(transport.all_reduce(flat.tail, self.group))
+
     def wait(self) -> None:
         """Wait until the sum is complete."""
+        for each in self._compressed:
+            each.add_up()
+        for each in self._compressed:
+            each.wait()
+        self._compressed.clear()
         for pending in self._pending:
             pending.wait()
         self._pending.clear()

@@ -18,6 +18,7 @@ from ..mesh.layout import REPLICA, WORKER
 from ..mesh.sharding import WHOLE, Sharding
 from ..stages.stage import StageCopy
 from ..transport.base import Group, Transport
+from .compressed_sums import SumCompression
 from .gradients import GradientGroup, unique
 from .names import Names, named_parameters, shared_names
 
@@ -31,6 +32,7 @@ class Holdings:
         holders: by stage, the workers of a group that hold a copy.
         sharding: how parameters are sharded over further dimensions of the mesh.
         transport: how to reach the others.
+        compression: form in which gradients are summed; None: in full.
 
     Attributes:
         groups: by stage, those who hold copies of it; None: nobody else.
@@ -51,7 +53,10 @@ class Holdings:
         holders: Sequence[Sequence[int]],
         sharding: Sharding,
         transport: Transport,
+        *,
+        compression: SumCompression | None = None,
     ) -> None:
+        self._compression = compression
         self._stages, self._names, self._holders = stages, names, holders
         self._layout, self._sharding, self._transport = sharding.layout, sharding, transport
         self.groups: dict[int, Group | None] = {}
@@ -104,7 +109,7 @@ class Holdings:
                 self.tied_apart[name] = parameters[held[0]][name]
             own = unique([(name, parameters[held[0]][name])], taken)
             self.tied.setdefault(tuple(stages), []).append(
-                GradientGroup(own, group, counted=self._counted(how.along, holders), stage=held[0])
+                self._gradients(own, group, how.along, holders, stage=held[0])
             )
         for stage, copies in enumerate(self._holders):
             kinds = {found.get(first, WHOLE).summed for _, first in self._names[stage]} | {frozenset[int]()}
@@ -118,9 +123,21 @@ class Holdings:
                     how = found.get(name, WHOLE)
                     parts[how.summed, how.along][name] = parameter
                 self.own[stage] = [
-                    GradientGroup(part, groups[kind], counted=self._counted(along, copies), stage=stage)
+                    self._gradients(part, groups[kind], along, copies, stage=stage)
                     for (kind, along), part in parts.items()  # in one order, as the sums of all copies are
                 ]
+
+    def _gradients(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group | None,
+        along: frozenset[int],
+        holders: Sequence[int],
+        *,
+        stage: int,
+    ) -> GradientGroup:
+        counted = self._counted(along, holders)
+        return GradientGroup(parameters, group, counted=counted, stage=stage, compression=self._compression)
 
     def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
         """Whether this rank counts in the global norm its parts of what is sharded along some dims."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 LOSS_SCALE = "loss_scale"
+RESIDUAL = "residual"
+"""What workers have lost of a weight's gradient in compressed sums so far, by rank."""
+
 BY_STAGE = "scheduler", "averaged", LOSS_SCALE
 """The kinds of a training's state that are kept by stage, and not by a weight's name; the loss scale is the
 same for all stages.
@@ -72,6 +75,8 @@ class SavedState:
         for names, value in chain.from_iterable(states):
             yield StateName("model", names[0]), value
         for (key,), value in chain.from_iterable(map(self._training_of, self._weights.stages)):
+            yield key, value
+        for (key,), value in self._residuals():
             yield key, value
 
     def stream(self, rank: int | None) -> Iterator[tuple[str, Any]]:
@@ -120,19 +125,27 @@ class SavedState:
     def training_state(self) -> dict[str, Any]:
         """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
         every = chain.from_iterable(map(self._training_of, self._weights.stages))
-        return assembled((key, _kept(value)) for (key,), value in every)
+        return assembled((key, _kept(value)) for (key,), value in chain(every, self._residuals()))
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
         """Training state of all stages, on ``rank`` or, for None, on all; else empty. All workers call it."""
         stream = Stream(self._weights.transport, rank)
+        residuals = stream.part(list(self._residuals()), tells=True)  # each holder has its own
         if self._weights.owners is None:
-            return assembled(self._stages(stream, self._training_of))
+            return assembled(chain(self._stages(stream, self._training_of), residuals))
         parts = (  # each that holds a stage has what it updates
             stream.part(list(self._training_of(stage)) if held else None, tells=held)
             for stage in range(len(self._weights.holders))
             for held in (stage in self._weights.stages,)
         )
-        return assembled(chain.from_iterable(parts))
+        return assembled(chain(chain.from_iterable(parts), residuals))
+
+    def _residuals(self) -> Iterator[tuple[Sequence[StateName], Tensor]]:
+        """What this worker has lost of its weights' gradients."""
+        rank = str(self._weights.transport.rank)
+        for gradients in self._weights.holdings.every():
+            for name, residual in gradients.residuals.items():
+                yield (StateName(RESIDUAL, name, rank),), residual
 
     def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
         """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
@@ -191,6 +204,7 @@ class SavedState:
                 )
             scheduler.load_state_dict(given)
         self._load_average(state)
+        self._load_residuals(state.get(RESIDUAL) or {})
         if self._weights.loss_scale is not None:
             scales = [*state.get(LOSS_SCALE, {}).values()]
             if scales:
@@ -199,6 +213,33 @@ class SavedState:
                 _LOG.warning(
                     "the training state has no loss scale: it goes on with %g", self._weights.loss_scale.scale
                 )
+
+    def _load_residuals(self, given: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take what this worker has lost of its weights' gradients.
+
+        Args:
+            given: residuals by name and rank; empty: the state has none.
+
+        Raises:
+            ConfigError: they are those of other workers.
+        """
+        rank, compressed = str(self._weights.transport.rank), False
+        for gradients in self._weights.holdings.every():
+            for name, residual in gradients.residuals.items():
+                compressed = True
+                by_rank = first_of(given, self._names_of(name)) or {}
+                if given:
+                    refuse_other_ranks(name, by_rank, gradients.ranks, rank)
+                    residual.copy_(by_rank[rank])
+                else:
+                    residual.zero_()
+        if given and not compressed:
+            _LOG.warning(
+                "the training state has residuals of compressed gradient sums, and they are not taken: this "
+                "pipeline sums gradients in full"
+            )
+        if compressed and not given:
+            _LOG.warning("the training state has no residuals of gradient sums: they begin with zero")
 
     def _names_of(self, first: str) -> tuple[str, ...]:
         """All names of a weight, the first that is known before the others."""
@@ -220,6 +261,27 @@ class SavedState:
         self._weights.average.load(
             lambda name: first_of(given, self._names_of(name)),
             max(state["averaged"].values(), default=0),
+        )
+
+
+def refuse_other_ranks(name: str, saved: Iterable[str], holders: Iterable[int], rank: str) -> None:
+    """Refuse residuals of a weight that other workers hold than those that saved them.
+
+    Args:
+        name: the weight's.
+        saved: ranks of the residuals.
+        holders: ranks that hold the weight.
+        rank: this worker's.
+
+    Raises:
+        ConfigError: there is none of this rank, or one of a rank that does not hold the weight.
+    """
+    ranks, holders = sorted(map(int, saved)), sorted(holders)
+    if int(rank) not in ranks or not {*ranks} <= {*holders}:
+        raise ConfigError(
+            f"the training state has residuals of {name!r} of ranks {ranks}, and ranks {holders} sum its "
+            "gradient here; load it with the scheme, workers and replicas it was saved with, or leave out "
+            "gradient_compression"
         )
 
 
@@ -274,9 +336,9 @@ class StateName(NamedTuple):
     """What an optimiser keeps for a weight in a slot, or its options; or what else a weight or stage has.
 
     Attributes:
-        kind: ``optimizer``, ``ema`` or ``model`` of a weight, one of ``BY_STAGE`` of a stage.
+        kind: ``optimizer``, ``ema``, ``model`` or ``RESIDUAL`` of a weight, one of ``BY_STAGE`` of a stage.
         of: the weight's name, or the stage.
-        slot: the optimiser's; None: its options, or another kind.
+        slot: the optimiser's, or a residual's rank; None: its options, or another kind.
     """
 
     kind: str
@@ -288,7 +350,9 @@ def assembled(found: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
     """A training's state of its entries, in which an optimiser's options come before what it keeps."""
     state: dict[str, Any] = {"optimizer": {}, "scheduler": {}}
     for key, value in found:
-        if key.kind != "optimizer":
+        if key.kind == RESIDUAL:
+            state.setdefault(RESIDUAL, {}).setdefault(key.of, {})[key.slot] = value
+        elif key.kind != "optimizer":
             state.setdefault(key.kind, {})[key.of] = value
         elif key.slot is None:
             state["optimizer"][key.of] = {"state": {}, "options": value}

@@ -29,6 +29,7 @@ from .alike import Copies, Key, tensors_of
 from .average import Average, Averaged
 from .changes import Changes
 from .choices import choices_of, choose, refuse_other_choices
+from .compressed_sums import SumCompression
 from .coupled import Coupling
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .holdings import Holdings
@@ -60,6 +61,7 @@ class Weights:
         unlisted: what the model's state has beside that of its layers.
         streams: of random draws: what hooks of parameters and optimisers draw is the same on all copies.
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
+        compression: form in which gradients are summed; None: in full.
     """
 
     keeps_gradients = False
@@ -83,6 +85,7 @@ class Weights:
         streams: RandomStreams,
         unlisted: Unlisted,
         sharded: bool,
+        compression: SumCompression | None = None,
     ) -> None:
         self.stages, self.transport = stages, transport
         self.names, self.aliases, self.unlisted = names, aliases, unlisted
@@ -91,7 +94,7 @@ class Weights:
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
         unlisted.start_alike(transport)
-        self.holdings = Holdings(stages, names, holders, sharding, transport)
+        self.holdings = Holdings(stages, names, holders, sharding, transport, compression=compression)
         self.groups = self.holdings.made
         """All groups that were made."""
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())

@@ -280,6 +280,13 @@ class Transport(ABC):
         """Begin to sum ``tensor`` in place over a group; bitwise the same result on all its ranks."""
 
     @abstractmethod
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Pending:
+        """Begin to send row i of ``sent`` to the i-th rank of a group, and to receive its row there.
+
+        Both are contiguous, of one shape and dtype; they must not be used until it is done.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """Overwrite ``tensor`` by that of rank ``source``, on all ranks of a group."""
 

@@ -5,7 +5,7 @@ Gloo matches messages by tag, and connects all workers when a group is made.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -40,6 +40,8 @@ class GlooTransport(Transport):
     ) -> None:
         super().__init__(ProcessControl(device, timeout_seconds, copy_out=copy_out), device)
         self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
+        self._exchanges: Counter[Group] = Counter()
+        """Exchanges of each group so far: all its ranks begin them in one order."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
         """See ``Transport.send``."""
@@ -86,6 +88,30 @@ class GlooTransport(Transport):
         work = self.control.collective(lambda: dist.all_reduce(tensor, group=handle, async_op=True))
         assert work is not None
         return self.control.in_flight((work,), -1)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
+        """See ``Transport.all_to_all``.
+
+        Host tensors go as messages whose receives are posted first. Gloo's own exchange may begin with a
+        send, behind which the report that the receive is ready waits, so two workers send in turn.
+        """
+        handle = member(group)
+        if self.device.type != "cpu":
+            work = self.control.collective(
+                lambda: dist.all_to_all_single(received, sent, group=handle, async_op=True)
+            )
+            assert work is not None
+            return self.control.in_flight((work,), -1)
+        place = group.ranks.index(self.rank)
+        others = [rank for rank in range(len(group.ranks)) if rank != place]
+        tag = self._exchanges[group] = self._exchanges[group] + 1
+        received[place].copy_(sent[place])
+
+        def begin() -> list[dist.Work]:
+            receives = [handle.recv([received[rank]], rank, tag) for rank in others]
+            return receives + [handle.send([sent[rank]], rank, tag) for rank in others]
+
+        return self.control.in_flight(self.control.collective(begin), -1)
 
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""

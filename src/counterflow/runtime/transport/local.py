@@ -352,6 +352,16 @@ class LocalTransport(Transport):
 
         return self.control.join(group, tensor, _sum).then(take)
 
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
+        """See ``Transport.all_to_all``."""
+        place = group.ranks.index(self.rank)
+
+        def take(rows: list[Tensor]) -> None:
+            for row, each in zip(received, rows, strict=True):
+                row.copy_(each[place])
+
+        return self.control.join(group, sent, list).then(take)
+
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""
         # A copy, because the source may change its tensor before the others have looked.

@@ -251,6 +251,10 @@ class OrderedTransport(Transport):
             return DONE
         return self._collective(lambda handle: handle.allreduce([tensor]), group)
 
+    def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
+        """See ``Transport.all_to_all``."""
+        return self._collective(lambda handle: handle.alltoall_base(received, sent, [], []), group)
+
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
         """See ``Transport.broadcast``."""
         if len(group.ranks) > 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,14 @@ class StrictGroup(ProcessGroup):
         (rows,), (tensor,) = outputs, inputs
         return self._collective("all-gather", tensor, "stack", rows)
 
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
+    ) -> Work:
+        """See ``ProcessGroup``; of rows of one length."""
+        del output_sizes, sizes, opts
+        place = self.ranks.index(self.endpoint.rank)
+        return self._collective("all-to-all", tensor, "stack", _Rows(output, place))
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """See ``ProcessGroup``; over NCCL it holds the host."""
         del opts, timeout
@@ -173,7 +181,7 @@ class StrictGroup(ProcessGroup):
         """See ``ProcessGroup``."""
 
     def _collective(
-        self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | None = None
+        self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | _Rows | None = None
     ) -> StrictWork:
         self._make(self.title, self.ranks)
         part = self._part(kind, tensor, self.title)
@@ -222,6 +230,13 @@ class _Later(Work):
 _LATER = _Later()
 
 
+class _Rows(NamedTuple):
+    """Output of an all-to-all: a row of each rank, of those for the rank at a place of the group."""
+
+    output: Tensor
+    place: int
+
+
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented as it
 
@@ -258,7 +273,9 @@ def move(parts: Sequence[Part]) -> None:
             takers, found = parts, given[int(how)] if how.isdecimal() else _WAYS[how](torch.stack(given))
         for part in takers:
             tensor, _, *rest = part.data
-            if rest and rest[0] is not None:
+            if rest and isinstance(rest[0], _Rows):
+                rest[0].output.data.copy_(found[:, rest[0].place])
+            elif rest and rest[0] is not None:
                 for row, one in zip(rest[0], found, strict=True):
                     row.data.copy_(one)
             else:
