@@ -11,10 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.errors import ConfigError
-from counterflow.explore.asked import Order, PlanAsked, Subject, Work
 from counterflow.explore.jobs import Jobs
 from counterflow.explore.orders import order, workload_of
 from counterflow.explore.plans import changed, known, plan, task_of
+from counterflow.explore.requests import Order, PlanRequest, Subject, Work
 from counterflow.planning.inputs import files
 from counterflow.planning.task import load_example
 from counterflow.schedule import schemes
@@ -83,7 +83,7 @@ def test_one_that_is_stopped_while_it_begins_says_nothing(
 
 def test_no_more_than_two_at_a_time() -> None:
     jobs = Jobs()
-    work = Work(plan=PlanAsked(example="chimera-bert48"))
+    work = Work(plan=PlanRequest(example="chimera-bert48"))
     try:
         names = [jobs.start(work)["job"] for _ in range(2)]
         with pytest.raises(ConfigError, match="2 searches are running already"):
@@ -117,7 +117,7 @@ def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
     """Each scheme's best, with what limits it; a device with little memory leaves fewer."""
     small = load_example("hanayo-bert64")
     text = files.dumps(small.model)
-    asked_ = PlanAsked.model_validate(
+    asked_ = PlanRequest.model_validate(
         {"example": "hanayo-bert64", "model": {"name": "m.toml", "text": text}, "mini_batch": 2}
     )
     assert task_of(asked_).model == small.model

@@ -13,8 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.explore.app import application
-from counterflow.explore.asked import RunsAsked
 from counterflow.explore.follow import AT_ONCE, Pace, Runs
+from counterflow.explore.requests import RunsRequest
 from counterflow.explore.runs import State, difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
@@ -110,21 +110,21 @@ def test_pages_that_ask_alike_share_an_answer(place: Path) -> None:
     run = run_at(place / "one")
     runs = Runs([place], Pace(fresh_seconds=3600))
     body = json.dumps({"runs": [{"name": str(run)}]}).encode()
-    assert runs.kept(body) is None
-    first = runs.answer(body, RunsAsked.model_validate_json(body))
+    assert runs.cached_answer(body) is None
+    first = runs.answer(body, RunsRequest.model_validate_json(body))
     shutil.rmtree(run)
-    assert runs.kept(body) == first
+    assert runs.cached_answer(body) == first
     told = json.loads(first)
     assert [row["name"] for row in told["list"]] == [str(run)]
     assert json.loads(runs.listed())["runs"] == told["list"]
-    other = RunsAsked.model_validate({"runs": [{"name": str(run)}], "listed": told["listed"]})
+    other = RunsRequest.model_validate({"runs": [{"name": str(run)}], "listed": told["listed"]})
     assert json.loads(runs.answer(b"other", other))["list"] is None
 
 
 def test_timelines_take_no_more_than_their_share(place: Path) -> None:
     """The next one waits, and the page has the one before; then it is there."""
     run = run_at(place / "one", live__json=timeline().dumps())
-    wanted = RunsAsked.model_validate({"runs": [{"name": str(run)}]})
+    wanted = RunsRequest.model_validate({"runs": [{"name": str(run)}]})
     for share, makespans in ((1e-9, [9, 9]), (float("inf"), [9, 15])):
         runs = Runs([place], Pace(0, share))
         seen = []

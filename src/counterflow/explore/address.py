@@ -10,7 +10,7 @@ _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def is_here(host: str) -> bool:
-    """Whether only this machine can reach a host name.
+    """Check that only this machine can reach a host name.
 
     >>> is_here("127.0.0.1"), is_here("127.0.0.2"), is_here("localhost"), is_here("0.0.0.0")
     (True, True, True, False)

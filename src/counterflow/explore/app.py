@@ -31,25 +31,25 @@ from counterflow.schedule.formats import dumps
 
 from . import form
 from .address import is_here
-from .asked import (
-    Asked,
-    Check,
-    CompareAsked,
-    Download,
-    File,
-    JobAsked,
-    Look,
-    Order,
-    PlanAsked,
-    PlanFound,
-    RunsAsked,
-    Work,
-)
 from .follow import Pace, Runs
 from .jobs import Jobs
-from .kept import written
 from .plans import config_of, task_of
 from .plans import known as example_records
+from .requests import (
+    Check,
+    CompareRequest,
+    Download,
+    File,
+    JobRequest,
+    Look,
+    Order,
+    PlanReference,
+    PlanRequest,
+    RequestModel,
+    RunsRequest,
+    Work,
+)
+from .saved_plans import written
 from .schedules import Schedules
 
 STATIC = Path(__file__).parent / "static"
@@ -75,7 +75,7 @@ _SENT = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.ite
 
 _JSON = "application/json"
 
-_Model = TypeVar("_Model", bound=Asked)
+_Model = TypeVar("_Model", bound=RequestModel)
 _Scope = dict[str, Any]
 
 
@@ -113,8 +113,8 @@ def _answers(path: str, model: type[_Model], answer: Callable[[_Model], Any]) ->
     """The route of a request that has a body of this form and is answered in a thread."""
 
     async def handler(request: Request) -> Response:
-        found = await run_in_threadpool(answer, _read(model, await _body(request)))
-        return found if isinstance(found, Response) else JSONResponse(found)
+        content = await run_in_threadpool(answer, _read(model, await _body(request)))
+        return content if isinstance(content, Response) else JSONResponse(content)
 
     return Route(path, handler, methods=["POST"])
 
@@ -134,37 +134,37 @@ def _of_schedules(known: Schedules) -> list[Route]:
         _answers("/api/look", Look, known.look),
         _answers("/api/check", Check, known.check),
         _answers("/api/file", File, lambda file: known.add(file.text, file.name, file.like)),
-        _answers("/api/download", Download, lambda asked: _attached(*known.download(asked))),
+        _answers("/api/download", Download, lambda request: _attached(*known.download(request))),
     ]
 
 
 def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
-    def order(asked: Order) -> dict[str, str]:
+    def order(request: Order) -> dict[str, str]:
         """Start a search for an order; errors in the costs are reported immediately."""
-        found = known.find(asked.subject)
-        found.costs(asked.subject)
-        planned = None if found.planned is None else written(found.planned)
-        return jobs.start(Work(order=asked, schedule=dumps(found.schedule), planned=planned))
+        known_schedule = known.find(request.subject)
+        known_schedule.costs(request.subject)
+        planned = None if known_schedule.planned is None else written(known_schedule.planned)
+        return jobs.start(Work(order=request, schedule=dumps(known_schedule.schedule), planned=planned))
 
-    def plan(asked: PlanAsked) -> dict[str, str]:
+    def plan(request: PlanRequest) -> dict[str, str]:
         """Start planning; errors in the files are reported immediately."""
-        task_of(asked)
-        return jobs.start(Work(plan=asked))
+        task_of(request)
+        return jobs.start(Work(plan=request))
 
-    def compare(asked: CompareAsked) -> dict[str, str]:
+    def compare(request: CompareRequest) -> dict[str, str]:
         """Start a comparison; errors in the costs are reported immediately."""
-        asked.costs.costs()
-        asked.memory_bytes()
-        return jobs.start(Work(compare=asked))
+        request.costs.costs()
+        request.memory_bytes()
+        return jobs.start(Work(compare=request))
 
-    def open_plan(asked: PlanFound) -> dict[str, Any]:
+    def open_plan(reference: PlanReference) -> dict[str, Any]:
         """Take a plan among the files, with its costs."""
-        plan = jobs.plans(asked).plans[asked.plan]
+        plan = jobs.plans(reference).plans[reference.plan]
         name = f"plan, {plan.schedule.scheme}"
         return known.add_planned(plan, name) | {"name": name}
 
-    def save_plan(asked: PlanFound) -> Response:
-        text = config_of(jobs.plans(asked), asked.plan)
+    def save_plan(reference: PlanReference) -> Response:
+        text = config_of(jobs.plans(reference), reference.plan)
         return _attached(text, "application/toml", "plan.toml")
 
     async def examples(_request: Request) -> Response:
@@ -173,11 +173,11 @@ def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
     return [
         Route("/api/examples", examples),
         _answers("/api/order", Order, order),
-        _answers("/api/plan", PlanAsked, plan),
-        _answers("/api/plan/open", PlanFound, open_plan),
-        _answers("/api/plan/save", PlanFound, save_plan),
-        _answers("/api/compare", CompareAsked, compare),
-        _answers("/api/job", JobAsked, jobs.look),
+        _answers("/api/plan", PlanRequest, plan),
+        _answers("/api/plan/open", PlanReference, open_plan),
+        _answers("/api/plan/save", PlanReference, save_plan),
+        _answers("/api/compare", CompareRequest, compare),
+        _answers("/api/job", JobRequest, jobs.look),
     ]
 
 
@@ -191,10 +191,10 @@ def _followed(runs: Runs) -> list[Route]:
         """The first page that asks waits for the answer, and the others for the first."""
         body = await _body(request)
         async with one_at_a_time:
-            found = runs.kept(body)
-            if found is None:
-                found = await run_in_threadpool(runs.answer, body, _read(RunsAsked, body))
-        return Response(found, media_type=_JSON)
+            answer = runs.cached_answer(body)
+            if answer is None:
+                answer = await run_in_threadpool(runs.answer, body, _read(RunsRequest, body))
+        return Response(answer, media_type=_JSON)
 
     return [Route("/api/run", follow, methods=["POST"]), Route("/api/runs", listed)]
 
@@ -238,12 +238,12 @@ def _pages() -> list[Route]:
 
 
 async def _body(request: Request) -> bytes:
-    found = bytearray()
+    content = bytearray()
     async for piece in request.stream():
-        found += piece
-        if len(found) > MOST_BYTES:
+        content += piece
+        if len(content) > MOST_BYTES:
             raise RefusedError(413, f"more than {MOST_BYTES:,} bytes; the page sends less")
-    return bytes(found)
+    return bytes(content)
 
 
 def _read(model: type[_Model], body: bytes) -> _Model:
@@ -316,10 +316,10 @@ class _Guard:
             return _said(403, f"host {host[:100]!r}: this server answers this machine alone")
         if not path.startswith("/api"):
             return None
-        given = headers.get(HEADER)
-        if given is None:
+        token = headers.get(HEADER)
+        if token is None:
             return _said(403, f"the header {HEADER} is missing; only the page itself may ask")
-        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(token.encode(), self._token.encode()):
             return _said(401, "wrong token; open the address that counterflow explore printed")
         origin = headers.get("origin")
         if origin is not None and _host(urlsplit(origin).netloc) != host:

@@ -12,44 +12,44 @@ from counterflow.planning.comparison import compare as compared
 from counterflow.schedule.formats import dumps
 from counterflow.simulation.model_share import CostsOf
 
-from .asked import CompareAsked
+from .requests import CompareRequest
 
 
-def compare(asked: CompareAsked, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def compare(request: CompareRequest, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Compare all schemes: the best row of each, the quickest first.
 
     Args:
-        asked: request.
-        tell: callback for progress.
+        request: request.
+        report: callback for progress.
 
     Raises:
         ConfigError: the request is inconsistent.
     """
-    found = compared(
-        asked.workers,
-        asked.micro_batches,
-        asked.costs.costs(),
-        costs_of=asked.costs.costs_of or CostsOf.WORKER,
-        peak=asked.peak,
-        memory_bytes=asked.memory_bytes(),
-        seconds=asked.seconds,
-        report=lambda number, total, what: tell(
+    comparison = compared(
+        request.workers,
+        request.micro_batches,
+        request.costs.costs(),
+        costs_of=request.costs.costs_of or CostsOf.WORKER,
+        peak=request.peak,
+        memory_bytes=request.memory_bytes(),
+        seconds=request.seconds,
+        report=lambda number, total, what: report(
             {"said": f"{number} of {total}: {what}", "share": (number - 1) / total}
         ),
     )
-    longest = max((row.step for row in found.best), default=1.0)
+    longest = max((row.step for row in comparison.best), default=1.0)
     return {
-        "heading": f"{found.workers} workers, {found.micro_batches} micro-batches",
-        "rows": [_row(found, row, longest) for row in found.best],
-        "too_large": len(found.too_large),
-        "left_out": [f"{name}: {reason}" for name, reason in found.left_out],
+        "heading": f"{comparison.workers} workers, {comparison.micro_batches} micro-batches",
+        "rows": [_row(comparison, row, longest) for row in comparison.best],
+        "too_large": len(comparison.too_large),
+        "left_out": [f"{name}: {reason}" for name, reason in comparison.left_out],
     }
 
 
-def _row(found: Comparison, row: Compared, longest: float) -> dict[str, Any]:
-    unit = time_unit(longest, in_forwards=found.costs.in_forwards)
-    over = row.step / found.rows[0].step - 1
-    told: dict[str, Any] = {
+def _row(comparison: Comparison, row: Compared, longest: float) -> dict[str, Any]:
+    unit = time_unit(longest, in_forwards=comparison.costs.in_forwards)
+    over = row.step / comparison.rows[0].step - 1
+    columns: dict[str, Any] = {
         "name": row.name,
         "remark": _remark(row),
         "synchronous": row.synchronous,
@@ -63,8 +63,8 @@ def _row(found: Comparison, row: Compared, longest: float) -> dict[str, Any]:
         "memory": "" if row.peak_bytes is None else bytes_text(row.peak_bytes),
     }
     if row.computed is None:
-        return told | {"scheme": row.scheme, "options": dict(row.schedule.options)}
-    return told | {"schedule": dumps(row.schedule)}
+        return columns | {"scheme": row.scheme, "options": dict(row.schedule.options)}
+    return columns | {"schedule": dumps(row.schedule)}
 
 
 def _remark(row: Compared) -> str:

@@ -33,7 +33,7 @@ from counterflow.training.folder import (
 from counterflow.training.metrics import Tail
 from counterflow.training.supervision.lock import LOCK
 
-from .asked import RunsAsked
+from .requests import RunsRequest
 from .runs import State, about_of, changed, events_of, no_timeline, pictured, state_of
 
 CURVES = ("loss", "validation_loss", "samples_per_second")
@@ -47,7 +47,7 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much a server that follows runs may take from them.
+    """Limits on what a server takes from the runs that it follows.
 
     Attributes:
         fresh_seconds: how old an answer may be.
@@ -81,8 +81,8 @@ class _Metrics:
         seen = about.st_ino, about.st_size, about.st_mtime_ns
         if seen == self.seen:
             return
-        again, lines = self.tail.read()
-        if again:
+        restarted, lines = self.tail.read()
+        if restarted:
             self.name, self.step, self.loss = secrets.token_hex(6), 0, None
             self.curves = {name: ([], []) for name in CURVES}
         self.seen = seen
@@ -122,8 +122,8 @@ def _is_count(text: str) -> bool:
 
 
 def _thinned(column: list[float]) -> list[float]:
-    every = max(1, -(-len(column) // _POINTS))
-    return [*column[::every], *(column[-1:] if column and (len(column) - 1) % every else [])]
+    stride = max(1, -(-len(column) // _POINTS))
+    return [*column[::stride], *(column[-1:] if column and (len(column) - 1) % stride else [])]
 
 
 @dataclass(slots=True)
@@ -169,11 +169,11 @@ class Runs:
             self._walk()
             return _json({"runs": self._rows, "places": [str(place) for place in self._places]})
 
-    def kept(self, body: bytes) -> bytes | None:
+    def cached_answer(self, body: bytes) -> bytes | None:
         """The answer to a request that another page has made, in the same words, a moment ago."""
         return self._answers.get(body) if self._is_fresh() else None
 
-    def answer(self, body: bytes, asked: RunsAsked) -> bytes:
+    def answer(self, body: bytes, request: RunsRequest) -> bytes:
         """Some runs side by side, as JSON; what the page has already is left out.
 
         Raises:
@@ -181,7 +181,7 @@ class Runs:
         """
         with self._lock:
             self._walk()
-            answer = _json(self._look(asked))
+            answer = _json(self._look(request))
             if len(self._answers) < 100:
                 self._answers[body] = answer
             return answer
@@ -193,10 +193,11 @@ class Runs:
         """See which runs there are and how far they are; the last begun first."""
         if self._is_fresh():
             return
-        found = {path: self._seen(path) for path in self._paths()}
+        runs = {path: self._seen(path) for path in self._paths()}
         self._runs = dict(
             sorted(
-                ((path, run) for path, run in found.items() if run is not None), key=lambda one: -one[1].begun
+                ((path, run) for path, run in runs.items() if run is not None),
+                key=lambda item: -item[1].begun,
             )
         )
         rows = [
@@ -235,18 +236,21 @@ class Runs:
         run.begun = run.begun or changed(path / CONFIG)
         return run
 
-    def _look(self, asked: RunsAsked) -> dict[str, Any]:
+    def _look(self, request: RunsRequest) -> dict[str, Any]:
         known = {str(path): path for path in self._runs}
-        for one in asked.runs:
-            if one.name not in known:
-                raise ConfigError(f"run {one.name!r}: is not among those that this server shows")
-        drawn = self._timelines(tuple(dict.fromkeys(known[one.name] for one in asked.runs)))
+        for reference in request.runs:
+            if reference.name not in known:
+                raise ConfigError(f"run {reference.name!r}: is not among those that this server shows")
+        drawn = self._timelines(tuple(dict.fromkeys(known[reference.name] for reference in request.runs)))
         return {
             "listed": self._listed,
-            "list": None if asked.listed == self._listed else self._rows,
-            "runs": [self._run(one.name, known[one.name], one.metrics) for one in asked.runs],
+            "list": None if request.listed == self._listed else self._rows,
+            "runs": [
+                self._run(reference.name, known[reference.name], reference.metrics)
+                for reference in request.runs
+            ],
             "version": drawn.version,
-            "timeline": None if drawn.version == asked.timeline else drawn.shown,
+            "timeline": None if drawn.version == request.timeline else drawn.shown,
         }
 
     def _run(self, name: str, path: Path, seen: str) -> dict[str, Any]:
@@ -299,8 +303,8 @@ class Runs:
         return pictured(timelines, problems)
 
 
-def _json(found: dict[str, Any]) -> bytes:
-    return json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
+def _json(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _stamp(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the page's form offers: every scheme with its options, and every cost.
+"""Contents of the page's form: every scheme with its options, and every cost.
 
 Invariant: names, meanings and defaults are those of the schemes' records and of the costs' fields.
 """
@@ -45,24 +45,24 @@ def costs() -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "field": one.field,
+            "field": cost.field,
             "label": _LABELS.get(name, name.replace("_", " ")),
-            "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), one.asked.about),
-            "group": _group(one),
-            "kind": _KINDS.get(one.asked.kind, "word"),
-            "words": _words(one.asked.kind),
-            "usual": _usual(name, one),
+            "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), cost.asked.about),
+            "group": _group(cost),
+            "kind": _KINDS.get(cost.asked.kind, "word"),
+            "words": _words(cost.asked.kind),
+            "usual": _usual(name, cost),
         }
-        for name, one in COSTS.items()
+        for name, cost in COSTS.items()
     ]
 
 
-def _usual(name: str, one: AskedField) -> str:
-    """What stands in a box that is empty: what then holds, or how one gives bytes."""
-    if one.asked.metavar == "BYTES":
+def _usual(name: str, cost: AskedField) -> str:
+    """Placeholder of an empty box: the default, or an example of bytes."""
+    if cost.asked.metavar == "BYTES":
         return "300MB"
-    if isinstance(one.default, (int, float)):
-        return f"{one.default:g}"
+    if isinstance(cost.default, (int, float)):
+        return f"{cost.default:g}"
     return {"input_gradient": "half", "weight_gradient": "rest"}.get(name, "")
 
 
@@ -71,15 +71,15 @@ _KINDS = {str: "text", float: "number", int: "number", bool: "flag"}
 """How the page sends a cost of this kind."""
 
 
-def _group(one: AskedField) -> str:
+def _group(cost: AskedField) -> str:
     """The part of the form that a cost stands in."""
-    if one.record is ByteCosts:
+    if cost.record is ByteCosts:
         return "bytes"
-    return "seconds" if one.asked.metavar == "SECONDS" else "modes"
+    return "seconds" if cost.asked.metavar == "SECONDS" else "modes"
 
 
 def _words(kind: Any) -> list[list[str]]:
-    """What may be chosen, as it is sent and as it is shown."""
+    """Choices of a cost, as pairs of the sent and the displayed text."""
     if kind is bool:
         return [["true", "overlap compute"], ["false", "stop compute"]]
     return [] if kind in _KINDS else [[word.value, word.value] for word in kind]

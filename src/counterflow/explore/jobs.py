@@ -20,21 +20,21 @@ from typing import Any
 import counterflow
 from counterflow.errors import ConfigError
 
-from .asked import JobAsked, PlanFound, Work
-from .kept import KeptPlans, read
+from .requests import JobRequest, PlanReference, Work
+from .saved_plans import SavedPlans, read
 
 MOST = 2
 """Searches at a time: each takes a core."""
 
-_KEPT = 20
+_CACHED = 20
 """Searches whose results are kept."""
 
 
 class Job:
     """One search.
 
-    ``asked`` is its request, ``progress`` its last report, ``result`` its result for the page, and ``kept``
-    its result for the server.
+    ``request`` is its request, ``progress`` its last report, ``result`` its result for the page, and
+    ``saved_plans`` its result for the server.
     """
 
     def __init__(self, work: Work) -> None:
@@ -42,8 +42,8 @@ class Job:
         self.progress: Any = None
         self.result: Any = None
         self.error = ""
-        self.kept: KeptPlans | None = None
-        self.asked = work.model_dump_json()
+        self.saved_plans: SavedPlans | None = None
+        self.request = work.model_dump_json()
         self._begun = self._stopped = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "counterflow.explore.work"],
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def serves_again(self) -> bool:
-        """Whether its result answers another equal request: it was not stopped before its end."""
+        """Check that the result answers equal requests: the search was not stopped before its end."""
         return self.state == "done" and not self._stopped
 
     def _follow(self) -> None:
@@ -65,16 +65,16 @@ class Job:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(self.asked)
+                process.stdin.write(self.request)
                 process.stdin.close()
                 for line in process.stdout:
-                    told = json.loads(line)
+                    report = json.loads(line)
                     self._begun = True
-                    self.progress = told.get("progress", self.progress)
-                    self.result = told.get("result", self.result)
-                    self.error = told.get("error", self.error)
-                    if "kept" in told:
-                        self.kept = read(told["kept"])
+                    self.progress = report.get("progress", self.progress)
+                    self.result = report.get("result", self.result)
+                    self.error = report.get("error", self.error)
+                    if "kept" in report:
+                        self.saved_plans = read(report["kept"])
             except (OSError, ValueError) as error:
                 self.error = self.error or str(error)
         if self.result is not None:
@@ -119,28 +119,28 @@ class Jobs:
         Raises:
             ConfigError: the maximum number of jobs is running.
         """
-        asked = work.model_dump_json()
+        request = work.model_dump_json()
         with self._lock:
             for name, job in self._jobs.items():
-                if job.asked == asked and job.serves_again:
+                if job.request == request and job.serves_again:
                     return {"job": name}
             running = sum(job.state == "running" for job in self._jobs.values())
             if running >= MOST:
                 raise ConfigError(f"{running} searches are running already; stop one, or wait for its end")
             name = secrets.token_hex(8)
             self._jobs[name] = Job(work)
-            while len(self._jobs) > _KEPT:
+            while len(self._jobs) > _CACHED:
                 self._jobs.popitem(last=False)[1].end()
             return {"job": name}
 
-    def look(self, asked: JobAsked) -> dict[str, Any]:
-        """How far one is; with its result once it has ended.
+    def look(self, request: JobRequest) -> dict[str, Any]:
+        """Report the progress of a search, with the result once it has ended.
 
         Raises:
             ConfigError: there is none of that name.
         """
-        job = self.find(asked.job)
-        if asked.stop:
+        job = self.find(request.job)
+        if request.stop:
             job.stop()
         done = job.state != "running"
         return {
@@ -150,16 +150,16 @@ class Jobs:
             "result": job.result if done else None,
         }
 
-    def plans(self, asked: PlanFound) -> KeptPlans:
+    def plans(self, reference: PlanReference) -> SavedPlans:
         """The plans that one is among.
 
         Raises:
             ConfigError: there is no such search, or it has found fewer plans.
         """
-        kept = self.find(asked.job).kept
-        if kept is None or asked.plan >= len(kept.plans):
-            raise ConfigError(f"plan {asked.plan + 1}: that search has found fewer")
-        return kept
+        saved_plans = self.find(reference.job).saved_plans
+        if saved_plans is None or reference.plan >= len(saved_plans.plans):
+            raise ConfigError(f"plan {reference.plan + 1}: that search has found fewer")
+        return saved_plans
 
     def find(self, name: str) -> Job:
         """One of them.

@@ -14,25 +14,25 @@ from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
 from counterflow.synthesis import synthesize
 
-from .asked import Order, limits_of
+from .requests import Order, limits_of
 
 
 def order(
-    asked: Order, text: str, tell: Callable[[dict[str, Any]], None], planned: Costs | None = None
+    request: Order, text: str, report_progress: Callable[[dict[str, Any]], None], planned: Costs | None = None
 ) -> dict[str, Any]:
     """Search for an order.
 
     Args:
-        asked: request.
+        request: request.
         text: the schedule's file.
-        tell: callback for progress.
+        report_progress: callback for progress.
         planned: a plan's costs for the schedule, used unless the request contains costs.
 
     Raises:
         ConfigError: no such order exists, or this kind of workload cannot be ordered.
     """
     schedule = loads(text, "the schedule")
-    asked_costs = asked.subject.costs
+    asked_costs = request.subject.costs
     costs = planned or Costs() if asked_costs is None else asked_costs.of_stages(schedule.placement)
     unit = time_unit(schedule.stages * 1.0, in_forwards=costs.in_forwards)
 
@@ -40,48 +40,50 @@ def order(
 
     def report(best: float, bound: float, doing: str) -> None:
         if math.isfinite(best):
-            told = {"best": unit.text(best), "bound": unit.text(bound)}
-            share = (time.monotonic() - began) / (asked.seconds or 1.0)
-            tell(told | {"said": f"best {told['best']}, bound {told['bound']}: {doing}", "share": share})
+            values = {"best": unit.text(best), "bound": unit.text(bound)}
+            share = (time.monotonic() - began) / (request.seconds or 1.0)
+            report_progress(
+                values | {"said": f"best {values['best']}, bound {values['bound']}: {doing}", "share": share}
+            )
 
-    found = synthesize(
-        workload_of(schedule, asked.split),
+    result = synthesize(
+        workload_of(schedule, request.split),
         costs,
-        **limits_of(asked.peak, asked.memory, schedule),
-        objective=asked.objective,
-        seconds=asked.seconds,
-        start=schedule if asked.split is None else None,
+        **limits_of(request.peak, request.memory, schedule),
+        objective=request.objective,
+        seconds=request.seconds,
+        start=schedule if request.split is None else None,
         report=report,
     )
     return {
-        "schedule": dumps(found.schedule),
-        "facts": _facts(found, costs),
-        "reason": found.bound.reason,
-        "stopped": found.stopped,
+        "schedule": dumps(result.schedule),
+        "facts": _facts(result, costs),
+        "reason": result.bound.reason,
+        "stopped": result.stopped,
     }
 
 
 def workload_of(schedule: Schedule, split: bool | None) -> Workload:
-    """What the schedule computes; with all backwards split or whole, if that is asked for."""
+    """Workload of a schedule; ``split`` splits all backwards, or none, unless it is None."""
     work = schedule.workload
     if split is None:
         return work
     pipes = [0] * work.total_micro_batches
-    for one in work.passes:
-        for batch in one.micro_batches:
-            pipes[batch] = one.pipe
+    for passage in work.passes:
+        for batch in passage.micro_batches:
+            pipes[batch] = passage.pipe
     return plain(work.placement, work.micro_batches, pipe_of=pipes, split=split)
 
 
-def _facts(found: Any, costs: Costs) -> list[list[str]]:
-    unit = time_unit(found.makespan, in_forwards=costs.in_forwards)
+def _facts(result: Any, costs: Costs) -> list[list[str]]:
+    unit = time_unit(result.makespan, in_forwards=costs.in_forwards)
     rows = [
-        [str(found.objective), unit.text(found.value)],
-        ["lower bound", unit.text(found.lower_bound)],
-        ["gap", "none: no order is better" if found.proved else f"{100 * found.gap:.2f} % at most"],
-        ["found by", found.method],
+        [str(result.objective), unit.text(result.value)],
+        ["lower bound", unit.text(result.lower_bound)],
+        ["gap", "none: no order is better" if result.proved else f"{100 * result.gap:.2f} % at most"],
+        ["found by", result.method],
     ]
-    if found.named is not None:
-        name, value = found.named
+    if result.named is not None:
+        name, value = result.named
         rows.append(["best scheme", f"{unit.text(value)}, {name}"])
     return rows

@@ -20,8 +20,8 @@ from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, Task, load_example
 from counterflow.planning.why import why
 
-from .asked import PlanAsked
-from .kept import KeptPlan, KeptPlans
+from .requests import PlanRequest
+from .saved_plans import SavedPlan, SavedPlans
 
 FIRST = "hanayo-bert64"
 """The example that is planned where none is chosen: it takes a second."""
@@ -36,23 +36,23 @@ def known() -> list[dict[str, Any]]:
     return [ExampleShown.model_validate(load_example(name)).model_dump() for name in names]
 
 
-def task_of(asked: PlanAsked) -> Task:
-    """What is planned: an example, with the user's files in place of its own.
+def task_of(request: PlanRequest) -> Task:
+    """Planning task of a request: an example, with the user's files in place of the example's.
 
     Raises:
         ConfigError: an unknown example, a damaged file, or something is missing.
     """
     readers = {"model": files.read_model, "profile": files.read_profile, "cluster": files.read_cluster}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, read in readers.items():
-        file = getattr(asked, name)
+        file = getattr(request, name)
         if file is not None:
-            given[name] = read(file.text, file.name)
-    if asked.mini_batch is not None:
-        given["mini_batch"] = asked.mini_batch
+            values[name] = read(file.text, file.name)
+    if request.mini_batch is not None:
+        values["mini_batch"] = request.mini_batch
     return Task.of(
-        asked.example,
-        given,
+        request.example,
+        values,
         lambda missing: f"nothing to plan: choose an example, or also give {', '.join(missing)}",
     )
 
@@ -80,46 +80,48 @@ def changed(cluster: Cluster, *, link_speed: float, memory: float) -> Cluster:
         )
         for kind in cluster.kinds
     )
-    told = [f"{what} x{times:g}" for what, times in (("links", link_speed), ("memory", memory)) if times != 1]
-    name = ", ".join([cluster.name, *told])
+    factors = [
+        f"{what} x{times:g}" for what, times in (("links", link_speed), ("memory", memory)) if times != 1
+    ]
+    name = ", ".join([cluster.name, *factors])
     return replace(cluster, name=name, memory_bytes=cluster.memory_bytes * memory, kinds=kinds, **links)
 
 
-def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], KeptPlans]:
+def plan(request: PlanRequest, report: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], SavedPlans]:
     """The best plan of every scheme, its limit and its picture; and the record that the server stores.
 
     Args:
-        asked: request.
-        tell: callback for progress.
+        request: request.
+        report: callback for progress.
 
     Raises:
         ConfigError: the request is inconsistent.
         PlanError: no plan fits.
     """
-    task = task_of(asked)
-    task = replace(task, cluster=changed(task.cluster, link_speed=asked.link_speed, memory=asked.memory))
+    task = task_of(request)
+    task = replace(task, cluster=changed(task.cluster, link_speed=request.link_speed, memory=request.memory))
     cluster = task.cluster
-    found = search(
+    result = search(
         task.model,
         task.profile,
         cluster,
         task.mini_batch,
-        Constraints(stale=asked.stale),
+        Constraints(stale=request.stale),
         count=1,
-        progress=lambda done, of, what: tell({"done": done, "of": of} | _told(done, of, what)),
+        progress=lambda done, of, what: report({"done": done, "of": of} | _search_progress(done, of, what)),
     )
-    tell({"said": "what would change the choice", "share": None})
-    explained = why(found)
+    report({"said": "what would change the choice", "share": None})
+    explained = why(result)
     larger = explained.in_more_memory
-    each = f"of {cluster.devices} device{'' if cluster.devices == 1 else 's'}"
+    devices = f"of {cluster.devices} device{'' if cluster.devices == 1 else 's'}"
     if cluster.kinds:
-        each = f"({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
+        devices = f"({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
     shown = {
         "heading": f"{task.model.name} on {cluster.name}",
-        "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} {each}, "
+        "about": f"{cluster.nodes:,} node{'' if cluster.nodes == 1 else 's'} {devices}, "
         f"mini-batch {task.mini_batch:,}, "
         f"{bytes_text(cluster.usable_bytes)} a device",
-        "plans": [_row(each) for each in found.of_schemes],
+        "plans": [_row(plan) for plan in result.of_schemes],
         "changes": [
             f"{explained.second.play.configuration.scheme} wins if {change.what} take "
             f"{compact(change.times, 3)} times as long"
@@ -131,16 +133,17 @@ def plan(asked: PlanAsked, tell: Callable[[dict[str, Any]], None]) -> tuple[dict
         f"would take {_seconds(larger.seconds)}",
         "rejected": [
             [r.scheme, str(r.candidates), str(r.too_large), str(r.slower), str(r.simulated)]
-            for r in found.rejections
+            for r in result.rejections
         ],
-        "omitted": [f"{omission.what}: {omission.reason}" for omission in found.omissions],
+        "omitted": [f"{omission.what}: {omission.reason}" for omission in result.omissions],
     }
-    plans = ((each.play.schedule, each.play.costs, each.play.prediction()) for each in found.of_schemes)
-    return shown, KeptPlans(task, tuple(KeptPlan(*each) for each in plans))
+    plays = (plan.play for plan in result.of_schemes)
+    plans = tuple(SavedPlan(play.schedule, play.costs, play.prediction()) for play in plays)
+    return shown, SavedPlans(task, plans)
 
 
-def _told(done: int, of: int, what: str) -> dict[str, Any]:
-    """How far a search is, in words and as a share; no share where it is not known."""
+def _search_progress(done: int, of: int, what: str) -> dict[str, Any]:
+    """Progress of a search, in words and as a share; None: an unknown share."""
     if what == "bounds":
         return {"said": "bounds of all candidates", "share": None}
     if done == of:
@@ -148,7 +151,7 @@ def _told(done: int, of: int, what: str) -> dict[str, Any]:
     return {"said": f"{done:,} of {of:,} candidates: {what}", "share": done / of}
 
 
-def config_of(kept: KeptPlans, number: int) -> str:
+def config_of(saved_plans: SavedPlans, number: int) -> str:
     """A plan as the config with which ``counterflow train`` runs it.
 
     Raises:
@@ -156,15 +159,15 @@ def config_of(kept: KeptPlans, number: int) -> str:
     """
     from counterflow.training.planned import planned_config  # noqa: PLC0415 - needed only to save a plan
 
-    task, prediction = kept.task, kept.plans[number].prediction
+    task, prediction = saved_plans.task, saved_plans.plans[number].prediction
     return planned_config(task.model, task.profile, task.cluster, prediction).to_toml()
 
 
-def _row(found: Plan) -> dict[str, Any]:
-    prediction, parts = found.play.prediction(), found.play.parts()
+def _row(plan: Plan) -> dict[str, Any]:
+    prediction, parts = plan.play.prediction(), plan.play.parts()
     configuration = prediction.configuration
     limits = {name: getattr(parts, name) for name in type(parts).__slots__}
-    schedule = found.play.schedule
+    schedule = plan.play.schedule
     return {
         "scheme": configuration.scheme,
         "schedule": prediction.schedule,
@@ -181,10 +184,10 @@ def _row(found: Plan) -> dict[str, Any]:
         "memory": bytes_text(max(prediction.peak_bytes)),
         "notes": list(prediction.notes),
         "parts": [
-            [name.replace("_", " "), max(0.0, seconds) / (found.seconds or 1.0), _seconds(seconds)]
+            [name.replace("_", " "), max(0.0, seconds) / (plan.seconds or 1.0), _seconds(seconds)]
             for name, seconds in limits.items()
         ],
-        "picture": page_data([chart_of(found.play.simulation, memory=True)])
+        "picture": page_data([chart_of(plan.play.simulation, memory=True)])
         if sum(map(len, schedule.orders)) <= _MOST_OPS
         else None,
     }

@@ -36,7 +36,7 @@ SLOW = 1.15
 
 
 class State(StrEnum):
-    """What has become of a run.
+    """State of a run.
 
     A run that ends takes its lock away; one that is killed cannot.
     """
@@ -54,7 +54,7 @@ class State(StrEnum):
 
 
 def state_of(path: Path) -> State:
-    """What has become of a run, from its lock, its summary and its last event."""
+    """State of a run, from its lock, its summary and its last event."""
     if _is_written(path):
         return State.RUNNING
     try:
@@ -78,12 +78,12 @@ _NO_TIMELINE = {
 
 
 def no_timeline(path: Path, state: State) -> str:
-    """Why there is no timeline of a run."""
+    """Reason why a run has no timeline."""
     return f"{path} has no timeline: {_NO_TIMELINE.get(state, f'it was {state} before one was written')}"
 
 
 def _is_written(path: Path) -> bool:
-    """Whether the process that its lock names is there; of another machine, whether it wrote lately."""
+    """Check that the lock's process runs; of another machine, that metrics were written recently."""
     try:
         owner = re.fullmatch(r"process (\d+) on (.*)\n", (path / LOCK).read_text(encoding="utf-8"))
         if owner is None:
@@ -99,7 +99,7 @@ def _is_written(path: Path) -> bool:
 
 
 def changed(path: Path) -> float:
-    """When a file was written last, in seconds since 1970; 0: it is not there."""
+    """Time of a file's last change, in seconds since 1970; 0: there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -121,7 +121,7 @@ def about_of(path: Path) -> dict[str, Any]:
 
 
 def events_of(path: Path) -> Iterator[dict[str, str]]:
-    """What happened, in words, by time; then the checkpoints that there are."""
+    """List a run's events in words, by time; then its checkpoints."""
     try:
         known = events.read(path)
     except (OSError, ValueError) as error:  # not UTF-8
@@ -158,7 +158,7 @@ def pictured(timelines: Mapping[str, Timeline], problems: Sequence[str]) -> dict
 
 
 def difference(timeline: Timeline) -> dict[str, Any]:
-    """What a step took beyond its prediction, by cause, and by worker.
+    """Time that a step took beyond its prediction, by cause, and by worker.
 
     Every worker's step is what it computes and its bubbles, so the means over workers add up to it.
     """

@@ -37,13 +37,13 @@ from counterflow.simulation import Cause, Costs, Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
 from counterflow.simulation.op_costs import per_stage
 
-from .asked import Check, CostsAsked, Download, Look, Move, Subject, limits_of
-from .kept import KeptPlan, written
+from .requests import Check, Download, Look, Move, RequestCosts, Subject, limits_of
+from .saved_plans import SavedPlan, written
 
 MOST_OPS = 40_000
 """Ops of a schedule that the page shows; ``counterflow show`` draws larger ones."""
 
-_KEPT = 32
+_CACHED = 32
 """Schedules, and files, that are kept."""
 
 _T = TypeVar("_T")
@@ -51,17 +51,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A schedule with its costs, and whether a scheme made it as it stands, which always passes the checker.
+    """A schedule with its costs.
 
-    ``planned`` are a plan's costs, which came with its file.
+    ``by_scheme``: a scheme made it, unchanged, so it always passes the checker.
+    ``planned``: a plan's costs, which came with its file.
     """
 
     schedule: Schedule
-    own: bool
+    by_scheme: bool
     planned: Costs | None = None
 
     def costs(self, subject: Subject) -> Costs:
-        """What the simulator is fed with.
+        """Costs that the simulator takes.
 
         Raises:
             ConfigError: what is given as costs are none.
@@ -89,18 +90,18 @@ class _Shown:
         costs: costs of its stages.
         unit: unit of the given costs; None: the costs of a plan.
         chart: picture of the schedule.
-        told: further data for the page.
+        data: further data for the page.
     """
 
     schedule: Schedule
     costs: Costs
     unit: CostsOf | None
     chart: Chart
-    told: dict[str, Any]
+    data: dict[str, Any]
 
 
 class Schedules:
-    """What the page may name: schemes, and the files that it gave."""
+    """Schedules that the page may name: of schemes, and of the files that it sent."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[str, _Known] = OrderedDict()
@@ -118,7 +119,7 @@ class Schedules:
         planned = None if like is None else self.find(Subject(file=like)).planned
         return self._added(loads(text, name), name, planned)
 
-    def add_planned(self, plan: KeptPlan, name: str) -> dict[str, Any]:
+    def add_planned(self, plan: SavedPlan, name: str) -> dict[str, Any]:
         """Add a plan's schedule with the costs of the plan; the page's data of it.
 
         Raises:
@@ -131,7 +132,7 @@ class Schedules:
         unique = dumps(schedule) + ("" if planned is None else written(planned))
         key = hashlib.sha256(unique.encode()).hexdigest()[:16]
         with self._lock:
-            _keep(self._files, key, _Known(schedule, own=False, planned=planned))
+            _keep(self._files, key, _Known(schedule, by_scheme=False, planned=planned))
         return {"file": key, "workers": schedule.workers, "scheme": schedule.scheme}
 
     def find(self, subject: Subject) -> _Known:
@@ -142,7 +143,7 @@ class Schedules:
         """
         with self._lock:
             if subject.file is None:
-                first = _Known(self._of_scheme(subject), own=True)
+                first = _Known(self._of_scheme(subject), by_scheme=True)
             elif subject.file in self._files:
                 first = self._files[subject.file]
             else:
@@ -153,7 +154,7 @@ class Schedules:
             key = f"{subject.model_dump_json(exclude={'costs'})} {first.schedule.workload.recomputes}"
             if key not in self._built:
                 _keep(self._built, key, moved(first.schedule, subject.moves))
-            return replace(first, schedule=self._built[key], own=False)
+            return replace(first, schedule=self._built[key], by_scheme=False)
 
     def _of_scheme(self, subject: Subject) -> Schedule:
         if subject.scheme is None:
@@ -165,41 +166,41 @@ class Schedules:
 
     # -- what is said of it
 
-    def look(self, asked: Look) -> dict[str, Any]:
+    def look(self, request: Look) -> dict[str, Any]:
         """Schedules timed and drawn on one axis, with what there is to say of each.
 
         Raises:
             ConfigError: what is asked makes no sense.
         """
-        shown = [self._shown(index, asked) for index in range(len(asked.subjects))]
+        shown = [self._shown(index, request) for index in range(len(request.subjects))]
         return {
-            "picture": page_data([one.chart for one in shown]),
-            "subjects": [one.told for one in shown],
+            "picture": page_data([item.chart for item in shown]),
+            "subjects": [item.data for item in shown],
             "note": _note(shown),
         }
 
-    def charts(self, asked: Look) -> list[Chart]:
-        """What is drawn."""
-        return [self._shown(index, asked).chart for index in range(len(asked.subjects))]
+    def charts(self, request: Look) -> list[Chart]:
+        """Charts of the requested schedules."""
+        return [self._shown(index, request).chart for index in range(len(request.subjects))]
 
-    def _shown(self, index: int, asked: Look) -> _Shown:
+    def _shown(self, index: int, request: Look) -> _Shown:
         """A schedule timed; what is wrong with the second one is said to be of the second."""
-        subject = asked.subjects[index]
+        subject = request.subjects[index]
         try:
             known = self.find(subject)
             costs = known.costs(subject)
-            given = subject.costs or (None if known.planned else CostsAsked())
-            unit = None if given is None else given.costs_of or CostsOf.STAGE
-            return _Shown(known.schedule, costs, unit, *self._timed(known, costs, asked))
+            subject_costs = subject.costs or (None if known.planned else RequestCosts())
+            unit = None if subject_costs is None else subject_costs.costs_of or CostsOf.STAGE
+            return _Shown(known.schedule, costs, unit, *self._timed(known, costs, request))
         except ConfigError as error:
             raise ConfigError(f"second schedule: {error}") if index else error from None
 
-    def _timed(self, known: _Known, costs: Costs, asked: Look) -> tuple[Chart, dict[str, Any]]:
+    def _timed(self, known: _Known, costs: Costs, request: Look) -> tuple[Chart, dict[str, Any]]:
         schedule = known.schedule
-        limits = limits_of(asked.peak, asked.memory, schedule)
-        told: dict[str, Any] = {
+        limits = limits_of(request.peak, request.memory, schedule)
+        data: dict[str, Any] = {
             "heading": str(schedule),
-            "own": known.own,
+            "own": known.by_scheme,
             "workers": schedule.workers,
             "ops": sum(map(len, schedule.orders)),
             "synchronous": schedule.synchronous,
@@ -208,36 +209,36 @@ class Schedules:
         try:
             result = simulate(schedule, costs)
         except ScheduleError as error:
-            return replace(order_chart(schedule, costs), circle=_circle(schedule)), told | {
+            return replace(order_chart(schedule, costs), circle=_circle(schedule)), data | {
                 "fails": str(error)
             }
-        chart = chart_of(result, memory=True, messages=asked.messages)
+        chart = chart_of(result, memory=True, messages=request.messages)
         in_bytes = result.memory is not None
         limit = limits["memory_bytes"] if in_bytes else limits["peak"]
-        each = _each(limit, schedule.workers)
-        chart = replace(chart, slack=result.slack, limit=each)
-        return chart, told | _figures(result, chart, each)
+        worker_limits = _limits_by_worker(limit, schedule.workers)
+        chart = replace(chart, slack=result.slack, limit=worker_limits)
+        return chart, data | _figures(result, chart, worker_limits)
 
-    def check(self, asked: Check) -> dict[str, Any]:
+    def check(self, request: Check) -> dict[str, Any]:
         """The checker's rules on a schedule."""
-        schedule = self.find(asked.subject).schedule
-        peak = limits_of(asked.peak, None, schedule)["peak"]
+        schedule = self.find(request.subject).schedule
+        peak = limits_of(request.peak, None, schedule)["peak"]
         if isinstance(peak, tuple):
             raise ConfigError("peak: the checker takes one number for all workers")
         return checked(schedule, inspect(schedule, peak_limit=peak)).model_dump(mode="json")
 
     # -- as a file
 
-    def download(self, asked: Download) -> tuple[bytes, str, str]:
-        """What is shown as a file: its bytes, its media type and its name."""
-        schedule = self.find(asked.subjects[0]).schedule
+    def download(self, request: Download) -> tuple[bytes, str, str]:
+        """Requested schedules as a file: bytes, media type and name."""
+        schedule = self.find(request.subjects[0]).schedule
         name = "".join(c if c.isalnum() else "-" for c in schedule.scheme)[:40] or "schedule"
-        if asked.form == "schedule":
+        if request.form == "schedule":
             return dumps(schedule).encode(), "application/json", f"{name}.schedule.json"
-        charts = self.charts(asked)
-        if asked.form == "csv":
+        charts = self.charts(request)
+        if request.form == "csv":
             return _csv(charts).encode(), "text/csv", f"{name}.csv"
-        suffix, media = _FORMS[asked.form]
+        suffix, media = _FORMS[request.form]
         with tempfile.TemporaryDirectory() as folder, self._lock:  # matplotlib draws one at a time
             path = Path(folder) / f"{name}{suffix}"
             draw_charts(charts, path)
@@ -260,36 +261,36 @@ def warm() -> None:
 
 
 def _note(shown: Sequence[_Shown]) -> str:
-    """What to know of costs of a stage, and of two schedules that compute two models; often nothing."""
+    """Note on costs per stage, and on two schedules that compute two models; often empty."""
     parts = []
-    planned = sum(one.costs.ops is not None for one in shown)
+    planned = sum(item.costs.ops is not None for item in shown)
     if len(shown) == 2 and planned == 1:
         parts.append("Only one of the two has a plan's costs, so these may be two models.")
-    elif len(shown) == 2 and not planned and not math.isclose(*map(_of_model, shown)):
+    elif len(shown) == 2 and not planned and not math.isclose(*map(_model_seconds, shown)):
         took = [
-            time_unit(seconds, in_forwards=one.chart.in_forwards).text(seconds)
-            for one, seconds in zip(shown, map(_of_model, shown), strict=True)
+            time_unit(seconds, in_forwards=item.chart.in_forwards).text(seconds)
+            for item, seconds in zip(shown, map(_model_seconds, shown), strict=True)
         ]
-        schemes = [one.schedule.scheme for one in shown]
+        schemes = [item.schedule.scheme for item in shown]
         parts.append(
             f"These are two models: with one micro-batch, all stages compute {took[0]} in {schemes[0]} and "
             f"{took[1]} in {schemes[1]}."
         )
-    large = [one for one in shown if one.schedule.stages != one.schedule.workers]
-    if any(one.unit is CostsOf.STAGE or one.costs.memory is None for one in large):
-        what = "Costs and activations" if any(one.unit is CostsOf.STAGE for one in large) else "Activations"
+    large = [item for item in shown if item.schedule.stages != item.schedule.workers]
+    if any(item.unit is CostsOf.STAGE or item.costs.memory is None for item in large):
+        what = "Costs and activations" if any(item.unit is CostsOf.STAGE for item in large) else "Activations"
         sizes = (
             f"{schedule.scheme} has {schedule.stages} stages on {schedule.workers} workers"
-            for schedule in (one.schedule for one in large)
+            for schedule in (item.schedule for item in large)
         )
         parts.append(f"{what} are those of one stage, and {' and '.join(sizes)}.")
     return " ".join(parts)
 
 
-def _of_model(one: _Shown) -> float:
+def _model_seconds(item: _Shown) -> float:
     """Seconds of a forward and a backward of one micro-batch in all stages."""
-    both = ("forward", one.costs.forward), ("backward", one.costs.backward)
-    return sum(sum(per_stage(name, value, one.schedule.stages)) for name, value in both)
+    both = ("forward", item.costs.forward), ("backward", item.costs.backward)
+    return sum(sum(per_stage(name, value, item.schedule.stages)) for name, value in both)
 
 
 def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
@@ -331,10 +332,10 @@ def _refuse_large(ops: int, name: str) -> None:
         )
 
 
-def _keep(kept: OrderedDict[str, _T], key: str, one: _T) -> None:
-    kept[key] = one
-    while len(kept) > _KEPT:
-        kept.popitem(last=False)
+def _keep(cache: OrderedDict[str, _T], key: str, value: _T) -> None:
+    cache[key] = value
+    while len(cache) > _CACHED:
+        cache.popitem(last=False)
 
 
 def _circle(schedule: Schedule) -> tuple[tuple[int, int], ...]:
@@ -345,14 +346,14 @@ def _circle(schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ()
 
 
-def _each(limit: float | tuple[float, ...] | None, workers: int) -> tuple[float, ...] | None:
+def _limits_by_worker(limit: float | tuple[float, ...] | None, workers: int) -> tuple[float, ...] | None:
     if limit is None:
         return None
     return limit if isinstance(limit, tuple) else (limit,) * workers
 
 
 def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> dict[str, Any]:
-    """What the tables beside a picture show, in words."""
+    """Contents of the tables next to a picture, in words."""
     unit = time_unit(result.makespan, in_forwards=chart.in_forwards)
     rows = list(_workers(result, chart, limit))
     figures = [["makespan", unit.text(result.makespan)]]
@@ -363,9 +364,9 @@ def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
         figures.append(["steady bubble ratio", f"{100 * result.steady_bubble_ratio:.1f} %"])
     assert chart.memory is not None
     figures.append(["peak of a worker", chart.memory.unit.text(chart.memory.peak)])
-    whole = result.makespan * result.schedule.workers or 1.0
+    total = result.makespan * result.schedule.workers or 1.0
     causes = [
-        [cause.value, sum(gap.end - gap.start for gap in result.gaps if gap.cause is cause) / whole]
+        [cause.value, sum(gap.end - gap.start for gap in result.gaps if gap.cause is cause) / total]
         for cause in Cause
     ]
     return {"makespan": result.makespan, "figures": figures, "causes": causes, "rows": rows}

@@ -26,19 +26,19 @@ def listening(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        server_socket = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: {error}; give a name or an address of this machine") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(128)
+        server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server_socket.bind(address)
+        server_socket.listen(128)
     except OSError as error:
-        found.close()
+        server_socket.close()
         raise ConfigError(
             f"--host {host} --port {port}: {error.strerror}; --port 0 takes one that is free"
         ) from None
-    return found
+    return server_socket
 
 
 NICE = 10
@@ -58,7 +58,7 @@ def serve(
     *,
     page: str = "",
     opens: bool,
-    told: Callable[[str], None],
+    report_address: Callable[[str], None],
 ) -> None:
     """Serve until Ctrl-C.
 
@@ -69,21 +69,21 @@ def serve(
         port: port to listen on.
         page: page to open; the first one if empty.
         opens: whether a browser is opened.
-        told: callback for the address.
+        report_address: callback for the address.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
     token = None if is_here(host) else secrets.token_urlsafe(24)
-    with listening(host, port) as taken:
-        address = f"http://{reachable(host)}:{taken.getsockname()[1]}/{page}" + (
+    with listening(host, port) as server_socket:
+        address = f"http://{reachable(host)}:{server_socket.getsockname()[1]}/{page}" + (
             f"?token={token}" if token else ""
         )
-        told(address)
+        report_address(address)
         if opens:
             Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
             make(token), log_level="warning", access_log=False, timeout_graceful_shutdown=1
         )
         with contextlib.suppress(KeyboardInterrupt):  # what ends it
-            uvicorn.Server(config).run(sockets=[taken])
+            uvicorn.Server(config).run(sockets=[server_socket])

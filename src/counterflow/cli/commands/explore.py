@@ -58,5 +58,5 @@ def explore(
         port,
         page="runs" if runs else "",
         opens=opens,
-        told=lambda address: note(f"Open {address} (Ctrl-C ends)"),
+        report_address=lambda address: note(f"Open {address} (Ctrl-C ends)"),
     )

@@ -1,4 +1,4 @@
-"""What the page may ask, as pydantic models: form only; whether it makes sense the other rooms say."""
+"""Requests of the page, as pydantic models. They check form only; the packages that answer check meaning."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Count = Annotated[int, Field(ge=0, le=10**9)]
 Option = Annotated[int, Field(ge=-(10**18), le=10**18)] | Annotated[str, Field(max_length=200)] | bool
 
 
-class Asked(BaseModel):
+class RequestModel(BaseModel):
     """A part of a request; an unknown key is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Costs(Asked):
+class _Costs(RequestModel):
     """Costs as a form has them: texts in the commands' own words; None or empty: not given."""
 
     costs_of: Annotated[CostsOf, Field(strict=False)] | None = None
@@ -37,11 +37,11 @@ class _Costs(Asked):
         Raises:
             ConfigError: a text says no number, or a negative one.
         """
-        given = {name: getattr(self, name) for name in COSTS}
-        return costs_from(read({name: value for name, value in given.items() if value not in (None, "")}))
+        texts = {name: getattr(self, name) for name in COSTS}
+        return costs_from(read({name: value for name, value in texts.items() if value not in (None, "")}))
 
     def of_stages(self, placement: Placement) -> Costs:
-        """What the simulator is fed with: costs of the stages of this placement.
+        """Costs of the stages of this placement, as the simulator takes them.
 
         Raises:
             ConfigError: as ``costs``, or costs by stage where they are given for something else.
@@ -53,18 +53,18 @@ _FORMS: dict[type, Any] = {str: Text, int: Annotated[int, Field(le=10**6)]}
 
 
 def _form(kind: type) -> Any:
-    """What a form may send for a cost."""
+    """Type of the values that a form sends for a cost."""
     return _FORMS.get(kind, Annotated[kind, Field(strict=False)] if issubclass(kind, Enum) else kind)
 
 
 if TYPE_CHECKING:
-    CostsAsked = _Costs
+    RequestCosts = _Costs
 else:
-    _FIELDS = {name: (_form(one.asked.kind) | None, None) for name, one in COSTS.items()}
-    CostsAsked = create_model("CostsAsked", __base__=_Costs, **_FIELDS)
+    _FIELDS = {name: (_form(cost.asked.kind) | None, None) for name, cost in COSTS.items()}
+    RequestCosts = create_model("RequestCosts", __base__=_Costs, **_FIELDS)
 
 
-class Move(Asked):
+class Move(RequestModel):
     """An op taken out of a worker's order and put in again elsewhere; places count from 0."""
 
     worker: Count
@@ -72,7 +72,7 @@ class Move(Asked):
     stop: Count
 
 
-class Subject(Asked):
+class Subject(RequestModel):
     """A schedule: of a scheme, or a file that the server was given; with moves made to it, and its costs.
 
     Without costs, those that the file came with, which are a plan's, or the usual ones.
@@ -82,10 +82,10 @@ class Subject(Asked):
     options: Annotated[dict[Annotated[str, Field(max_length=100)], Option], Field(max_length=50)] = {}
     file: Annotated[str, Field(max_length=100)] | None = None
     moves: Annotated[list[Move], Field(max_length=1000)] = []
-    costs: CostsAsked | None = None
+    costs: RequestCosts | None = None
 
 
-class Look(Asked):
+class Look(RequestModel):
     """Schedules to be timed and drawn on one axis, each with its own costs."""
 
     subjects: Annotated[list[Subject], Field(min_length=1, max_length=2)]
@@ -94,7 +94,7 @@ class Look(Asked):
     messages: bool = False
 
 
-class Check(Asked):
+class Check(RequestModel):
     """A schedule to be proved; ``peak`` is the most activations that a worker may stash."""
 
     subject: Subject
@@ -107,7 +107,7 @@ class Download(Look):
     form: Literal["schedule", "csv", "png", "svg", "pdf", "html", "trace"]
 
 
-class File(Asked):
+class File(RequestModel):
     """A schedule file's text; ``like`` is a file whose costs, if a plan's, it has too."""
 
     name: Annotated[str, Field(max_length=300)]
@@ -115,7 +115,7 @@ class File(Asked):
     like: Annotated[str, Field(max_length=100)] | None = None
 
 
-class Order(Asked):
+class Order(RequestModel):
     """An order to be computed for a schedule's workload."""
 
     subject: Subject
@@ -126,12 +126,12 @@ class Order(Asked):
     seconds: Annotated[float, Field(ge=0, le=600)] = 20.0
 
 
-class CompareAsked(Asked):
+class CompareRequest(RequestModel):
     """Request to compare all schemes for one model on a given number of workers."""
 
     workers: Annotated[int, Field(ge=1, le=64)]
     micro_batches: Annotated[int, Field(ge=1, le=256)]
-    costs: CostsAsked = CostsAsked()
+    costs: RequestCosts = RequestCosts()
     peak: Annotated[float, Field(ge=0, le=MOST_COST)] | None = None
     memory: Text | None = None
     seconds: Annotated[float, Field(ge=0, le=600)] = 10.0
@@ -142,20 +142,20 @@ class CompareAsked(Asked):
         Raises:
             ConfigError: the text says no number, or several.
         """
-        found = bytes_of("memory", self.memory) if self.memory else None
-        if isinstance(found, tuple):
-            raise ConfigError(f"memory: {len(found)} numbers; give one for all workers")
-        return found
+        limit = bytes_of("memory", self.memory) if self.memory else None
+        if isinstance(limit, tuple):
+            raise ConfigError(f"memory: {len(limit)} numbers; give one for all workers")
+        return limit
 
 
-class PlanFile(Asked):
+class PlanFile(RequestModel):
     """A user's own file."""
 
     name: Annotated[str, Field(max_length=300)]
     text: str
 
 
-class PlanAsked(Asked):
+class PlanRequest(RequestModel):
     """A model on a cluster to be planned: a paper's example or the user's files, and what is changed."""
 
     example: Annotated[str, Field(max_length=100)] | None = None
@@ -168,44 +168,44 @@ class PlanAsked(Asked):
     memory: Annotated[float, Field(gt=0, le=1e6)] = 1.0
 
 
-class PlanFound(Asked):
+class PlanReference(RequestModel):
     """One of the plans that a search found, by its place in the list."""
 
     job: Annotated[str, Field(max_length=100)]
     plan: Count
 
 
-class JobAsked(Asked):
+class JobRequest(RequestModel):
     """A search that was begun; ``stop`` has it end with what it found."""
 
     job: Annotated[str, Field(max_length=100)]
     stop: bool = False
 
 
-class RunSeen(Asked):
+class RunReference(RequestModel):
     """A run, and what of it the page has."""
 
     name: Annotated[str, Field(max_length=1000)]
     metrics: Annotated[str, Field(max_length=200)] = ""
 
 
-class RunsAsked(Asked):
+class RunsRequest(RequestModel):
     """Runs to be followed side by side, and the timelines and the list of runs that the page has."""
 
-    runs: Annotated[list[RunSeen], Field(min_length=1, max_length=8)]
+    runs: Annotated[list[RunReference], Field(min_length=1, max_length=8)]
     timeline: Annotated[str, Field(max_length=2000)] = ""
     listed: Annotated[str, Field(max_length=200)] = ""
 
 
-class Work(Asked):
+class Work(RequestModel):
     """Input of a search process: one of the three requests, with the schedule's text for an order.
 
-    ``planned`` contains a plan's costs for the schedule, in the format of ``kept.py``.
+    ``planned`` contains a plan's costs for the schedule, in the format of ``saved_plans.py``.
     """
 
     order: Order | None = None
-    plan: PlanAsked | None = None
-    compare: CompareAsked | None = None
+    plan: PlanRequest | None = None
+    compare: CompareRequest | None = None
     schedule: str | None = None
     planned: str | None = None
 
@@ -216,16 +216,16 @@ def limits_of(peak: str | None, memory: str | None, schedule: Schedule) -> dict[
     Raises:
         ConfigError: one is no number, negative, or not one a worker.
     """
-    found = {
+    limits = {
         "peak": numbers_of("peak", peak) if peak else None,
         "memory_bytes": bytes_of("memory", memory) if memory else None,
     }
-    for name, value in found.items():
-        for one in value if isinstance(value, tuple) else (value or 0.0,):
-            if not 0 <= one <= MOST_COST:
-                raise ConfigError(f"{name}={one}: must be 0 or more, and at most {MOST_COST:g}")
+    for name, value in limits.items():
+        for number in value if isinstance(value, tuple) else (value or 0.0,):
+            if not 0 <= number <= MOST_COST:
+                raise ConfigError(f"{name}={number}: must be 0 or more, and at most {MOST_COST:g}")
         if isinstance(value, tuple) and len(value) != schedule.workers:
             raise ConfigError(
                 f"{name}: {len(value)} numbers for {schedule.workers} workers; give one, or one a worker"
             )
-    return found
+    return limits

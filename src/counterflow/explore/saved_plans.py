@@ -1,6 +1,6 @@
-"""What a search keeps for the server, beside the result that the page gets: plans to be opened and saved.
+"""Plans of a search that the server stores, so that a page can open and save them.
 
-It goes from a search's process to the server, and a plan's costs from the server to a search, as text.
+They go from a search's process to the server, and a plan's costs from the server to a search, as text.
 
 Invariant: nothing that came from a page is read by ``read``: it is pickle.
 """
@@ -19,7 +19,7 @@ from counterflow.simulation import Costs
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPlan:
+class SavedPlan:
     """A plan: its order, what the simulator is fed with for it, and what comes of it."""
 
     schedule: Schedule
@@ -28,18 +28,18 @@ class KeptPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPlans:
-    """What was planned, and the plans, in the order of the page's table."""
+class SavedPlans:
+    """Planning task and its plans, in the order of the page's table."""
 
     task: Task
-    plans: tuple[KeptPlan, ...]
+    plans: tuple[SavedPlan, ...]
 
 
-def written(kept: KeptPlans | Costs) -> str:
-    """It as text."""
-    return base64.b64encode(pickle.dumps(kept)).decode()
+def written(value: SavedPlans | Costs) -> str:
+    """Encode plans or costs as text."""
+    return base64.b64encode(pickle.dumps(value)).decode()
 
 
 def read(text: str) -> Any:
-    """What ``written`` wrote, in a process that the server started or that started this one."""
+    """Decode text of ``written``, in a process that the server started or that started this one."""
     return pickle.loads(base64.b64decode(text))  # noqa: S301 - see the invariant
