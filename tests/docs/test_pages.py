@@ -291,7 +291,7 @@ def test_the_papers_figures_are_the_kept_results() -> None:
             rows.append("| " + " | ".join([figure, *cells, verdict]) + " |")
             assert not line["cause"] or f": {line['cause']}." in page
     tables = page[page.index("<!-- rows of chimera -->") : page.index("<!-- end of wpipe -->")]
-    shown = [line for line in tables.splitlines() if re.match(r"\| (fig|table|conv)(?!ure \|)", line)]
+    shown = [line for line in tables.splitlines() if re.match(r"\| (fig|table|conv|fits)(?!ure \|)", line)]
     assert shown == rows
 
 

@@ -16,7 +16,7 @@ from .workload import SkipLink, Workload
 
 __all__ = ["Op", "OpKind", "OptionValue", "Product", "Schedule", "SkipLink", "Workload"]
 
-OptionValue = int | str
+OptionValue = bool | int | str
 
 
 @dataclass(frozen=True, slots=True)

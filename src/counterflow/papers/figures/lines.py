@@ -91,6 +91,8 @@ def _what(value: Published) -> str:
 def _runs(value: Published) -> str:
     if len(value.runs) == 1:
         return value.runs[0]
+    if value.quantity in (Quantity.UNFIT, Quantity.BELOW):
+        return ", ".join(value.runs)
     joint = {Quantity.SPEEDUP: "mean of ", Quantity.VARIANCE: "mean of "}.get(value.quantity, "")
     return f"{joint}{value.runs[0]} to {value.runs[-1]}"
 
@@ -110,6 +112,8 @@ def _number(value: Published, number: float | None) -> str:
         return "nothing fits"
     if value.quantity is Quantity.FITS:
         return "fits" if number else "out of memory"
+    if value.quantity in (Quantity.UNFIT, Quantity.BELOW):
+        return f"{number:.0f} of {len(value.runs)}"
     if value.quantity in (Quantity.EFFICIENCY, Quantity.SAVING):
         return f"{number:.1%}"
     return f"{number:.3f}"

@@ -22,6 +22,11 @@ from counterflow.schedule.modes import Recompute, Sync
 TOLERANCE = 0.10
 """Maximum relative difference between a predicted value and the published one."""
 
+_OF_DEPTH: Mapping[OptionValue, Callable[[int], int]] = {
+    "D": lambda depth: depth,
+    "D/2": lambda depth: depth // 2,
+}
+
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Micro-batches that the papers try, in samples."""
 
@@ -54,6 +59,10 @@ class Quantity(StrEnum):
     """Whether the planner chooses what the paper states of ``label``, in every run."""
     FITS = "fits"
     """Whether ``label`` fits into the devices, in every run: 1 or 0."""
+    UNFIT = "runs out of memory"
+    """Number of the runs in which ``label`` does not fit into the devices."""
+    BELOW = "runs with less memory"
+    """Number of the runs in which the largest peak of ``label`` is below that of ``over``."""
     FASTER = "order of throughput"
     """Labels from the highest throughput to the lowest, in every run."""
     LARGER = "order of memory"
@@ -106,7 +115,7 @@ class Competitor:
     Attributes:
         label: name in the paper.
         scheme: the scheme's name.
-        options: (name, values) pairs: the only values of an option.
+        options: (name, values) pairs: the only values of an option; ``D`` and ``D/2`` are those of the depth.
         depths: values of D.
         samples: values of B.
         recompute: kinds of recomputation.
@@ -139,6 +148,31 @@ class Competitor:
         if run_statement is None or self.stated is None:
             return run_statement or self.stated
         return self.stated.with_statement(run_statement)
+
+    @property
+    def by_depth(self) -> bool:
+        """Whether the values of an option depend on the depth."""
+        return any(value in _OF_DEPTH for _, values in self.options for value in values)
+
+    def at_depth(self, depth: int) -> Competitor:
+        """The competitor with one depth, and its options' values at it.
+
+        >>> mixpipe = Competitor("MixPipe", "mixpipe", (("injected", (2, "D/2", "max")),))
+        >>> mixpipe.at_depth(16).options
+        (('injected', (2, 8, 'max')),)
+        """
+        options = tuple(
+            (
+                name,
+                tuple(
+                    dict.fromkeys(
+                        _OF_DEPTH[value](depth) if value in _OF_DEPTH else value for value in values
+                    )
+                ),
+            )
+            for name, values in self.options
+        )
+        return replace(self, depths=(depth,), options=options)
 
     def constraints(self, stated: Stated | None = None) -> Constraints:
         """Constraints on its plan, with those of a stated configuration."""

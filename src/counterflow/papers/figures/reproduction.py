@@ -55,6 +55,7 @@ class Entry:
         stated: what the paper states of its configuration.
         devices: number of devices of the run.
         usable_bytes: memory of a device without the reserve.
+        too_large: whether memory alone is the reason that there is no plan.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Entry:
     stated: Stated | None
     devices: int
     usable_bytes: float
+    too_large: bool = False
 
     @property
     def throughput(self) -> float | None:
@@ -226,16 +228,20 @@ def best_plan(competitor: Competitor, run: Run, task: Task, stated: Stated | Non
     depths = wanted.depths if run.depth is None else (run.depth,)
     legal = tuple(d for d in depths or () if task.cluster.size % d == 0)
     sizes = (run.samples,) if run.samples is not None else tuple(sorted(wanted.samples or (), reverse=True))
-    alone = competitor.largest or run.micro_batches is not None
-    # The largest size that fits, and a mini-batch of N micro-batches, need a search for each depth and size.
-    tries = [((d,), (b,)) for d in legal for b in sizes] if alone else [(legal, sizes)]
+    tries = [(legal, sizes)]
+    if competitor.largest or run.micro_batches is not None:
+        # The largest size that fits, and a mini-batch of N micro-batches, need a search for each of both.
+        tries = [((depth,), (size,)) for depth in legal for size in sizes]
+    elif competitor.by_depth:
+        tries = [((depth,), sizes) for depth in legal]
     best: Plan | None = None
     settled: set[tuple[int, ...]] = set()
     for depths, samples in tries:
         if depths in settled:
             continue
         mini_batch = _mini_batch(competitor, run, task, depths, samples)
-        plan = _search(task, mini_batch, replace(wanted, depths=depths, samples=samples))
+        here = competitor.at_depth(depths[0]).constraints(stated) if competitor.by_depth else wanted
+        plan = _search(task, mini_batch, replace(here, depths=depths, samples=samples))
         if plan is None:
             continue
         if competitor.largest:
@@ -274,13 +280,18 @@ def _entry(
     if competitor.change:
         task = changed_task(task, competitor.change)
     if figure.unlimited:
-        task = replace(task, cluster=replace(task.cluster, memory_bytes=_UNLIMITED_BYTES))
+        task = _unlimited(task)
     stated = competitor.statement(run.label)
     plan = None if free is Quantity.BEST and stated is None else best_plan(competitor, run, task, stated)
     chosen = best_plan(competitor, run, task) if free is Quantity.BEST else plan
     if stated is None:
         plan = chosen
-    return Entry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable)
+    large = plan is None and best_plan(competitor, run, _unlimited(task), stated) is not None
+    return Entry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable, large)
+
+
+def _unlimited(task: Task) -> Task:
+    return replace(task, cluster=replace(task.cluster, memory_bytes=_UNLIMITED_BYTES))
 
 
 def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
@@ -328,8 +339,11 @@ def _saving(published: Published, table: _Table) -> float | None:
 
 
 def _variance(published: Published, table: _Table) -> float | None:
-    peaks = [entry.plan.prediction.peak_bytes for entry in table[published.label] if entry.plan is not None]
-    return fmean(pvariance([peak / 1e9 for peak in workers]) for workers in peaks) if peaks else None
+    plans = [entry.plan for entry in table[published.label]]
+    if None in plans:
+        return None
+    peaks = [plan.prediction.peak_bytes for plan in plans if plan is not None]
+    return fmean(pvariance([peak / 1e9 for peak in workers]) for workers in peaks)
 
 
 def _batch(published: Published, table: _Table) -> float | None:
@@ -339,12 +353,27 @@ def _batch(published: Published, table: _Table) -> float | None:
 
 
 def _fits(published: Published, table: _Table) -> float | None:
-    return float(all(_entry_fits(entry) for entry in table[published.label]))
+    results = [_entry_fits(entry) for entry in table[published.label]]
+    return None if None in results else float(all(results))
 
 
-def _entry_fits(entry: Entry) -> bool:
+def _unfit(published: Published, table: _Table) -> float | None:
+    results = [_entry_fits(entry) for entry in table[published.label]]
+    return None if None in results else float(results.count(False))
+
+
+def _below(published: Published, table: _Table) -> float | None:
+    pairs = zip(table[published.label], table[published.over], strict=True)
+    ratios = [_ratio(first.peak_bytes, second.peak_bytes) for first, second in pairs]
+    return None if None in ratios else float(sum(ratio is not None and ratio < 1 for ratio in ratios))
+
+
+def _entry_fits(entry: Entry) -> bool | None:
+    """Whether the plan fits into the devices; None if there is no plan for another reason than memory."""
     peak = entry.peak_bytes
-    return peak is not None and peak <= entry.usable_bytes
+    if peak is not None:
+        return peak <= entry.usable_bytes
+    return False if entry.too_large else None
 
 
 _VALUES: Mapping[Quantity, Callable[[Published, _Table], float | None]] = {
@@ -355,6 +384,8 @@ _VALUES: Mapping[Quantity, Callable[[Published, _Table], float | None]] = {
     Quantity.VARIANCE: _variance,
     Quantity.BATCH: _batch,
     Quantity.FITS: _fits,
+    Quantity.UNFIT: _unfit,
+    Quantity.BELOW: _below,
 }
 
 
@@ -363,18 +394,18 @@ _EQUAL = 1e-3
 
 
 def _order(quantity: Quantity, entries: list[Entry]) -> str:
-    """Labels in falling order, for people; one that does not fit has no throughput and comes last."""
+    """Labels in falling order, for people; those that do not fit are in no order."""
 
-    def key(entry: Entry) -> float:
-        value = entry.throughput if quantity is Quantity.FASTER else entry.peak_bytes
-        return 0.0 if value is None else value
+    def value(entry: Entry) -> float | None:
+        return entry.throughput if quantity is Quantity.FASTER else entry.peak_bytes
 
-    ranking = sorted(entries, key=key, reverse=True)
-    text = ranking[0].label
-    for first, second in pairwise(ranking):
-        sign = "=" if key(first) - key(second) <= _EQUAL * key(first) else ">"
-        text += f" {sign} {second.label}"
-    return text
+    pairs = [(entry.label, number) for entry in entries if (number := value(entry)) is not None]
+    pairs.sort(key=lambda pair: pair[1], reverse=True)
+    text = pairs[0][0] if pairs else ""
+    for (_, larger), (label, smaller) in pairwise(pairs):
+        text += f" {'=' if larger - smaller <= _EQUAL * larger else '>'} {label}"
+    absent = [f"{entry.label} does not fit" for entry in entries if value(entry) is None]
+    return "; ".join(filter(None, [text, *absent]))
 
 
 def _ratio(dividend: float | None, divisor: float | None) -> float | None:
@@ -447,11 +478,13 @@ def difference(published: Published, predicted: float | None) -> float | None:
 def _hit(published: Published, predicted: float | None, same: bool | None) -> bool:
     if same is not None:
         return same
-    if published.quantity is Quantity.FITS:
+    if published.quantity in (Quantity.FITS, Quantity.UNFIT, Quantity.BELOW):
         return predicted == published.value
     off = difference(published, predicted)
-    if off is None or published.value is None:
+    if off is None or predicted is None or published.value is None:
         return False
+    if published.quantity is Quantity.SPEEDUP and (predicted - 1) * (published.value - 1) < 0:
+        return False  # another scheme is ahead than the published one
     if published.quantity is Quantity.EFFICIENCY:
         return abs(off) <= max(_LOST, TOLERANCE * abs(1 - published.value))
     return abs(off) <= TOLERANCE
