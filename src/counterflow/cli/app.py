@@ -136,16 +136,18 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The options in the order of their panels."""
-        *own, asked = super().get_params(ctx)
-        panels = [getattr(one, "rich_help_panel", None) for one in own if isinstance(one, TyperOption)]
+        *options, help_option = super().get_params(ctx)
+        panels = [
+            getattr(option, "rich_help_panel", None) for option in options if isinstance(option, TyperOption)
+        ]
         if panels and None not in panels:
-            asked.rich_help_panel = panels[-1]  # type: ignore[attr-defined]
-        for option in (*own, asked):
+            help_option.rich_help_panel = panels[-1]  # type: ignore[attr-defined]
+        for option in (*options, help_option):
             if getattr(option, "is_bool_flag", False):
                 option.metavar = ""
             elif isinstance(option, TyperOption) and option.metavar is None and option.min is not None:
                 option.metavar = "NUMBER"
-        return [*own, asked]
+        return [*options, help_option]
 
 
 class Commands(TyperGroup):
@@ -229,7 +231,7 @@ def _short_word(word: str) -> str:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether typer raised the error about the arguments (its base class is not public in every version)."""
+    """Check that typer raised the error, about the arguments (its base class is not always public)."""
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 

@@ -60,8 +60,8 @@ def _print(title: str, report: Report) -> None:
     unknown = sum(result.ok is None for result in report.results)
     if unknown:
         rules = f"{unknown} rule{'s' if unknown > 1 else ''}"
-        told = f"· {rules} skipped, because a rule above fails; --json lists them"
-        out.print(Text(told, style="yellow"))
+        remark = f"· {rules} skipped, because a rule above fails; --json lists them"
+        out.print(Text(remark, style="yellow"))
     broken = sum(result.ok is False for result in report.results)
     total = len(report.results)
     if report.ok:

@@ -49,15 +49,15 @@ class WorkerLimits(Record):
 
     def memory_bytes(self) -> float | None:
         """The limit in bytes, one number for all workers."""
-        found = None if self.memory is None else bytes_of("memory", self.memory)
-        if isinstance(found, tuple):
+        limit = None if self.memory is None else bytes_of("memory", self.memory)
+        if isinstance(limit, tuple):
             raise typer.BadParameter("one number for all workers", param_hint="--memory")
-        return found
+        return limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing(Record):
-    """What is computed in addition, and how it is shown."""
+    """Additional computations and the form of the output."""
 
     panel: ClassVar[str] = "Output"
 
@@ -71,7 +71,7 @@ class Listing(Record):
         "Search budget in moves, instead of --seconds: the same orders on every machine.",
         least=0,
     )
-    every: bool = asked(False, "List every option of every scheme, not only its best.", name="all")
+    all_options: bool = asked(False, "List every option of every scheme, not only its best.", name="all")
     out: Path | None = asked(None, "Draw the table into FILE: .png, .svg or .pdf.", metavar="FILE")
 
 
@@ -85,7 +85,7 @@ def compare(
 
         require_form(out)
     with search_bar("comparing") as report:
-        found = compared(
+        comparison = compared(
             costs=costs.costs(),
             costs_of=costs.costs_of,
             peak=limits.peak,
@@ -96,26 +96,26 @@ def compare(
             **asdict(size),
         )
     if out is not None:
-        _draw(found, out)
+        _draw(comparison, out)
     if as_json:
         from counterflow.planning.comparison_report import ComparisonShown
 
-        print_json(ComparisonShown.model_validate(found))
+        print_json(ComparisonShown.model_validate(comparison))
     else:
-        _print(found, found.rows if output.every else found.best)
+        _print(comparison, comparison.rows if output.all_options else comparison.best)
     if out is not None:
         note(f"Wrote {out}")
 
 
-def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
+def _print(comparison: Comparison, rows: tuple[Compared, ...]) -> None:
     from rich.text import Text
 
     out = console(WIDE)
-    unit = found.costs.time_unit
-    out.print(Text(f"{found.workers} workers · {found.micro_batches} micro-batches", style="bold"))
-    out.print(Text(_told_costs(found), style="dim"))
+    unit = comparison.costs.time_unit
+    out.print(Text(f"{comparison.workers} workers · {comparison.micro_batches} micro-batches", style="bold"))
+    out.print(Text(_told_costs(comparison), style="dim"))
     columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
-    sized = found.costs.memory is not None
+    sized = comparison.costs.memory is not None
     table = table_of(*columns, *(["peak memory"] if sized else []), "", left=("scheme", ""))
     least = rows[0].step if rows else 1.0
     for row in rows:
@@ -127,57 +127,57 @@ def _print(found: Comparison, rows: tuple[Compared, ...]) -> None:
         table.add_row(*cells, row.remark)
     if rows:
         out.print(table)
-    for line in _below(found, rows):
+    for line in _below(comparison, rows):
         out.print(Text(line, style="dim"))
 
 
-def _told_costs(found: Comparison) -> str:
-    costs, unit = found.costs, found.costs.time_unit
-    whose = "a worker's share of the model" if found.costs_of is CostsOf.WORKER else "the whole model"
+def _told_costs(comparison: Comparison) -> str:
+    costs, unit = comparison.costs, comparison.costs.time_unit
+    whose = "a worker's share of the model" if comparison.costs_of is CostsOf.WORKER else "the whole model"
     shown = [
-        f"forward {number(_one(costs.forward))} {unit}",
-        f"backward {number(_one(costs.backward))} {unit}",
+        f"forward {number(_number_of(costs.forward))} {unit}",
+        f"backward {number(_number_of(costs.backward))} {unit}",
     ]
     if isinstance(costs.p2p, (int, float)):
         shown.append(f"message {number(costs.p2p)} {unit}")
     return f"{' · '.join(shown)} · of {whose}"
 
 
-def _one(value: Any) -> float:
+def _number_of(value: Any) -> float:
     return float(value)
 
 
-def _below(found: Comparison, rows: tuple[Compared, ...]) -> list[str]:
+def _below(comparison: Comparison, rows: tuple[Compared, ...]) -> list[str]:
     lines = []
     if not rows:
         lines.append("No schedule keeps the limits; the smallest ones need:")
         lines += [
             f"  {row.name}: {number(row.activations)} activations"
             + (f", {byte_size(row.peak_bytes)}" if row.peak_bytes is not None else "")
-            for row in found.too_large[:3]
+            for row in comparison.too_large[:3]
         ]
-    elif found.too_large:
+    elif comparison.too_large:
         known = {row.scheme for row in rows}
-        names = dict.fromkeys(row.scheme for row in found.too_large if row.scheme not in known)
+        names = dict.fromkeys(row.scheme for row in comparison.too_large if row.scheme not in known)
         more = f", among them all of {', '.join(names)}" if names else ""
-        counted = len(found.too_large)
+        counted = len(comparison.too_large)
         lines.append(f"{counted} schedule{'s need' if counted > 1 else ' needs'} more than the limits{more}.")
     if rows:
         lines.append(
             "activations: the most that a worker holds, in those of its share of the model for a micro-batch"
         )
         lines.append("weights: copies of a worker's share of the model, versions included")
-    lines += [f"{name} has no schedule of this size: {reason}" for name, reason in found.left_out]
+    lines += [f"{name} has no schedule of this size: {reason}" for name, reason in comparison.left_out]
     return lines
 
 
-def _draw(found: Comparison, path: Path) -> None:
+def _draw(comparison: Comparison, path: Path) -> None:
     from counterflow.drawing.ranking import Ranked, draw_ranking
 
-    unit = found.costs.time_unit
+    unit = comparison.costs.time_unit
     rows = [
         Ranked(row.name, row.step, row.bubble_ratio, row.activations, row.weights, row.synchronous)
-        for row in found.best
+        for row in comparison.best
     ]
-    title = f"{found.workers} workers, {found.micro_batches} micro-batches"
-    draw_ranking(rows, path, title=title, about=_told_costs(found), unit=unit)
+    title = f"{comparison.workers} workers, {comparison.micro_batches} micro-batches"
+    draw_ranking(rows, path, title=title, about=_told_costs(comparison), unit=unit)

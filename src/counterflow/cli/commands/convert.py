@@ -66,8 +66,8 @@ def convert(
     from counterflow.checkpoints.convert import ConvertedShown
     from counterflow.checkpoints.convert import convert as converted
 
-    found = converted(source, target, model, ema=ema, torchtitan=torchtitan, optimizer=optimizer)
+    result = converted(source, target, model, ema=ema, torchtitan=torchtitan, optimizer=optimizer)
     if as_json:
-        print_json(ConvertedShown.model_validate(found))
+        print_json(ConvertedShown.model_validate(result))
     else:
-        echo(f"{found.path}: {found.kind}, {found.tensors:,} tensors, {byte_size(found.bytes)}")
+        echo(f"{result.path}: {result.kind}, {result.tensors:,} tensors, {byte_size(result.bytes)}")

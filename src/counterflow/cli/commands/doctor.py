@@ -35,16 +35,16 @@ def doctor(
     """Report what this machine has, and train a tiny model on two workers; exit 1 if something is wrong."""
     from counterflow.measure.health import Doctor, findings
 
-    found = findings(folder)
+    results = findings(folder)
     if test:
         if not as_json:
             note("Training a tiny model on two workers …")
-        found += _tests()
-    ok = not any(finding.ok is False for finding in found)
+        results += _tests()
+    ok = not any(finding.ok is False for finding in results)
     if as_json:
-        print_json(Doctor(version=__version__, ok=ok, findings=found))
+        print_json(Doctor(version=__version__, ok=ok, findings=results))
     else:
-        _print(found, ok=ok)
+        _print(results, ok=ok)
     if not ok:
         raise typer.Exit(1)
 
@@ -74,29 +74,29 @@ def _tests() -> Iterable[Finding]:
             continue
         largest = max(agreement.loss_error, agreement.gradient_error, agreement.weight_error)
         seconds = time.perf_counter() - began
-        told = f"{seconds:.1f} s, largest error {largest:.1e}"
+        figures = f"{seconds:.1f} s, largest error {largest:.1e}"
         advice = "" if agreement.ok else "the numbers are wrong: do not train here, and report it"
-        yield Finding(f"training over {kind}", told, ok=agreement.ok, advice=advice)
+        yield Finding(f"training over {kind}", figures, ok=agreement.ok, advice=advice)
 
 
 _SIGNS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "dim")}
 
 
-def _print(found: list[Finding], *, ok: bool) -> None:
+def _print(results: list[Finding], *, ok: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(f"counterflow {__version__}", style="bold"))
     grid = Table.grid(padding=(0, 2))
-    for finding in found:
+    for finding in results:
         sign, style = _SIGNS[finding.ok]
-        told = Text(finding.found)
+        text = Text(finding.found)
         if finding.advice:
-            told.append(f"; {finding.advice}", style)
-        grid.add_row(Text(sign, style), finding.about, told)
+            text.append(f"; {finding.advice}", style)
+        grid.add_row(Text(sign, style), finding.about, text)
     out.print(grid)
-    wrong = sum(finding.ok is False for finding in found)
+    wrong = sum(finding.ok is False for finding in results)
     if ok:
         out.print(Text("Nothing is wrong here.", style="green"))
     else:

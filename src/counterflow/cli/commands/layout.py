@@ -14,7 +14,7 @@ from counterflow.reading import read_text
 from counterflow.schedule.layouts import Kind, Layout, rederive
 
 from ..options.flags import JsonFlag, Record
-from ..output.console import WIDE, alike, console, note, print_json, table_of
+from ..output.console import WIDE, console, merge_equal_rows, note, print_json, table_of
 from ..output.visible import echo
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes(Record):
-    """What the layout is re-derived for."""
+    """Model and cluster for which the layout is re-derived."""
 
     panel: ClassVar[str] = "Re-derive it for another model or cluster; what is not given stays"
 
@@ -75,7 +75,7 @@ def layout(
         raise ConfigError(
             "no layout: give one, as in counterflow layout 'Et*3|(tt|)*29,m|L', or --torchtitan FILE"
         )
-    found = rederive(
+    result = rederive(
         Layout.read(text),
         layers=changes.layers,
         mtp=changes.mtp,
@@ -86,35 +86,35 @@ def layout(
     if as_json:
         from counterflow.schedule.layouts.report import shown
 
-        print_json(shown(found))
+        print_json(shown(result))
         return
-    _print(found)
+    _print(result)
 
 
-def _print(found: Rederived) -> None:
+def _print(result: Rederived) -> None:
     """The layout, then what each rank's stages have."""
     from rich.text import Text
 
     out = console(WIDE)
-    echo(str(found.layout))
-    now, mtp = found.layout.count(Kind.TRANSFORMER), found.layout.count(Kind.MTP)
+    echo(str(result.layout))
+    now, mtp = result.layout.count(Kind.TRANSFORMER), result.layout.count(Kind.MTP)
     with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
-    stages = found.pp * found.vpp
-    out.print(Text(f"{now} transformer layers{with_mtp}; pp {found.pp}, vpp {found.vpp}: {stages} stages"))
-    chunks = [f"chunk {number}" for number in range(found.vpp)] if found.vpp > 1 else ["layers"]
+    stages = result.pp * result.vpp
+    out.print(Text(f"{now} transformer layers{with_mtp}; pp {result.pp}, vpp {result.vpp}: {stages} stages"))
+    chunks = [f"chunk {number}" for number in range(result.vpp)] if result.vpp > 1 else ["layers"]
     table = table_of("rank", *chunks, left=("rank", *chunks), pad_edge=False)
-    rows = [tuple(found.chunk(rank, number) for number in range(found.vpp)) for rank in range(found.pp)]
-    for ranks, row in alike(rows):
+    rows = [tuple(result.chunk(rank, number) for number in range(result.vpp)) for rank in range(result.pp)]
+    for ranks, row in merge_equal_rows(rows):
         table.add_row(ranks, *map(_in_words, row))
     out.print(table)
-    if found.changed:
-        count = len(found.given.stages)
-        counted = f"embedding {found.embedding}, loss {found.loss}" + (
-            f", MTP {found.mtp}" if found.mtp else ""
+    if result.changed:
+        count = len(result.given.stages)
+        counted = f"embedding {result.embedding}, loss {result.loss}" + (
+            f", MTP {result.mtp}" if result.mtp else ""
         )
         out.print(
             Text(
-                f"The layout given had {count} stages, usually of {found.usual} transformer layers. Kept of "
+                f"The layout given had {count} stages, usually of {result.usual} transformer layers. Kept of "
                 f"it: what embedding and loss count as, in transformer layers ({counted})"
             )
         )
@@ -132,23 +132,23 @@ def _in_words(stage: Stage) -> str:
 
 def _translate(path: Path, text: str | None, changes: Changes, *, as_json: bool) -> None:
     """Print a job of torchtitan as a config's sections."""
-    others = {
+    arguments = {
         "LAYOUT": text,
         "--mtp": changes.mtp,
         "--stages": changes.stages,
         "--pp": changes.pp,
         "--vpp": changes.vpp,
     }
-    if given := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(f"--torchtitan {path}: says the pipeline itself; leave out {', '.join(given)}")
+    if names := [name for name, value in arguments.items() if value is not None]:
+        raise ConfigError(f"--torchtitan {path}: says the pipeline itself; leave out {', '.join(names)}")
     from counterflow.training.torchtitan import TranslatedShown, from_torchtitan
 
     job = read_text(path, "cannot be read: Is a directory", place=str(path))
-    found = from_torchtitan(job, changes.layers, name=str(path))
+    config = from_torchtitan(job, changes.layers, name=str(path))
     if as_json:
-        stages = None if found.layout is None else str(found.layout)
-        print_json(TranslatedShown.of(sections=found.sections, layout=stages, notes=list(found.notes)))
+        stages = None if config.layout is None else str(config.layout)
+        print_json(TranslatedShown.of(sections=config.sections, layout=stages, notes=list(config.notes)))
         return
-    echo(found.to_toml(), nl=False)
-    for each in found.notes:
-        note(each)
+    echo(config.to_toml(), nl=False)
+    for remark in config.notes:
+        note(remark)

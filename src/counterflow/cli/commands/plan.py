@@ -30,7 +30,7 @@ from ..output.visible import echo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs(Record):
-    """What is planned."""
+    """Inputs of a planning task."""
 
     panel: ClassVar[str] = "Input: an example, files, or both; a file replaces that part of the example"
 
@@ -52,14 +52,14 @@ class Inputs(Record):
             "cluster": files.load_cluster,
             "mini_batch": int,
         }
-        given = {name: getattr(self, name) for name in readers}
-        read = {name: readers[name](value) for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in readers}
+        read = {name: readers[name](value) for name, value in values.items() if value is not None}
         return Task.of(self.example, read, _nothing_to_plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering(Record):
-    """Whether orders are computed, and for how long."""
+    """Options of the search for orders."""
 
     panel: ClassVar[str] = "Computed orders"
 
@@ -78,21 +78,21 @@ class Ordering(Record):
         if not self.synthesize and (self.seconds is not None or self.moves is not None):
             raise ConfigError(f"--{'moves' if self.seconds is None else 'seconds'}: only with --synthesize")
 
-    def ordered(self, found: Found, constraints: Constraints) -> tuple[Found, Orders | None]:
+    def ordered(self, result: Found, constraints: Constraints) -> tuple[Found, Orders | None]:
         """The plans found, with computed orders for the best ones if these are asked for."""
         if not self.synthesize:
-            return found, None
+            return result, None
         limit = 30.0 if self.seconds is None else self.seconds
-        with order_bar(None if self.moves is not None else limit) as told:
-            orders = compute_orders(found, constraints, seconds=limit, moves=self.moves, progress=told)
+        with order_bar(None if self.moves is not None else limit) as report:
+            orders = compute_orders(result, constraints, seconds=limit, moves=self.moves, progress=report)
         if orders.stopped:
             note("Stopped: these are the best orders so far.")
-        return with_orders(found, orders), orders
+        return with_orders(result, orders), orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Record):
-    """What is shown and written."""
+    """Options of the output."""
 
     panel: ClassVar[str] = "Output"
 
@@ -128,7 +128,7 @@ def plan(
         return
     constraints = limits.constraints(task.model)
     with search_bar("planning") as report:
-        found = search(
+        result = search(
             task.model,
             task.profile,
             task.cluster,
@@ -137,25 +137,25 @@ def plan(
             count=output.top or 1,
             progress=report,
         )
-    found, orders = ordering.ordered(found, constraints)
-    explained = why(found)
+    result, orders = ordering.ordered(result, constraints)
+    explained = why(result)
     by_length: tuple[AtLength, ...] = ()
     if output.by_length:
         with search_bar("planning other lengths") as report:
             by_length = plans_by_length(task, constraints, progress=report)
-    out, best = output.out, found.best[0]
+    out, best = output.out, result.best[0]
     written = None if out is None else _write(task, best, out)
     if as_json:
         from counterflow.planning.report import planned
 
-        print_json(planned(task, found, explained, orders, by_length))
+        print_json(planned(task, result, explained, orders, by_length))
         return
     if output.layout:
         _print_layout(best)
     else:
         from ..output.plan_tables import print_plans
 
-        print_plans(task, found, explained, output.top, orders=orders, by_length=by_length)
+        print_plans(task, result, explained, output.top, orders=orders, by_length=by_length)
     if out is not None:
         _note_written(best, out, written)
 
@@ -180,8 +180,8 @@ def _print_layout(best: Plan) -> None:
 
 def _note_written(best: Plan, out: Path, order: Path | None) -> None:
     """Say how a plan that was written is run."""
-    beside = f", its order in {order}" if order else ""
-    note(f"The best plan is in {out}{beside}; run it: counterflow train {out}")
+    order_text = f", its order in {order}" if order else ""
+    note(f"The best plan is in {out}{order_text}; run it: counterflow train {out}")
     if not best.play.schedule.synchronous:
         note("It is asynchronous and works on older weights: a step may learn less than a synchronous one")
     chosen = best.play.configuration
@@ -208,8 +208,8 @@ def _list(as_json: bool) -> None:
         print_json(Examples.of(examples=known))
         return
     width = max(len(name) for name in EXAMPLES)
-    for each in known:
-        echo(f"{each.name:<{width}}  {each.about}, mini-batch {each.mini_batch:,}")
+    for example in known:
+        echo(f"{example.name:<{width}}  {example.about}, mini-batch {example.mini_batch:,}")
 
 
 def _save(task: Task, folder: Path) -> None:
@@ -229,12 +229,12 @@ def _write(task: Task, best: Plan, path: Path) -> Path | None:
     """
     from counterflow.training.planned import planned_config
 
-    beside = None
+    order_path = None
     if best.play.configuration.scheme == SYNTHESIZED:
-        beside = path.with_name(f"{path.stem}.schedule.json")
-        with writing(beside):
-            beside.write_text(dumps(best.play.schedule), encoding="utf-8")
-    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction(), beside)
+        order_path = path.with_name(f"{path.stem}.schedule.json")
+        with writing(order_path):
+            order_path.write_text(dumps(best.play.schedule), encoding="utf-8")
+    config = planned_config(task.model, task.profile, task.cluster, best.play.prediction(), order_path)
     with writing(path):
         path.write_text(config.to_toml(), encoding="utf-8")
-    return beside
+    return order_path

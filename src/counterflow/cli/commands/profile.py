@@ -61,7 +61,7 @@ def profile(
     placed = place()
     first = placed is None or placed.rank == 0
     with _progress(shown=first and not as_json) as report:
-        found = measure(
+        measured = measure(
             resolved,
             sizes=SIZES if sizes is None else _numbers(sizes),
             workers=workers,
@@ -75,13 +75,13 @@ def profile(
     for name in NAMES:
         path = out / f"{name}.toml"
         with writing(path):
-            path.write_text(files.dumps(getattr(found, name)), encoding="utf-8")
+            path.write_text(files.dumps(getattr(measured, name)), encoding="utf-8")
     if as_json:
-        print_json(Profiled.model_validate(found))
+        print_json(Profiled.model_validate(measured))
     else:
-        _print(found)
-    given = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)
-    note(f"Plan with it: counterflow plan {given} --mini-batch {resolved.train.samples} --out plan.toml")
+        _print(measured)
+    flags = " ".join(f"--{name} {out / f'{name}.toml'}" for name in NAMES)
+    note(f"Plan with it: counterflow plan {flags} --mini-batch {resolved.train.samples} --out plan.toml")
 
 
 def _numbers(text: str) -> list[int]:
@@ -110,7 +110,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def _print(found: Measured) -> None:
+def _print(measured: Measured) -> None:
     from rich.text import Text
 
     from counterflow.drawing.units import time_unit
@@ -119,11 +119,11 @@ def _print(found: Measured) -> None:
         return time_unit(seconds).text(seconds)
 
     out = console(WIDE)
-    out.print(Text(found.model.name, style="bold"), Text(f"on {found.profile.machine}"), sep="\n")
+    out.print(Text(measured.model.name, style="bold"), Text(f"on {measured.profile.machine}"), sep="\n")
     columns = ("layer", "samples", "forward", "backward", "saved for backward")
     table = table_of(*columns, left=("layer",))
-    for kind, layer in found.profile.layers.items():
-        count = found.model.layers.count(kind)
+    for kind, layer in measured.profile.layers.items():
+        count = measured.model.layers.count(kind)
         for row, size in enumerate(layer.samples):
             table.add_row(
                 (f"{kind} × {count}" if count > 1 else kind) if not row else "",
@@ -134,27 +134,28 @@ def _print(found: Measured) -> None:
             )
     out.print(table)
     links = table_of("", "bytes", "measured", "fitted")
-    cluster = found.cluster
+    cluster = measured.cluster
     for travels, link, begins, name in (
-        (found.messages, cluster.inside, 1, "message"),
-        (found.allreduces, cluster.allreduce_inside or cluster.inside, 2, "all-reduce of 2"),
-        (found.between[0], cluster.between, 1, "between nodes"),
-        (found.between[1], cluster.allreduce_between or cluster.between, 2, "all-reduce of 2 nodes"),
+        (measured.messages, cluster.inside, 1, "message"),
+        (measured.allreduces, cluster.allreduce_inside or cluster.inside, 2, "all-reduce of 2"),
+        (measured.between[0], cluster.between, 1, "between nodes"),
+        (measured.between[1], cluster.allreduce_between or cluster.between, 2, "all-reduce of 2 nodes"),
     ):
         for row, travel in enumerate(travels):
             fit = begins * link.latency_seconds + link.seconds_per_byte * travel.size_bytes
             links.add_row(
                 name if not row else "", byte_size(travel.size_bytes), shown(travel.seconds), shown(fit)
             )
-    if found.messages or found.between[0]:
+    if measured.messages or measured.between[0]:
         out.print(links)
     out.print(
-        f"beside its layers an op takes {shown(found.profile.op_overhead_seconds)}, "
-        f"beside its ops a step {shown(found.profile.step_overhead_seconds)}"
+        f"beside its layers an op takes {shown(measured.profile.op_overhead_seconds)}, "
+        f"beside its ops a step {shown(measured.profile.step_overhead_seconds)}"
     )
-    each = byte_size(cluster.memory_bytes)
+    memory = byte_size(cluster.memory_bytes)
     out.print(
-        f"{cluster.devices} workers of {each} each" + (f" on {cluster.cores} cores" if cluster.cores else "")
+        f"{cluster.devices} workers of {memory} each"
+        + (f" on {cluster.cores} cores" if cluster.cores else "")
     )
     for some in cluster.kinds:
         out.print(f"{some.name}: layers take {some.slowness:g} times as long as in the profile")

@@ -54,7 +54,9 @@ def reproduce(
         if out:
             raise ConfigError(f"{name} is several figures; give one of them to draw")
         papers = PAPERS if name == "all" else (name,)
-        show_figures((each for each in FIGURES.values() if each.name.startswith(papers)), as_json=as_json)
+        show_figures(
+            (figure for figure in FIGURES.values() if figure.name.startswith(papers)), as_json=as_json
+        )
         return
     if name not in known:
         raise ConfigError(f"unknown table or figure {name!r}{hint(name, known)}")

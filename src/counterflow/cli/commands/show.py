@@ -33,7 +33,7 @@ from ..output.console import console, note, writing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing(Record):
-    """What is drawn, and where."""
+    """Options of the drawing."""
 
     panel: ClassVar[str] = "Output"
 
@@ -82,41 +82,41 @@ def show(
         why = "a run's messages are not measured" if is_run(subject) else "the terminal draws no arrows"
         raise ConfigError(f"--messages: {why}; " + ("leave it out" if is_run(subject) else "add --out FILE"))
     if is_run(subject):
-        _show_run(subject, output, [*options.given(), *costs.given()])
+        _show_run(subject, output, [*options.set_values(), *costs.set_values()])
         return
     schedule = schedule_of(subject, options)
     warn_if_wrong(subject, schedule)
     result = simulate(schedule, costs.of_stages(schedule.placement))
-    other = None
+    compared_result = None
     if output.compare is not None:
-        other = _other(ctx, output.compare, schedule, options, costs)
+        compared_result = _compared_simulation(ctx, output.compare, schedule, options, costs)
         if costs.costs_of is CostsOf.STAGE:
-            _note_other_model(schedule, other.schedule)
-    for text in costs.without_effect(schedule, *([other.schedule] if other else [])):
+            _note_other_model(schedule, compared_result.schedule)
+    for text in costs.without_effect(schedule, *([compared_result.schedule] if compared_result else [])):
         note(f"Note: {text}")
     if form is not None:
         typer.echo(as_text(schedule, form), nl=False)
     elif not out:
-        draw_terminal(result, console(), compare=other, memory=memory)
+        draw_terminal(result, console(), compare=compared_result, memory=memory)
     for path in out:
         with writing(path):
             if path.suffix == ".csv":
                 path.write_text(as_text(schedule, Form.CSV), encoding="utf-8")
             else:
-                draw(result, path, compare=other, memory=memory, messages=messages)
+                draw(result, path, compare=compared_result, memory=memory, messages=messages)
         note(f"Wrote {path}")
 
 
-def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
+def _show_run(subject: str, output: Drawing, names: Sequence[str]) -> None:
     """Draw a run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.training.folder import read_timeline
 
     if output.form is not None:
         raise ConfigError(f"--format: {subject} is a run; its folder has the schedule, schedule.json")
-    if given:
+    if names:
         raise ConfigError(
-            f"{subject} is a run, whose schedule and costs are known: leave out {', '.join(map(flag, given))}"
+            f"{subject} is a run, whose schedule and costs are known: leave out {', '.join(map(flag, names))}"
         )
     compare, memory = output.compare, output.memory
     charts = read_timeline(Path(subject)).charts(memory=memory)
@@ -134,7 +134,7 @@ def _show_run(subject: str, output: Drawing, given: Sequence[str]) -> None:
         note(f"Wrote {path}")
 
 
-def _other(
+def _compared_simulation(
     ctx: typer.Context, text: str, first: Schedule, options: SchemeOptions, costs: CostOptions
 ) -> Simulation:
     """The schedule to compare with, simulated with the same costs unless its text contains others."""
@@ -146,7 +146,7 @@ def _other(
         raise ConfigError("--compare '': name a scheme or a file")
     if len(words) == 1:
         (name,) = words
-        schedule = load(name) if is_file(name) else build_beside(first, name, options.given())
+        schedule = load(name) if is_file(name) else build_beside(first, name, options.set_values())
         warn_if_wrong(name, schedule)
         return simulate(schedule, costs.of_stages(schedule.placement))
     # The same flags as this command's own, read by the same parser.
@@ -155,16 +155,16 @@ def _other(
     for parameter in Drawing.parameters():
         if values[parameter.name]:
             raise ConfigError(f"--compare {text!r}: {flag(parameter.name)} belongs outside the quotes")
-    schedule = schedule_of(values["subject"], SchemeOptions.taken(values))
+    schedule = schedule_of(values["subject"], SchemeOptions.pop_from(values))
     warn_if_wrong(values["subject"], schedule)
-    own = CostOptions.taken(values)
-    return simulate(schedule, costs.but(own).of_stages(schedule.placement))
+    compared_costs = CostOptions.pop_from(values)
+    return simulate(schedule, costs.but(compared_costs).of_stages(schedule.placement))
 
 
-def _note_other_model(one: Schedule, other: Schedule) -> None:
-    if one.stages != other.stages:
+def _note_other_model(first: Schedule, second: Schedule) -> None:
+    if first.stages != second.stages:
         note(
-            f"Note: {one.scheme} has {one.stages} stages, {other.scheme} {other.stages}, and costs are those "
-            "of one stage, so these are two models;\n"
+            f"Note: {first.scheme} has {first.stages} stages, {second.scheme} {second.stages}, and costs are "
+            "those of one stage, so these are two models;\n"
             "for one model give costs of a worker's share of it: --costs-of worker"
         )

@@ -19,10 +19,10 @@ from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_
 from ..options.wording import flag_of
 from ..output.console import (
     WIDE,
-    alike,
     bubble_causes,
     byte_size,
     console,
+    merge_equal_rows,
     note,
     number,
     numbers,
@@ -66,9 +66,9 @@ def simulate(
     result = play(schedule, costs.of_stages(schedule.placement))
     for text in costs.without_effect(schedule):
         note(f"Note: {text}")
-    if not is_file(subject) and (other := shorter(result)) is not None:
-        spans = f"{number(other.makespan)} instead of {number(result.makespan)}"
-        note(f"Note: {_changed(schedule, other.schedule)} takes {spans} in the same memory.")
+    if not is_file(subject) and (shorter_result := shorter(result)) is not None:
+        spans = f"{number(shorter_result.makespan)} instead of {number(result.makespan)}"
+        note(f"Note: {_changed(schedule, shorter_result.schedule)} takes {spans} in the same memory.")
     published = _formulas(result) if formulas else None
     if as_json:
         from counterflow.simulation.report import simulated
@@ -86,9 +86,9 @@ def simulate(
     _print(result, costs, tables)
 
 
-def _changed(schedule: Schedule, other: Schedule) -> str:
+def _changed(schedule: Schedule, target: Schedule) -> str:
     """Flags of the options in which another schedule of the scheme differs."""
-    old, new = dict(schedule.options), dict(other.options)
+    old, new = dict(schedule.options), dict(target.options)
     turned_off = [flag_of(name, False) for name in old if name not in new]
     return " ".join([*(flag_of(name, v) for name, v in new.items() if old.get(name) != v), *turned_off])
 
@@ -110,9 +110,9 @@ def _summary(result: Simulation, *, played_from_file: bool) -> Any:
     unit = result.costs.time_unit
     summary.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit}")
     if result.steady_step is not None:
-        told, clipped = number(result.steady_step), number(result.steady_step_clipped or 0.0)
-        more = f"; clipped by the global norm {clipped}" if clipped != told else ""
-        summary.add_row("steady step", f"[bold]{told}[/] {unit}  [dim]without a barrier{more}[/]")
+        steady, clipped = number(result.steady_step), number(result.steady_step_clipped or 0.0)
+        more = f"; clipped by the global norm {clipped}" if clipped != steady else ""
+        summary.add_row("steady step", f"[bold]{steady}[/] {unit}  [dim]without a barrier{more}[/]")
     summary.add_row("bubble ratio", f"[bold]{result.bubble_ratio:.2%}[/]")
     if causes := bubble_causes(result):
         summary.add_row("bubbles by cause", causes)
@@ -192,7 +192,7 @@ def _workers(result: Simulation) -> Any:
             row.append(byte_size(use.peak))
     table = table_of("worker", *columns, left=())
     named = [(str(worker), row) for worker, row in enumerate(rows)]
-    for name, row in named if len(rows) < GROUP_FROM else alike(rows):
+    for name, row in named if len(rows) < GROUP_FROM else merge_equal_rows(rows):
         table.add_row(name, *row)
     return table
 
@@ -266,7 +266,7 @@ def _messages(result: Simulation) -> Any:
 def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
     """The costs that are always shown, and those that were given."""
     shown = {}
-    for name in dict.fromkeys(("forward", "backward", "p2p", *costs.given())):
-        one = COSTS[name]
-        shown[name] = getattr(result.costs if one.record is Costs else result.costs.memory, one.field)
+    for name in dict.fromkeys(("forward", "backward", "p2p", *costs.set_values())):
+        cost = COSTS[name]
+        shown[name] = getattr(result.costs if cost.record is Costs else result.costs.memory, cost.field)
     return shown

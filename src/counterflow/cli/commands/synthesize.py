@@ -31,7 +31,7 @@ from ..output.search_bar import order_bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work(Record):
-    """What is ordered."""
+    """Workload to be ordered."""
 
     panel: ClassVar[str] = "Workload"
 
@@ -71,8 +71,8 @@ class Work(Record):
                 f"{placed.stages} stages and {self.micro_batches} micro-batches{sliced} are {ops:,} ops, and "
                 f"at most {MOST_OPS:,} are ordered; choose smaller numbers"
             )
-        whole = plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
-        return sliced_workload(whole, self.slices)
+        workload = plain(placed, self.micro_batches, split=self.split, pipe_of=lambda m: m % placed.pipes)
+        return sliced_workload(workload, self.slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +155,10 @@ class Profiled(Record):
                 "measured costs need a model, a profile, a cluster and a size: also give "
                 + ", ".join(missing)
             )
-        given = costs.given()
-        replicas, recompute = given.pop("replicas", 1), given.pop("recompute", Recompute.NONE)
-        if given:
-            first = flag(next(iter(given)))
+        cost_values = costs.set_values()
+        replicas, recompute = cost_values.pop("replicas", 1), cost_values.pop("recompute", Recompute.NONE)
+        if cost_values:
+            first = flag(next(iter(cost_values)))
             raise ConfigError(f"{first}: the profile has all costs; leave it out, or leave out --profile")
         predictor = Predictor(
             load_model(files["model"]), load_profile(files["profile"]), load_cluster(files["cluster"])
@@ -194,7 +194,7 @@ def synthesize(
     if played is not None and peak is None and memory is None:
         memory = tuple(u - room for u, room in zip(played.usable_bytes, played.beside, strict=True))
     with order_bar(None if search.moves is not None else search.seconds) as report:
-        found = compute(
+        result = compute(
             workload,
             costs.of_stages(workload.placement) if played is None else played.costs,
             peak=peak,
@@ -205,26 +205,26 @@ def synthesize(
             seed=search.seed,
             report=report,
         )
-    if found.stopped:
+    if result.stopped:
         note("Stopped: this is the best so far.")
     if out is not None:
         with writing(out):
-            out.write_text(dumps(found.schedule), encoding="utf-8")
+            out.write_text(dumps(result.schedule), encoding="utf-8")
     if as_json:
         from counterflow.synthesis.report import Synthesized
 
-        print_json(Synthesized.model_validate(found))
+        print_json(Synthesized.model_validate(result))
         return
-    _print(found, work.placement, (peak, memory))
+    _print(result, work.placement, (peak, memory))
     if out is not None:
         note(f"Wrote {out}; look at it: counterflow show {out}")
 
 
-def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit | None]) -> None:
+def _print(result: Synthesis, placement: str, limits: tuple[Limit | None, Limit | None]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    schedule, unit = found.schedule, found.costs.time_unit
+    schedule, unit = result.schedule, result.costs.time_unit
     sliced = f" of {schedule.workload.slices} slices" if schedule.workload.slices > 1 else ""
     out = console()
     out.print(
@@ -233,26 +233,32 @@ def _print(found: Synthesis, placement: str, limits: tuple[Limit | None, Limit |
     )
     peak, memory = limits
     limited = [
-        *([f"at most {_each(peak, number)} activations a worker"] if peak is not None else []),
-        *([f"at most {_each(memory, byte_size)} a worker"] if memory is not None else []),
+        *([f"at most {_limit_text(peak, number)} activations a worker"] if peak is not None else []),
+        *([f"at most {_limit_text(memory, byte_size)} a worker"] if memory is not None else []),
     ]
-    out.print(f"[dim]{'; '.join(limited) or 'memory without limit'} · objective: {found.objective}[/]")
+    out.print(f"[dim]{'; '.join(limited) or 'memory without limit'} · objective: {result.objective}[/]")
     table = Table.grid(padding=(0, 2))
-    table.add_row("makespan", f"[bold]{number(found.makespan)}[/] {unit}")
-    table.add_row("steady step", f"[bold]{number(found.steady)}[/] {unit}  [dim]without a barrier[/]")
-    table.add_row("lower bound", f"{number(found.lower_bound)} {unit}  [dim]{escape(found.bound.reason)}[/]")
-    told = "none: no order is better" if found.proved else f"{found.gap:.2%} can be saved at most"
-    table.add_row("gap", told)
-    table.add_row("found by", escape(found.method))
-    if found.named is None:
+    table.add_row("makespan", f"[bold]{number(result.makespan)}[/] {unit}")
+    table.add_row("steady step", f"[bold]{number(result.steady)}[/] {unit}  [dim]without a barrier[/]")
+    table.add_row(
+        "lower bound", f"{number(result.lower_bound)} {unit}  [dim]{escape(result.bound.reason)}[/]"
+    )
+    gap = "none: no order is better" if result.proved else f"{result.gap:.2%} can be saved at most"
+    table.add_row("gap", gap)
+    table.add_row("found by", escape(result.method))
+    if result.named is None:
         table.add_row("named schemes", "none has this workload within the limits")
     else:
-        name, value = found.named
-        table.add_row("best scheme", f"{number(value)} {unit}  {escape(name)}; saved: {found.gain or 0:.2%}")
-    table.add_row("peak", f"{', '.join(number(p) for p in found.peak)} activations by worker")
-    table.add_row("idle", f"{', '.join(number(max(i, 0.0)) for i in found.idle)} {unit} by worker")
+        name, value = result.named
+        table.add_row("best scheme", f"{number(value)} {unit}  {escape(name)}; saved: {result.gain or 0:.2%}")
+    table.add_row("peak", f"{', '.join(number(p) for p in result.peak)} activations by worker")
+    table.add_row("idle", f"{', '.join(number(max(i, 0.0)) for i in result.idle)} {unit} by worker")
     out.print(table)
 
 
-def _each(limit: Limit, told: Any) -> str:
-    return str(told(limit)) if isinstance(limit, (int, float)) else ", ".join(told(one) for one in limit)
+def _limit_text(limit: Limit, text_of: Any) -> str:
+    return (
+        str(text_of(limit))
+        if isinstance(limit, (int, float))
+        else ", ".join(text_of(number) for number in limit)
+    )

@@ -11,7 +11,7 @@ import typer
 from counterflow.errors import WorkerError
 
 from ..options.flags import ENDS_PROCESS, JsonFlag, schemes_from
-from ..output.console import WIDE, Row, alike, byte_size, console, note, print_json, table_of
+from ..output.console import WIDE, Row, byte_size, console, merge_equal_rows, note, print_json, table_of
 from ..output.visible import echo
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ def _list_keys(*, as_json: bool) -> None:
         print_json(Keys(keys=known_keys()))
         return
     for key in known_keys():
-        given = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
-        echo(f"{given}  # {key.about}; {key.legal}")
+        text = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"
+        echo(f"{text}  # {key.about}; {key.legal}")
 
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
@@ -160,15 +160,15 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
         return
     for line in introduction(job.about):
         echo(line)
-    for name, amount in alike(least):
+    for name, amount in merge_equal_rows(least):
         echo(
             f"worker{'s' if '–' in name else ''} {name}: {byte_size(amount)} of weights, gradients and "
             "optimizer state; activations come on top"
         )
-    if job.about.on_cpu and max(least) > (each := memory_bytes("cpu", job.about.workers_here)):
+    if job.about.on_cpu and max(least) > (device_memory := memory_bytes("cpu", job.about.workers_here)):
         echo(
             f"Warning: a worker needs {byte_size(max(least))} at least, and its share of this machine's "
-            f"memory is {byte_size(each)}"
+            f"memory is {byte_size(device_memory)}"
         )
     echo(f"results would go to {folder}, which can be written; nothing was started")
 
@@ -250,17 +250,17 @@ def _figures(summary: Summary) -> Any:
         table.add_row(row, "", _milliseconds(summary.as_ran_seconds))
     bubbles = "bubble ratio" if together == 1 else "bubble ratio, between warm-up and drain"
     table.add_row(bubbles, *(f"{ratio:.1%}" for ratio in _pair(summary.bubble_ratio)))
-    whole = "whole step, with syncs and updates"
+    label = "whole step, with syncs and updates"
     if planned is None:
-        table.add_row(whole, _milliseconds(summary.step_seconds), "")
+        table.add_row(label, _milliseconds(summary.step_seconds), "")
     elif together == 1:
         samples = summary.about.samples
-        table.add_row(whole, _milliseconds(summary.step_seconds), "", _milliseconds(samples / planned))
+        table.add_row(label, _milliseconds(summary.step_seconds), "", _milliseconds(samples / planned))
         table.add_row(
             "samples/s of these steps", f"{samples / summary.step_seconds:.4g}", "", f"{planned:.4g}"
         )
     else:  # steps overlap, so only the speed of all of them is the plan's number
-        table.add_row(whole, _milliseconds(summary.step_seconds), "", "")
+        table.add_row(label, _milliseconds(summary.step_seconds), "", "")
         table.add_row("samples/s over all steps", f"{summary.samples_per_second:.4g}", "", f"{planned:.4g}")
     for name, pair in _grouped(summary.saved_bytes):
         table.add_row(f"saved for backward, {name}", *map(byte_size, _pair(pair)))
@@ -286,7 +286,7 @@ def _pair(pair: Pair) -> tuple[float, float]:
 
 def _grouped(pairs: tuple[Row, ...]) -> list[tuple[str, Row]]:
     """Rows in which workers with the same figures are grouped."""
-    return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in alike(pairs)]
+    return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in merge_equal_rows(pairs)]
 
 
 def _grid(rows: Any) -> Any:

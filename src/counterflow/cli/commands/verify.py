@@ -31,8 +31,8 @@ class Dtype(Enum):
     FLOAT64 = "float64"
 
 
-class How(Enum):
-    """How layers compute in a lower precision."""
+class LowerPrecision(Enum):
+    """Options of a Pipeline by which layers compute in a lower precision."""
 
     AUTOCAST = "autocast"
     COMPUTE_DTYPE = "compute-dtype"
@@ -45,13 +45,13 @@ class Sums(Enum):
     INT8 = "int8"
 
 
-Where = StrEnum("Where", {kind.name: kind.name for kind in kinds()})  # type: ignore[misc]
+TransportName = StrEnum("TransportName", {kind.name: kind.name for kind in kinds()})  # type: ignore[misc]
 """What carries the workers' messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running(Record):
-    """How the pipeline is run."""
+    """Options of the pipeline's run."""
 
     panel: ClassVar[str] = "Run"
 
@@ -62,8 +62,8 @@ class Running(Record):
         True,
         "End each step on all workers before the next begins; without a barrier nothing is clipped.",
     )
-    transport: Where = asked(
-        Where(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
+    transport: TransportName = asked(
+        TransportName(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
     )
     gradient_compression: Sums | None = asked(
         None,
@@ -75,10 +75,10 @@ class Running(Record):
         "Precision of weights. Default float64; with --bfloat16, --float16 or --gradient-compression "
         "float32.",
     )
-    bfloat16: How | None = asked(
+    bfloat16: LowerPrecision | None = asked(
         None, "Compute layers in bfloat16, in one process too, by one of these two options of a Pipeline."
     )
-    float16: How | None = asked(
+    float16: LowerPrecision | None = asked(
         None,
         "Compute layers in float16, with losses scaled by torch's GradScaler in one process. One of the same "
         "two options.",
@@ -93,16 +93,18 @@ class Running(Record):
     seed: int = asked(0, "Seed of weights, data and dropout.")
 
     @property
-    def lower(self) -> tuple[str, How] | None:
+    def lower(self) -> tuple[str, LowerPrecision] | None:
         """The lower precision in which layers compute, and how; None: that of the weights.
 
         Raises:
             ConfigError: two are given.
         """
-        found = [(name, how) for name in ("bfloat16", "float16") if (how := getattr(self, name)) is not None]
-        if len(found) > 1:
+        precisions = [
+            (name, how) for name in ("bfloat16", "float16") if (how := getattr(self, name)) is not None
+        ]
+        if len(precisions) > 1:
             raise ConfigError("--bfloat16 and --float16: layers compute in one precision; give one of them")
-        return found[0] if found else None
+        return precisions[0] if precisions else None
 
     @property
     def weights(self) -> Dtype:
@@ -166,36 +168,36 @@ def verify(
     if not as_json:
         kind = "threads" if kind_of(running.transport.value).threads else "processes"
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
-    found = running.compared(schedule, steps)
+    agreement = running.compared(schedule, steps)
     if as_json:
         from counterflow.verification.report import Verified
 
-        print_json(Verified.of(schedule=schedule, workers=workers, ok=found.ok, **asdict(found)))
+        print_json(Verified.of(schedule=schedule, workers=workers, ok=agreement.ok, **asdict(agreement)))
     else:
         lower = running.lower
         precision = weights.value if lower is None else f"{lower[0]} by {lower[1].value}"
-        _print(schedule, workers, found, precision)
-    if not found.ok:
+        _print(schedule, workers, agreement, precision)
+    if not agreement.ok:
         raise typer.Exit(1)
 
 
-def _print(schedule: Schedule, workers: int, found: Agreement, precision: str) -> None:
+def _print(schedule: Schedule, workers: int, agreement: Agreement, precision: str) -> None:
     from rich.text import Text
 
     out = console(WIDE)
     out.print(Text(f"{schedule}: {workers:,} workers against one process, {precision}", style="bold"))
     table = table_of("", "largest relative error")
     rows = {
-        "loss": found.loss_error,
-        "gradient norm": found.norm_error,
-        "gradients": found.gradient_error,
-        "weights": found.weight_error,
+        "loss": agreement.loss_error,
+        "gradient norm": agreement.norm_error,
+        "gradients": agreement.gradient_error,
+        "weights": agreement.weight_error,
     }
     for name, error in rows.items():
-        style = "" if error <= found.tolerance else "bold red"
+        style = "" if error <= agreement.tolerance else "bold red"
         table.add_row(name, Text(f"{error:.1e}", style=style))
     out.print(table)
-    if found.ok:
-        out.print(Text(f"They agree: all errors are within {found.tolerance:g}.", style="green"))
+    if agreement.ok:
+        out.print(Text(f"They agree: all errors are within {agreement.tolerance:g}.", style="green"))
     else:
-        out.print(Text(f"They differ: errors must be within {found.tolerance:g}.", style="bold red"))
+        out.print(Text(f"They differ: errors must be within {agreement.tolerance:g}.", style="bold red"))

@@ -83,8 +83,8 @@ class Group:
         raise NotImplementedError
 
     @classmethod
-    def taken(cls, values: dict[str, Any]) -> Self:
-        """The options that were given, removed from ``values``."""
+    def pop_from(cls, values: dict[str, Any]) -> Self:
+        """Remove the group's options from ``values`` and return them as a group."""
         raise NotImplementedError
 
 
@@ -99,29 +99,29 @@ class Record(Group):
     def parameters(cls) -> list[inspect.Parameter]:
         """All flags as parameters."""
         kinds = get_type_hints(cls)
-        return [_own_flag(one, kinds[one.field], cls.panel) for one in asked_fields(cls).values()]
+        return [_own_flag(field, kinds[field.field], cls.panel) for field in asked_fields(cls).values()]
 
     @classmethod
-    def taken(cls, values: dict[str, Any]) -> Self:
-        """The record of the given options, which are removed from ``values``."""
-        return cls(**{one.field: values.pop(name) for name, one in asked_fields(cls).items()})
+    def pop_from(cls, values: dict[str, Any]) -> Self:
+        """Remove the record's options from ``values`` and return them as a record."""
+        return cls(**{field.field: values.pop(name) for name, field in asked_fields(cls).items()})
 
 
-def _own_flag(one: AskedField, kind: Any, panel: str) -> inspect.Parameter:
+def _own_flag(field: AskedField, kind: Any, panel: str) -> inspect.Parameter:
     """The flag of a field that has a default of its own, or is required."""
-    about, given = one.asked, one.default is not MISSING
+    about, has_default = field.asked, field.default is not MISSING
     option = typer.Option(
-        *_names(one),
+        *_names(field),
         help=about.about,
         metavar=about.metavar,
         min=about.least,
         max=about.most,
         rich_help_panel=panel,
-        show_default=given,
+        show_default=has_default,
     )
-    default = one.default if given else inspect.Parameter.empty
+    default = field.default if has_default else inspect.Parameter.empty
     return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
 
 
@@ -145,8 +145,8 @@ class Flags(Group):
         ]
 
     @classmethod
-    def taken(cls, values: dict[str, Any]) -> Self:
-        """The group of the given options, which are removed from ``values``."""
+    def pop_from(cls, values: dict[str, Any]) -> Self:
+        """Remove the group's options from ``values`` and return them as a group."""
         return cls({name: values.pop(name) for name in cls.flags()})
 
 
@@ -158,7 +158,7 @@ class SchemeOptions(Flags):
         """Every option of every scheme, annotated for typer."""
         return {name: _scheme_flag(name, known) for name, known in registry.options().items()}
 
-    def given(self) -> dict[str, OptionValue]:
+    def set_values(self) -> dict[str, OptionValue]:
         """The options that were given, by their Python names."""
         return {name: plain_value(value) for name, value in self.values.items() if value is not None}
 
@@ -184,16 +184,16 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def asked_flag(one: AskedField, panel: str) -> Any:
+def asked_flag(field: AskedField, panel: str) -> Any:
     """The flag of a field that people may give; its value is None if it was not given."""
-    about = one.asked
-    return Annotated[about.kind | None, _option(panel, about.about, *_names(one), metavar=about.metavar)]
+    about = field.asked
+    return Annotated[about.kind | None, _option(panel, about.about, *_names(field), metavar=about.metavar)]
 
 
-def _names(one: AskedField) -> tuple[str, ...]:
+def _names(field: AskedField) -> tuple[str, ...]:
     """Spellings of a field's flag; an option that is on by default has a second one, to turn it off."""
-    name = flag(one.name)
-    return (f"{name}/--no-{name[2:]}" if one.default is True else name,)
+    name = flag(field.name)
+    return (f"{name}/--no-{name[2:]}" if field.default is True else name,)
 
 
 def plain_value(value: Any) -> OptionValue:
@@ -202,8 +202,8 @@ def plain_value(value: Any) -> OptionValue:
         return str(value.value)
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
         return int(value)
-    found: OptionValue = value
-    return found
+    text: OptionValue = value
+    return text
 
 
 _UNITS = "one stage, a worker's share of the model, or the whole model (stage, worker, model)."
@@ -223,24 +223,26 @@ class CostOptions(Flags):
         """Every cost, annotated for typer."""
         about = f"What costs are given for: {_UNITS} Default {cls.unit}."
         costs_of = Annotated[CostsOf | None, _option(cls.panels[Costs], about, "--costs-of", metavar="UNIT")]
-        costs = {name: asked_flag(one, cls.panels[one.record]) for name, one in cost_texts.COSTS.items()}
+        costs = {
+            name: asked_flag(field, cls.panels[field.record]) for name, field in cost_texts.COSTS.items()
+        }
         return {**costs, "costs_of": costs_of}
 
     @property
     def costs_of(self) -> CostsOf:
         """The unit that costs are given for."""
-        found: CostsOf | None = self.values["costs_of"]
-        return self.unit if found is None else found
+        unit: CostsOf | None = self.values["costs_of"]
+        return self.unit if unit is None else unit
 
-    def given(self) -> dict[str, Any]:
+    def set_values(self) -> dict[str, Any]:
         """The costs that were given, parsed, by the names of their flags."""
         values = {n: v for n, v in self.values.items() if v is not None and n != "costs_of"}
         return cost_texts.read(values, _in_flag)
 
-    def but(self, other: CostOptions) -> CostOptions:
+    def but(self, overrides: CostOptions) -> CostOptions:
         """The same costs, overridden by those that ``other`` contains."""
-        given = {name: value for name, value in other.values.items() if value is not None}
-        return CostOptions({**self.values, **given})
+        replaced = {name: value for name, value in overrides.values.items() if value is not None}
+        return CostOptions({**self.values, **replaced})
 
     def costs(self) -> Costs:
         """The costs as they were given.
@@ -248,7 +250,7 @@ class CostOptions(Flags):
         Raises:
             ConfigError: a cost is not a number, or negative.
         """
-        return cost_texts.costs_from(self.given())
+        return cost_texts.costs_from(self.set_values())
 
     def of_stages(self, placement: Placement) -> Costs:
         """Costs of the stages of this placement, as the simulator needs them.
@@ -261,19 +263,19 @@ class CostOptions(Flags):
 
     def without_effect(self, *schedules: Schedule) -> Iterator[str]:
         """Flags that were given but change nothing in any of these schedules, each with the reason."""
-        given = {name for name, value in self.values.items() if value is not None}
-        if "sync" not in given and given & {"sync_mode", "sync_slowdown", "replicas"}:
+        names = {name for name, value in self.values.items() if value is not None}
+        if "sync" not in names and names & {"sync_mode", "sync_slowdown", "replicas"}:
             yield (
                 "--sync-mode, --sync-slowdown and --replicas change nothing unless --sync gives a sync's "
                 "seconds."
             )
-        large = next((one for one in schedules if one.stages != one.workers), None)
+        large = next((schedule for schedule in schedules if schedule.stages != schedule.workers), None)
         if large is not None and self.costs_of is CostsOf.STAGE and len(schedules) == 1:
             yield (
                 f"costs are those of one stage, and {large.scheme} has {large.stages} for {large.workers} "
                 "workers; to compare it with other schemes give costs of a worker's share: --costs-of worker."
             )
-        idle = [name for name in OF_SPLIT_BACKWARDS if name in given]
+        idle = [name for name in OF_SPLIT_BACKWARDS if name in names]
         if idle and not any(_is_split(schedule) for schedule in schedules):
             verb = "changes" if len(idle) == 1 else "change"
             scheme = registry.find(schedules[0].scheme)
@@ -292,7 +294,7 @@ class ModelCostOptions(CostOptions):
 
 
 def _is_split(schedule: Schedule) -> bool:
-    """Whether any of its backwards is two ops."""
+    """Check that some backward of the schedule is split into two ops."""
     return any(op.kind.rest is not None for op in schedule.ops())
 
 
@@ -330,7 +332,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = group
         unfolded_ = group.parameters()
-        for name in {one.name for one in unfolded_} & {p.name for p in parameters}:
+        for name in {added.name for added in unfolded_} & {p.name for p in parameters}:
             raise ConfigError(
                 f"{command.__name__} has a flag {flag(name)}; give the scheme's option another name"
             )
@@ -339,7 +341,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def unfolded(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group.taken(values)
+            values[name] = group.pop_from(values)
         command(**values)
 
     unfolded.__signature__ = signature.replace(  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""Which worker holds which stage, as ``--placement`` says it: a name, a table, or a file that contains a
-table.
+"""Placements as ``--placement`` says them: by a name, a table, or a file that contains a table.
 
 Invariant: in the placement that is returned every worker holds a stage, and there are no more stages than can
 be ordered. The order of ops is not decided here.
@@ -40,15 +39,15 @@ def placement_of(
     Raises:
         ConfigError: the flags describe no placement, or contradict each other.
     """
-    own = {
+    numbers = {
         Placed.LOOP: ("--chunks", chunks),
         Placed.WAVE: ("--waves", waves),
         Placed.TWO_WAY: ("--pairs", pairs),
     }
-    for only, (flag, value) in own.items():
+    for only, (flag, value) in numbers.items():
         if value is not None and text != only:
             raise ConfigError(f"{flag} {value}: only for --placement {only}; here it is {text}")
-    for flag, value in (("--workers", workers), *own.values()):
+    for flag, value in (("--workers", workers), *numbers.values()):
         if value is not None and not 1 <= value <= MOST_OPS:
             raise ConfigError(f"{flag} {value}: must be 1 or more, and at most {MOST_OPS:,}")
     if text not in list(Placed):
@@ -81,13 +80,13 @@ def _of_user(text: str, workers: int | None) -> Placement:
         raise ConfigError(f"--placement {text}: pipes have {lengths} stages; give all pipes the same number")
     if len(table) * len(table[0]) > MOST_OPS:
         raise ConfigError(f"--placement {text}: at most {MOST_OPS:,} stages are ordered; choose fewer")
-    held = {worker for pipe in table for worker in pipe}
-    missing = next(worker for worker in range(len(held) + 1) if worker not in held)
-    if missing < len(held):
+    holders = {worker for pipe in table for worker in pipe}
+    missing = next(worker for worker in range(len(holders) + 1) if worker not in holders)
+    if missing < len(holders):
         raise ConfigError(f"--placement {text}: worker {missing} holds no stage; number workers from 0 on")
-    if workers is not None and workers != len(held):
-        raise ConfigError(f"--workers {workers}: --placement {text} has {len(held)}; leave it out")
-    return Placement(len(held), tuple(map(tuple, table)))
+    if workers is not None and workers != len(holders):
+        raise ConfigError(f"--workers {workers}: --placement {text} has {len(holders)}; leave it out")
+    return Placement(len(holders), tuple(map(tuple, table)))
 
 
 def _read(path: Path) -> list[list[int]]:

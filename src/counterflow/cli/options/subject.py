@@ -35,12 +35,12 @@ def as_text(schedule: Schedule, form: Form) -> str:
 
 
 def is_scheme(subject: str) -> bool:
-    """Whether ``subject`` is the name of a scheme rather than a file."""
+    """Check that ``subject`` is the name of a scheme rather than a file."""
     return registry.find(subject) is not None
 
 
 def is_file(subject: str) -> bool:
-    """Whether ``subject`` is a file, or looks like the name of one."""
+    """Check that ``subject`` is a file, or looks like the name of one."""
     return (
         bool(subject)
         and not is_scheme(subject)
@@ -49,7 +49,7 @@ def is_file(subject: str) -> bool:
 
 
 def is_run(subject: str) -> bool:
-    """Whether ``subject`` is the folder of a run of ``counterflow train``."""
+    """Check that ``subject`` is the folder of a run of ``counterflow train``."""
     if is_scheme(subject) or not Path(subject).is_dir():
         return False
     from counterflow.training.folder import is_run as holds_run
@@ -65,10 +65,10 @@ def schedule_of(subject: str, options: SchemeOptions) -> Schedule:
             damaged.
     """
     if not is_file(subject):
-        return build(subject, options.given())
-    given = options.given()
-    if given:
-        shown = ", ".join(flag(name) for name in given)
+        return build(subject, options.set_values())
+    set_options = options.set_values()
+    if set_options:
+        shown = ", ".join(flag(name) for name in set_options)
         raise ConfigError(f"{subject} is a schedule file, which fixes its own options: leave out {shown}")
     return load(subject)
 
@@ -85,7 +85,7 @@ def load(path: str) -> Schedule:
     return loads(read_text(path, "is a directory, not a schedule file", if_missing=either), path)
 
 
-def build(name: str, given: dict[str, OptionValue]) -> Schedule:
+def build(name: str, options: dict[str, OptionValue]) -> Schedule:
     """The schedule of a scheme; errors name missing and superfluous options as flags.
 
     Raises:
@@ -93,36 +93,36 @@ def build(name: str, given: dict[str, OptionValue]) -> Schedule:
     """
     scheme = registry.scheme(name)
     names = [option.name for option in scheme.options]
-    extra = [option for option in given if option not in names and option not in (*DEPTH, SLICES)]
+    extra = [option for option in options if option not in names and option not in (*DEPTH, SLICES)]
     if extra:
         raise ConfigError(
             f"{scheme.name} has no {' and no '.join(map(flag, extra))}; "
             f"its options: {', '.join(map(flag, names))}"
         )
-    told = {
-        scheme.depth if name in DEPTH else name for name in given
+    set_names = {
+        scheme.depth if name in DEPTH else name for name in options
     }  # workers stand for stages, and the reverse
-    if missing := scheme.missing(told):
+    if missing := scheme.missing(set_names):
         wanted = " and ".join(flag(option.name) for option in missing)
         width = max(len(flag(option.name)) for option in missing)
         lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
         raise ConfigError("\n".join([f"{scheme.name} needs {wanted}", *lines]))
-    return registry.build(name, given)
+    return registry.build(name, options)
 
 
-def build_beside(schedule: Schedule, name: str, given: dict[str, OptionValue]) -> Schedule:
+def build_beside(schedule: Schedule, name: str, user_options: dict[str, OptionValue]) -> Schedule:
     """The scheme ``name`` with all options of another schedule that it accepts.
 
     Args:
         schedule: the schedule to compare with; its workers stand in for stages, and the other way round.
         name: the other scheme.
-        given: the options the user gave for ``schedule``.
+        user_options: the options the user gave for ``schedule``.
 
     Raises:
         ConfigError: the scheme needs an option that the other does not have, or cannot be built with these.
     """
     scheme = registry.scheme(name)
-    known = dict(given)
+    known = dict(user_options)
     if not known:  # for a file: the options its scheme was built with
         known = dict(schedule.options)
     known[scheme.depth] = schedule.workers

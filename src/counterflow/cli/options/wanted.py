@@ -17,7 +17,7 @@ from counterflow.schedule.scheme import OptionType
 
 from .flags import Flags, asked_flag, plain_value
 
-_ASKED = asked_fields(Constraints)
+_FIELDS = asked_fields(Constraints)
 
 _PANEL = "Limits on plans: each may be repeated; without one, everything is tried"
 
@@ -28,7 +28,7 @@ class PlanLimits(Flags):
     @classmethod
     def flags(cls) -> dict[str, Any]:
         """Every constraint of the planner."""
-        return {name: asked_flag(one, _PANEL) for name, one in _ASKED.items()}
+        return {name: asked_flag(field, _PANEL) for name, field in _FIELDS.items()}
 
     def constraints(self, model: Model) -> Constraints:
         """The constraints as the planner accepts them.
@@ -39,10 +39,10 @@ class PlanLimits(Flags):
         Raises:
             ConfigError: a text has another form.
         """
-        given = {name: value for name, value in self.values.items() if value}
-        read = {_ASKED[name].field: _read(name, value) for name, value in given.items() if name != "cuts"}
-        if "cuts" in given:
-            read["cuts"] = cuts_of(given["cuts"], model)
+        texts = {name: value for name, value in self.values.items() if value}
+        read = {_FIELDS[name].field: _read(name, value) for name, value in texts.items() if name != "cuts"}
+        if "cuts" in texts:
+            read["cuts"] = cuts_of(texts["cuts"], model)
         return Constraints(**read)
 
 
@@ -62,7 +62,7 @@ def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, 
     >>> wanted_options(["chimera.pairs=1", "chimera.pairs=2", "split=false", "micro-batches=8"])
     (('chimera.pairs', (1, 2)), ('split', (False,)), ('micro_batches', (8,)))
     """
-    found: dict[str, list[OptionValue]] = {}
+    values_by_name: dict[str, list[OptionValue]] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         scheme, dot, option = name.rpartition(".")
@@ -71,8 +71,8 @@ def wanted_options(texts: Sequence[str]) -> tuple[tuple[str, tuple[OptionValue, 
                 f"--option {text}: must be NAME=VALUE or SCHEME.NAME=VALUE, as in chimera.pairs=1"
             )
         option = option.replace("-", "_")
-        found.setdefault(f"{scheme}{dot}{option}", []).append(_value(option, value))
-    return tuple((name, tuple(values)) for name, values in found.items())
+        values_by_name.setdefault(f"{scheme}{dot}{option}", []).append(_value(option, value))
+    return tuple((name, tuple(values)) for name, values in values_by_name.items())
 
 
 def _value(option: str, text: str) -> OptionValue:

@@ -8,7 +8,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.simulation.cost_texts import COSTS
 
-_SPELLED = {one.field: name for name, one in COSTS.items()} | {
+_SPELLED = {cost.field: name for name, cost in COSTS.items()} | {
     "depth": "workers",
     "micro_batch": "micro_batch_size",
     "memory_bytes": "memory",
@@ -17,7 +17,7 @@ _SPELLED = {one.field: name for name, one in COSTS.items()} | {
 _PLAN = ("mini_batch", "arrangement", "cuts", "option", "tensor_parallel")
 _ORDER = ("peak", "objective")
 _LAYOUT = ("layers", "mtp", "pp", "vpp")
-_OWN = (*_SPELLED, *_PLAN, *_ORDER, *_LAYOUT)
+_COMMAND_NAMES = (*_SPELLED, *_PLAN, *_ORDER, *_LAYOUT)
 
 
 def flag(name: str) -> str:
@@ -48,6 +48,6 @@ def in_flags(message: str) -> str:
     >>> in_flags("weights: 3 numbers for 4 stages")
     '--weight-bytes: 3 numbers for 4 stages'
     """
-    names = "|".join([*registry.options(), *_OWN])
+    names = "|".join([*registry.options(), *_COMMAND_NAMES])
     message = re.sub(rf"(?<![\w.=-])(?<!--set )(?<!--option )({names})=", lambda m: f"{flag(m[1])} ", message)
     return re.sub(rf"^({names})(?=:)", lambda m: flag(m[1]), message)

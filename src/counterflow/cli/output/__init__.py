@@ -1,3 +1,3 @@
-"""What commands print with: a console, the models of ``--json``, progress bars, and tables that several
+"""Output of commands: a console, the models of ``--json``, progress bars, and tables that several
 commands share.
 """

@@ -1,4 +1,4 @@
-"""What commands print with: a console, JSON and numbers; also the writing of files, with errors."""
+"""Output of commands: a console, JSON and numbers; also the writing of files, with errors."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) 
     return table
 
 
-def alike(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+def merge_equal_rows(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     """Rows of workers with each row's workers; neighbours with the same figures share a row.
 
-    >>> alike([5, 7, 7, 7])
+    >>> merge_equal_rows([5, 7, 7, 7])
     [('0', 5), ('1–3', 7)]
     """
-    found: list[tuple[str, Row]] = []
+    merged: list[tuple[str, Row]] = []
     for _, same in groupby(enumerate(rows), key=lambda pair: pair[1]):
-        (first, row), *others = same
-        found.append((f"{first}–{others[-1][0]}" if others else str(first), row))
-    return found
+        (first, row), *following = same
+        merged.append((f"{first}–{following[-1][0]}" if following else str(first), row))
+    return merged
 
 
 def print_json(value: Result) -> None:

@@ -1,4 +1,4 @@
-"""How ``counterflow reproduce`` shows a paper's figure: as a table, with its constants, and as a picture."""
+"""Output of ``counterflow reproduce``: a paper's figure as a table, with its constants, and as a picture."""
 
 from __future__ import annotations
 
@@ -69,13 +69,15 @@ def _draw(reproduction: Reproduction, path: Path) -> None:
 
     figure = reproduction.figure
     schemes = scheme_bars(reproduction)
-    marked = any(mark is not None for each in schemes for mark in each.published)
+    marked = any(mark is not None for scheme in schemes for mark in scheme.published)
     bars = Bars(
         title=figure.title,
         about=f"{figure.setting}. R: with recomputation",
         axis="predicted peak memory, GiB" if figure.unlimited else "predicted samples/s",
         groups=tuple(run.label for run in figure.runs),
-        series=tuple(Series(each.label, each.values, each.published, each.texts) for each in schemes),
+        series=tuple(
+            Series(scheme.label, scheme.values, scheme.published, scheme.texts) for scheme in schemes
+        ),
         mark="where the published ratio puts it" if marked else "",
     )
     draw_bars(bars, path)
@@ -89,7 +91,9 @@ def _lines(reproduction: Reproduction) -> list[Line]:
     for row in reproduction.rows:
         value = row.published
         statements = (figure.competitor(value.label).statement(run) for run in value.runs)
-        stated = " / ".join(dict.fromkeys(short(str(each)) for each in statements if each is not None))
+        stated = " / ".join(
+            dict.fromkeys(short(str(statement)) for statement in statements if statement is not None)
+        )
         lines.append(line_of(row, stated))
     return lines + [line_of_missing(value) for value in figure.missing]
 
@@ -160,8 +164,8 @@ def _values(reproduction: Reproduction) -> Any:
     first = "predicted peak, GiB" if reproduction.figure.unlimited else "predicted samples/s"
     runs = [run.label for run in reproduction.figure.runs]
     table = table_of(first, *runs, left=(first,), pad_edge=False)
-    for each in scheme_bars(reproduction):
+    for scheme in scheme_bars(reproduction):
         table.add_row(
-            each.label, *("does not fit" if v is None else number(round(v, 1)) for v in each.values)
+            scheme.label, *("does not fit" if v is None else number(round(v, 1)) for v in scheme.values)
         )
     return table

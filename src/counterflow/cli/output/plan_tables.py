@@ -1,4 +1,4 @@
-"""How ``counterflow plan`` shows what it found: the ranking, the best plan, why it is the best, the rest."""
+"""Output of ``counterflow plan``: the ranking, the best plan, why it is the best, the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def print_plans(
     task: Task,
-    found: Found,
+    result: Found,
     explained: Why,
     top: int | None,
     *,
@@ -40,7 +40,7 @@ def print_plans(
 
     Args:
         task: what was planned.
-        found: what the search found.
+        result: what the search found.
         explained: why the best plan is the best.
         top: number of best plans to show; None: the best of every scheme.
         orders: orders computed for the best plans.
@@ -54,22 +54,22 @@ def print_plans(
     if cluster.kinds:
         devices = f"{nodes} ({in_words(tuple((kind.name, kind.nodes) for kind in cluster.kinds))})"
     about = (
-        f"{devices}, {task.profile.machine} · mini-batch {found.mini_batch:,} samples · "
+        f"{devices}, {task.profile.machine} · mini-batch {result.mini_batch:,} samples · "
         f"{_memory_of(cluster)} a device"
     )
     if cluster.reserve_bytes:
         about += f", {byte_size(cluster.reserve_bytes)} more reserved"
     out.print(Text(about, style="dim"))
-    plans = found.best if top else found.of_schemes
-    predictions = [each.play.prediction() for each in plans]
+    plans = result.best if top else result.of_schemes
+    predictions = [plan.play.prediction() for plan in plans]
     spread = cluster.most_devices > 1
     out.print(_ranking(plans, width=out.width, with_arrangement=spread))
     if out.width < (room := _room(plans, with_arrangement=spread)):
         left_out = "sync and devices" if spread else "sync"
-        told = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
-        out.print(Text(told, style="dim"))
-    best = found.best[0].play.prediction()
-    for line in _of_best(found.best[0]):
+        remark = f"In {out.width} columns without {left_out}; {room} show them, and so does --json"
+        out.print(Text(remark, style="dim"))
+    best = result.best[0].play.prediction()
+    for line in _of_best(result.best[0]):
         out.print(Text(line))
     out.print()
     for line in _explained(explained, best):
@@ -78,13 +78,13 @@ def print_plans(
         _print_orders(out, orders)
     if by_length:
         _print_lengths(out, by_length)
-    out.print(_rejected(found))
-    for omission in found.omissions:
+    out.print(_rejected(result))
+    for omission in result.omissions:
         out.print(Text(f"{omission.what}: {omission.reason}", style="dim"))
     often = dict.fromkeys(p.configuration.scheme for p in predictions if p.updates > 1)
     for scheme in often:
-        told = f"{scheme} updates after every micro-batch: several times in a mini-batch."
-        out.print(Text(told, style="dim"))
+        remark = f"{scheme} updates after every micro-batch: several times in a mini-batch."
+        out.print(Text(remark, style="dim"))
 
 
 def _memory_of(cluster: Cluster) -> str:
@@ -104,11 +104,11 @@ def _divided(plans: Sequence[Plan]) -> bool:
 
 
 def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> Any:
-    whole = width >= _room(plans, with_arrangement=with_arrangement)
+    is_complete = width >= _room(plans, with_arrangement=with_arrangement)
     cells: dict[str, Callable[[Prediction], str]] = {
         "scheme": lambda p: p.configuration.scheme,
         "options": lambda p: " ".join(
-            filter(None, ["data parallel" if _alone(p) else "", choices(p.configuration)])
+            filter(None, ["data parallel" if _is_data_parallel(p) else "", choices(p.configuration)])
         ),
         "D": lambda p: str(p.workers),
         "W": lambda p: str(p.configuration.replicas),
@@ -125,9 +125,9 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
     }
     if not _divided(plans):
         del cells["T"]
-    if not (whole and with_arrangement):
+    if not (is_complete and with_arrangement):
         del cells["devices"]
-    if not whole:
+    if not is_complete:
         del cells["sync"]
     words = ("scheme", "options", "recompute", "sync", "devices")
     table = table_of(*cells, left=words, pad_edge=False)
@@ -141,9 +141,9 @@ _TELLING = 0.001
 """Share of a step from which a loss has a line."""
 
 
-def _of_best(found: Plan) -> Iterator[str]:
+def _of_best(plan_found: Plan) -> Iterator[str]:
     """Details of the best plan: memory by worker, cuts, notes."""
-    best = found.play.prediction()
+    best = plan_found.play.prediction()
     plan = best.configuration
     divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
     yield (
@@ -163,19 +163,19 @@ def _of_best(found: Plan) -> Iterator[str]:
     fullest = max(best.memory, key=lambda worker: worker.total)
     if fullest.workspace:  # the profile contains the ops' overhead
         parts = fullest.parts().items()
-        told = ", ".join(f"{name} {byte_size(size)}" for name, size in parts if size >= 0.5)
-        yield f"  of the fullest worker   {told}"
+        parts_text = ", ".join(f"{name} {byte_size(size)}" for name, size in parts if size >= 0.5)
+        yield f"  of the fullest worker   {parts_text}"
     if best.steady_step_seconds < best.step_seconds * (1 - _TELLING) and not plan.zero_stage:
         steady = _seconds(best.steady_step_seconds)
         yield f"  without a barrier       {steady} a step (Pipeline(barrier=False))"
     if isinstance(plan.cuts, tuple) and plan.cuts:
         yield f"  stages begin at layers  0, {', '.join(map(str, plan.cuts))}"
-    if found.layout is not None:
-        yield f"  layout                  {found.layout}"
+    if plan_found.layout is not None:
+        yield f"  layout                  {plan_found.layout}"
     if (devices := best.mesh) is not None:
         count = best.workers * plan.replicas * plan.tensor_parallel
-        told = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
-        yield f"  mesh                    {told} (replica, worker, tp)"
+        parts_text = str(devices) if count <= _MESH_TOLD else f"of {count} devices: see --json"
+        yield f"  mesh                    {parts_text} (replica, worker, tp)"
     for text in best.notes:
         yield f"  note                    {text}"
 
@@ -191,44 +191,44 @@ def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
         left=("whole sequences", "in slices", "slices"),
         pad_edge=False,
     )
-    for each in lengths:
+    for comparison in lengths:
         cells = []
-        for plan in (each.whole, each.sliced):
+        for plan in (comparison.whole, comparison.sliced):
             configuration = None if plan is None else plan.play.configuration
             cells.append("none fits" if configuration is None else configuration.scheme)
-            if plan is each.sliced:
+            if plan is comparison.sliced:
                 cells.append("" if configuration is None else str(dict(configuration.options)[SLICES]))
             cells.append("" if plan is None else _seconds(plan.seconds))
-        faster = "" if each.faster is None else f"{each.faster:.2f}"
-        table.add_row(f"{each.positions:,}", *cells, faster)
+        faster = "" if comparison.faster is None else f"{comparison.faster:.2f}"
+        table.add_row(f"{comparison.positions:,}", *cells, faster)
     out.print()
     out.print(table)
     first = slices_win_from(lengths)
     if first is None:
-        told = f"Slices do not win at {lengths[-1].positions:,} positions, the longest sequence tried"
+        summary = f"Slices do not win at {lengths[-1].positions:,} positions, the longest sequence tried"
     elif first.faster is None:
-        told = f"Slices win from {first.positions:,} positions on, where whole sequences do not fit"
+        summary = f"Slices win from {first.positions:,} positions on, where whole sequences do not fit"
     elif first is lengths[0]:
-        told = (
+        summary = (
             f"Slices win already at {first.positions:,} positions, the shortest sequence tried: "
             f"{first.faster:.2f} times as fast there"
         )
     else:
-        told = f"Slices win from {first.positions:,} positions on: {first.faster:.2f} times as fast there"
-    out.print(Text(told))
+        summary = f"Slices win from {first.positions:,} positions on: {first.faster:.2f} times as fast there"
+    out.print(Text(summary))
 
 
 def _print_orders(out: Console, orders: Orders) -> None:
     """Print the computed orders, what they gain, and the bound."""
     named = _short(orders.named.play.prediction())
     if orders.best is None:
-        told = f"Computed orders: none is quicker than {named}, {_seconds(orders.named.seconds)}"
+        summary = f"Computed orders: none is quicker than {named}, {_seconds(orders.named.seconds)}"
     else:
-        told = (
+        summary = (
             f"Computed orders: the best saves {orders.gain:.1%} of {named}, {_seconds(orders.named.seconds)}"
         )
     out.print()
-    out.print(Text(told))
+    out.print(Text(summary))
     if orders.computed:
         table = table_of(
             *("placement of", "D", "W", "B", "backwards", "recompute", "step", "no order below"),
@@ -236,15 +236,15 @@ def _print_orders(out: Console, orders: Orders) -> None:
             left=("placement of", "backwards", "recompute", "found by"),
             pad_edge=False,
         )
-        for one in orders.computed:
-            plan = one.play.configuration
+        for order in orders.computed:
+            plan = order.play.configuration
             table.add_row(
-                one.named.play.configuration.scheme,
-                *(str(n) for n in (one.play.schedule.workers, plan.replicas, plan.samples)),
-                "split" if one.split else "whole",
+                order.named.play.configuration.scheme,
+                *(str(n) for n in (order.play.schedule.workers, plan.replicas, plan.samples)),
+                "split" if order.split else "whole",
                 plan.recompute.value,
-                *(_seconds(one.seconds), _seconds(one.bound_seconds), f"{one.gap:.1%}"),
-                one.method + (", stages cut anew" if one.recut else ""),
+                *(_seconds(order.seconds), _seconds(order.bound_seconds), f"{order.gap:.1%}"),
+                order.method + (", stages cut anew" if order.recut else ""),
             )
         out.print(table)
         reason = orders.computed[0].synthesis.bound.reason
@@ -278,11 +278,11 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
         )
     larger = explained.in_more_memory
     if larger is not None:
-        other = larger.prediction
-        gain = best.step_seconds / other.step_seconds - 1
+        larger_plan = larger.prediction
+        gain = best.step_seconds / larger_plan.step_seconds - 1
         yield (
-            f"  Memory: with {byte_size(other.needed_bytes)} a device in place of "
-            f"{byte_size(other.had_bytes)}, {_short(other)} would be {gain:.1%} faster"
+            f"  Memory: with {byte_size(larger_plan.needed_bytes)} a device in place of "
+            f"{byte_size(larger_plan.had_bytes)}, {_short(larger_plan)} would be {gain:.1%} faster"
         )
     else:
         yield "  Memory: no plan that needs more would be faster"
@@ -290,15 +290,15 @@ def _explained(explained: Why, best: Prediction) -> Iterator[str]:
         return
     second = explained.second.play.prediction()
     ratio = second.step_seconds / best.step_seconds - 1
-    alike = ratio < 5e-4
-    told = "takes the same time" if alike else f"is {ratio:.1%} slower"
-    yield f"The second-best plan, {_short(second)}, {told}"
+    is_equal = ratio < 5e-4
+    comparison = "takes the same time" if is_equal else f"is {ratio:.1%} slower"
+    yield f"The second-best plan, {_short(second)}, {comparison}"
     yield f"  {_parts(explained.second_parts)}"
     for change in explained.break_evens:
         word = "slower" if change.times > 1 else "faster"
         times = change.times if change.times > 1 else 1 / change.times
         yield f"  It wins if {change.what} are {times:.3g} times {word}"
-    if not explained.break_evens and not alike:
+    if not explained.break_evens and not is_equal:
         yield "  It stays behind even with messages or all-reduces 64x faster or slower"
 
 
@@ -315,22 +315,22 @@ def _parts(parts: Parts) -> str:
 def _short(prediction: Prediction) -> str:
     plan = prediction.configuration
     divided = f"T={plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
-    name = f"data parallelism by {plan.scheme}" if _alone(prediction) else plan.scheme
+    name = f"data parallelism by {plan.scheme}" if _is_data_parallel(prediction) else plan.scheme
     return f"{name} (D={prediction.workers}, W={plan.replicas}, {divided}{_rest(plan)})"
 
 
-def _alone(prediction: Prediction) -> bool:
-    """Whether each replica is one worker, so that there is no pipeline."""
+def _is_data_parallel(prediction: Prediction) -> bool:
+    """Check that each replica is one worker, so that there is no pipeline."""
     return prediction.workers == 1 < prediction.configuration.replicas
 
 
 def _rest(plan: Configuration) -> str:
     """Micro-batch, options and recomputation of a configuration."""
-    again = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
-    return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), again]))
+    recomputation = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
+    return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), recomputation]))
 
 
-def _rejected(found: Found) -> Any:
+def _rejected(result: Found) -> Any:
     table = table_of(
         "scheme",
         "tried",
@@ -341,7 +341,7 @@ def _rejected(found: Found) -> Any:
         left=("scheme", "smallest that is too large"),
         pad_edge=False,
     )
-    for rejected in found.rejections:
+    for rejected in result.rejections:
         closest = rejected.closest
         shown = ""
         if closest is not None:

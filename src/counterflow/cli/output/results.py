@@ -1,4 +1,4 @@
-"""What ``--json`` prints: one model per command, each next to the records it reads; ``docs/json.md`` is made
+"""Output of ``--json``: one model per command, each next to the records it reads; ``docs/json.md`` is made
 from them.
 
 Invariant: a command prints the keys of its model and nothing else; ``format`` changes when a key is removed

@@ -139,16 +139,16 @@ class Progress(Callback):
         return f"loss {seen['loss']:.3f}  {speed:.3g} samples/s"
 
     def _line(self, line: Numbers) -> str:
-        made = line["step"] - self.about.first_step
-        left = line["seconds"] / made * (self.about.steps - line["step"])
-        return f"step {line['step']:,}/{self.about.steps:,}  {self._shown()}  {duration(left)} left"
+        steps = line["step"] - self.about.first_step
+        remaining = line["seconds"] / steps * (self.about.steps - line["step"])
+        return f"step {line['step']:,}/{self.about.steps:,}  {self._shown()}  {duration(remaining)} left"
 
     def _print(self, text: str) -> None:
         (self.bar.console if self.bar else self.console).print(Text(text), soft_wrap=True)
 
 
 def introduction(about: About) -> list[str]:
-    """What is trained, as lines."""
+    """Describe the model, the data and the pipeline of a training, as lines."""
     layers = ", ".join(f"{a}–{b}" if a != b else str(a) for a, b in about.stage_layers)
     options = " ".join(f"{name}={value}" for name, value in about.options.items())
     copies = f" · {about.replicas} replicas" if about.replicas > 1 else ""
