@@ -152,7 +152,7 @@ def test_what_is_told_of_a_box() -> None:
     chart = chart_of(simulated("hanayo", workers=2, micro_batches=2))
     box = next(box for box in chart.boxes if box.op == "B1.2")
     assert box.what == "backward of micro-batch 1"
-    assert dict(chart.told(box)) | {"needs": ""} == {
+    assert dict(chart.facts(box)) | {"needs": ""} == {
         "op": "B1.2",
         "stage": "2",
         "worker": "1",
@@ -161,7 +161,7 @@ def test_what_is_told_of_a_box() -> None:
         "start": f"{box.start:g} F",
         "end": f"{box.end:g} F",
     }
-    assert [text for name, text in chart.told(box) if name == "needs"] == [
+    assert [text for name, text in chart.facts(box) if name == "needs"] == [
         "forward of micro-batch 1, stage 2, worker 1",
         "backward of micro-batch 1, stage 3, worker 0",
     ]

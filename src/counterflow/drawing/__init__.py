@@ -126,7 +126,7 @@ def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -
         ConfigError: as in ``draw``.
     """
     path = Path(path)
-    form = require_form(path, (*FORMS, *_OTHERS))
+    form = require_form(path, (*FORMS, *_WRITERS))
     with written(path):
         if form in FORMS:
             from .figure import write_figure  # noqa: PLC0415 - matplotlib takes a while to import
@@ -134,11 +134,11 @@ def draw_charts(charts: Sequence[Chart], path: str | Path, look: Look = USUAL) -
             return write_figure(charts, path, form[1:], look)
         if look != USUAL:
             raise ConfigError(f"{path}: width, font and grey are those of figures: {', '.join(FORMS)}")
-        _OTHERS[form](charts, path)
+        _WRITERS[form](charts, path)
         return None
 
 
-_OTHERS: dict[str, Callable[[Sequence[Chart], Path], None]] = {
+_WRITERS: dict[str, Callable[[Sequence[Chart], Path], None]] = {
     ".html": write_page,
     ".trace.json": write_trace,
 }

@@ -102,16 +102,20 @@ _ABOVE: dict[str, Any] = {
 
 
 def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
-    each = _WIDTH / len(bars.series)
+    bar_width = _WIDTH / len(bars.series)
     hue = palette.hue(index)
     for group, (value, mark, text) in enumerate(zip(series.values, series.marks, series.texts, strict=True)):
-        left = group - _WIDTH / 2 + index * each
-        middle = left + each / 2
+        left = group - _WIDTH / 2 + index * bar_width
+        middle = left + bar_width / 2
         label = series.label if group == 0 else "_nolegend_"
-        axes.bar(middle, value or 0.0, 0.9 * each, color=hue.forward, edgecolor=hue.backward, label=label)
+        axes.bar(
+            middle, value or 0.0, 0.9 * bar_width, color=hue.forward, edgecolor=hue.backward, label=label
+        )
         top = max(value or 0.0, mark or 0.0)
         if mark is not None:
-            axes.hlines(mark, middle - 0.45 * each, middle + 0.45 * each, color=palette.INK, linewidth=1.4)
+            axes.hlines(
+                mark, middle - 0.45 * bar_width, middle + 0.45 * bar_width, color=palette.INK, linewidth=1.4
+            )
         axes.annotate(text, (middle, top), (0, 3), size=6, **_ABOVE)
 
 

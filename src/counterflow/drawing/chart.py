@@ -174,14 +174,14 @@ class Chart:
         sums = {cause.value: 0.0 for cause in Cause}
         for bubble in self.bubbles:
             sums[bubble.cause] = sums.get(bubble.cause, 0.0) + bubble.end - bubble.start
-        whole = self.makespan * self.workers
-        if not whole or not self.bubbles:
+        total = self.makespan * self.workers
+        if not total or not self.bubbles:
             return "no bubbles"
-        causes = ", ".join(f"{cause} {percent(time / whole)}" for cause, time in sums.items() if time)
-        return f"bubbles {percent(sum(sums.values()) / whole)}: {causes}"
+        causes = ", ".join(f"{cause} {percent(time / total)}" for cause, time in sums.items() if time)
+        return f"bubbles {percent(sum(sums.values()) / total)}: {causes}"
 
-    def told(self, box: Box) -> tuple[tuple[str, str], ...]:
-        """The facts about a box, by name."""
+    def facts(self, box: Box) -> tuple[tuple[str, str], ...]:
+        """Facts about a box, by name."""
         lane = "" if box.lane is None else self.lanes[box.lane].name
         unit = shared_unit([self])
         rows = [("op", box.op), ("stage", str(box.stage)), ("worker", str(box.worker))]
@@ -201,7 +201,7 @@ class Chart:
 
     @property
     def has_syncs(self) -> bool:
-        """Whether any box is a gradient sync."""
+        """Check that some box is a gradient sync."""
         return any(box.kind is BoxKind.SYNC for box in self.boxes)
 
     def rows(self) -> tuple[tuple[Box, ...], ...]:
@@ -258,7 +258,7 @@ def shared_end(charts: Sequence[Chart]) -> float:
 
 
 def marks_input_gradients(charts: Sequence[Chart]) -> bool:
-    """Whether both backwards and input gradients, which share a shade, occur, so the latter get a mark."""
+    """Check that backwards and input gradients, which share a shade, both occur, so the latter get a mark."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     return {BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT} <= kinds
 

@@ -102,16 +102,16 @@ def _memory(simulation: Simulation) -> tuple[AmountUnit, tuple[MemoryUse, ...]]:
 _Named = tuple[BoxKind, str, int, int, int, tuple[int, ...], str, str, tuple[int, ...]]
 """The fields of an op's box that no cost changes: those after its times in ``Box``."""
 
-_kept: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
+_named_boxes: WeakKeyDictionary[TimedSchedule, list[_Named]] = WeakKeyDictionary()
 """Cache by the simulator's model of a schedule, so names are computed once for all costs."""
 
 
 def _op_boxes(simulation: Simulation, lane_of: dict[tuple[int, int], int]) -> Iterator[Box]:
     model, schedule = simulation.model, simulation.schedule
-    named = _kept.get(model)
+    named = _named_boxes.get(model)
     if named is None:
         ops = zip(model.ops, simulation.needs, strict=True)
-        named = _kept[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
+        named = _named_boxes[model] = [_name(schedule, lane_of, op, needs) for op, needs in ops]
     start, end = simulation.start.tolist(), simulation.end.tolist()
     times = zip(model.worker.tolist(), start, end, named, strict=True)
     return (Box(worker, begins, ends, *name) for worker, begins, ends, name in times)
@@ -161,9 +161,9 @@ def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
 def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
     """The lanes, and the lane of each (pipe, stage)."""
     placement = schedule.placement
-    held = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
+    placed_stages = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
     if placement.pipes > 1:
-        return _pipe_lanes(placement), {(pipe, stage): pipe for pipe, stage in held}
+        return _pipe_lanes(placement), {(pipe, stage): pipe for pipe, stage in placed_stages}
     lane_of: dict[tuple[int, int], int] = {}
     seen: dict[int, int] = {}
     for stage, worker in enumerate(placement.pipes_stages[0]):

@@ -172,8 +172,8 @@ class _Panel:
         axes.spines["bottom"].set_color(palette.FAINT)
         points = 72 * height / workers
         size = min(9.0, max(5.5, 0.62 * points))
-        every = max(1, -(-int(size * 1.25 * 10) // int(points * 10)))
-        shown = range(0, workers, every)
+        stride = max(1, -(-int(size * 1.25 * 10) // int(points * 10)))
+        shown = range(0, workers, stride)
         axes.set_yticks([w + middle for w in shown], [str(w) for w in shown])
         axes.set_ylabel("worker", fontsize=min(8.5, size), labelpad=3, color=palette.INK)
         axes.tick_params(axis="y", length=0, pad=3, labelsize=size, labelcolor=palette.INK)

@@ -106,7 +106,7 @@ def _chart(chart: Chart, charts: Sequence[Chart]) -> dict[str, object]:
         "detail": [texts.number(box.detail) for box in boxes],
         "needs": [[number[need] for need in box.needs] for box in boxes],
         "slack": chart.slack and [None if i >= len(chart.slack) else _number(chart.slack[i]) for i in order],
-        "circle": [[number[waits], number[made]] for waits, made in chart.circle],
+        "circle": [[number[waits], number[maker]] for waits, maker in chart.circle],
         "limit": chart.limit and _numbers(chart.limit),
         "split": chart.split,
         "messages": [[m.sender, m.receiver, _number(m.start), _number(m.end)] for m in chart.messages],

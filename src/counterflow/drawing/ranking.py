@@ -87,7 +87,7 @@ def make_ranking(rows: Sequence[Ranked], *, title: str, about: str, unit: str) -
     return figure
 
 
-_BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": palette.INK}
+_VALUE_TEXT: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": palette.INK}
 
 
 def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: str, *, idle: bool) -> None:
@@ -98,7 +98,7 @@ def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: s
         filled = value * (1 - row.bubble_ratio) if idle else value
         axes.barh(place, value, 0.72, color=palette.BACKGROUND, edgecolor=hue.backward, linewidth=0.6)
         axes.barh(place, filled, 0.72, color=hue.forward, edgecolor=hue.backward, linewidth=0.6)
-        axes.annotate(f"{value:.4g}", (value, place), (3, 0), size=7, **_BESIDE)
+        axes.annotate(f"{value:.4g}", (value, place), (3, 0), size=7, **_VALUE_TEXT)
     axes.set_ylim(max(len(rows), 1) - 0.4, -0.6)
     axes.set_xlim(0, 1.16 * most or 1.0)
     axes.set_yticks(range(len(rows)), [row.name for row in rows] if idle else [""] * len(rows), fontsize=7.5)

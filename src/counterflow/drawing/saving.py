@@ -55,7 +55,7 @@ def require_form(path: Path, forms: Iterable[str] = FORMS) -> str:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Within this context a file is written; errors of writing become ``ConfigError``."""
+    """Write a file within this context; errors of writing become ``ConfigError``."""
     try:
         yield
     except OSError as error:

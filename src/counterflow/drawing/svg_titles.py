@@ -19,7 +19,7 @@ def titles_of(charts: Sequence[Chart]) -> dict[str, list[str]]:
     for index, chart in enumerate(charts):
         unit = shared_unit([chart])
         for box in chart.boxes:
-            rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.told(box))]
+            rows = [box.what, *(f"{name} {text}".strip() for name, text in chart.facts(box))]
             titles.setdefault(group_of(index, box.kind, box.lane), []).append("\n".join(rows))
         for bubble in chart.bubbles:
             text = f"bubble: {bubble.cause}\nworker {bubble.worker}\n"

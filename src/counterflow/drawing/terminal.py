@@ -57,7 +57,7 @@ def print_charts(charts: Sequence[Chart], console: Console) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How time becomes characters.
+    """Mapping of time to characters.
 
     ``slot`` is in seconds and ``wide`` characters show it; ``short``: numbers are cut to one character;
     ``scaled``: ops begin and end within slots; ``room``: number of characters of a row; ``marked``: input
@@ -197,7 +197,7 @@ def _grid_line(text: str, style: Style = _PLAIN) -> Text:
 
 
 def _runs(boxes: Sequence[Box], width: int, grid: Grid) -> Iterator[tuple[int, int, Box]]:
-    """Which columns show which box, as (first, after the last, box)."""
+    """Columns of each box, as (first, after the last, box)."""
     if not grid.scaled:
         for op in boxes:
             start, stop = grid.column(op.start), grid.column(op.end)
@@ -256,20 +256,20 @@ _FIRST = {
 }
 """The letter of micro-batch 0; other kinds show its number."""
 
-_AGAIN = "'"
+_RECOMPUTED = "'"
 """Mark of a recomputation behind its number, or in place of it."""
 
 
 def _short(kind: BoxKind, batch: int) -> str:
     if kind is BoxKind.RECOMPUTATION:
-        return _AGAIN
+        return _RECOMPUTED
     return chr(ord(_FIRST[kind]) + batch % 26) if kind in _FIRST else str(batch % 10)
 
 
 def _letters(box: Box, marked: bool) -> str:
     """A box's label without colour: gradients in letters, numbered like the columns of a spreadsheet."""
     if box.kind not in _FIRST:
-        return box.label + _AGAIN if box.kind is BoxKind.RECOMPUTATION else box.label
+        return box.label + _RECOMPUTED if box.kind is BoxKind.RECOMPUTATION else box.label
     text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
     # The label of a part ends with the part: 4a is the first half of 4, in letters e1.
     _, dot, number = box.label.partition(".")
@@ -308,9 +308,9 @@ def _axis(grid: Grid) -> Iterator[Text]:
     unit = shared_unit(grid.charts)
     span = grid.end / unit.seconds
     step = nice_step(span, max(1, grid.width // (len(f"{span:.4g}") + 3)))
-    whole = grid.slot / unit.seconds
-    if not grid.scaled and step < whole:
-        step = whole
+    slot_seconds = grid.slot / unit.seconds
+    if not grid.scaled and step < slot_seconds:
+        step = slot_seconds
     cells = [" "] * grid.room
     tick = 0.0
     while tick <= span * (1 + 1e-9):
@@ -394,7 +394,7 @@ def _said(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
     """Meaning of the letters of gradients, and of recomputations."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     if BoxKind.RECOMPUTATION in kinds:
-        yield f"{'' if grid.short else '1'}{_AGAIN} its {BoxKind.RECOMPUTATION.value}"
+        yield f"{'' if grid.short else '1'}{_RECOMPUTED} its {BoxKind.RECOMPUTATION.value}"
     small = [k.value for k in (BoxKind.BACKWARD, BoxKind.INPUT_GRADIENT) if k in kinds]
     if len(small) == 2 and not grid.short:
         yield f"b its {small[0]}, b' its {small[1]}"

@@ -145,16 +145,16 @@ def check(resource: dict[str, Any]) -> None:
         raise ConfigError(f"{lost}: Kubeflow knows no such key; leave it out")
 
 
-def _differences(given: Any, known: Any, place: str) -> Any:
-    """The places of what is given and not known."""
-    if isinstance(given, dict) and isinstance(known, dict):
-        for key, value in given.items():
+def _differences(resource: Any, known: Any, place: str) -> Any:
+    """Yield the places of keys and values that Kubeflow did not accept."""
+    if isinstance(resource, dict) and isinstance(known, dict):
+        for key, value in resource.items():
             if key not in known:
                 yield f"{place}.{key}"
             else:
                 yield from _differences(value, known[key], f"{place}.{key}")
-    elif isinstance(given, list) and isinstance(known, list):
-        for number, (one, other) in enumerate(zip(given, known, strict=True)):
-            yield from _differences(one, other, f"{place}[{number}]")
-    elif given != known:
+    elif isinstance(resource, list) and isinstance(known, list):
+        for number, (item, known_item) in enumerate(zip(resource, known, strict=True)):
+            yield from _differences(item, known_item, f"{place}[{number}]")
+    elif resource != known:
         yield place

@@ -73,7 +73,7 @@ def train(
             try:
                 workers = processes.spawn(_NAME, _worker_class(), here, config, callbacks)
                 results = workers.train.call().get()
-                return next((found for _, found in results if found is not None), None)
+                return next((summary for _, summary in results if summary is not None), None)
             except (actors.ActorError, RuntimeError) as error:  # one of Monarch's has no public name
                 failure = getattr(error, "exception", error)
             finally:
@@ -90,7 +90,7 @@ def train(
 
 
 def _words(failure: object) -> str:
-    """What failed, without Monarch's way to it."""
+    """Message of a failure, without Monarch's trace."""
     return str(failure).strip().splitlines()[-1].strip()
 
 
@@ -99,12 +99,12 @@ def _failures_as_events(actors: Any, callbacks: tuple[Callback, ...]) -> Iterato
     """Pass on that a worker's process ended, where Monarch would end this process."""
     before = actors.unhandled_fault_hook
 
-    def tell(failure: Any) -> None:
+    def report_failure(failure: Any) -> None:
         if failure.mesh_name.startswith(_NAME):
             for callback in callbacks:
                 callback.happened(_words(failure.report()))
 
-    actors.unhandled_fault_hook = tell
+    actors.unhandled_fault_hook = report_failure
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ _RAYS = 1_000_000
 
 
 class Loop:
-    """What each worker of a ``TorchTrainer`` calls: it trains as a config says.
+    """Function that each worker of a ``TorchTrainer`` calls: it trains as a config says.
 
     Every ``report_every`` steps, and at the end, the last metrics go to ``ray.train.report``, with the newest
     checkpoint if it is new. After a failure, or with another number of workers, Ray starts all workers again,
@@ -95,8 +95,8 @@ class _Reports(Callback):
         first: whether this is rank 0, whose numbers count.
     """
 
-    def __init__(self, train: Any, folder: Path, every: int, *, first: bool) -> None:
-        self._train, self._folder, self._every, self._first = train, folder, every, first
+    def __init__(self, train: Any, folder: Path, interval: int, *, first: bool) -> None:
+        self._train, self._folder, self._interval, self._first = train, folder, interval, first
         self._last: Numbers = {}
         self._reported: Path | None = None
 
@@ -107,7 +107,7 @@ class _Reports(Callback):
 
     def stepped(self, done: int) -> None:
         """Report if it is time."""
-        if done % self._every == 0:
+        if done % self._interval == 0:
             self.report()
 
     def report(self) -> None:

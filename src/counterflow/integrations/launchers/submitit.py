@@ -43,7 +43,7 @@ _stores: list[TCPStore] = []
 
 
 class Task:
-    """What each task of a job calls: it trains as a config says.
+    """Function that each task of a job calls: it trains as a config says.
 
     A job that a signal ends (before its time is over, or preempted) makes a checkpoint after the current step
     and is requeued, as submitit does it: after its time at most ``max_num_timeout`` times. A job that lost a
@@ -103,7 +103,7 @@ class Task:
         return summary
 
     def checkpoint(self) -> Any:
-        """What submitit submits when it requeues the job: the same, as the run's folder knows the rest."""
+        """Submission that requeues the job: the same task, as the run's folder has the rest."""
         return imported("submitit", "submitit").helpers.DelayedSubmission(self)
 
 
@@ -153,7 +153,7 @@ def place_of(environment: Any, timeout_seconds: float, most_restarts: int = 0) -
         )
     rank = environment.global_rank
     file = Path(environment.paths.folder) / f"{environment.job_id}_meeting.json"
-    port, restarts = _hosted(file) if not rank else _found(file, timeout_seconds)
+    port, restarts = _hosted(file) if not rank else _rendezvous_of(file, timeout_seconds)
     return Place(
         "submitit",
         rank,
@@ -177,14 +177,14 @@ def _hosted(file: Path) -> tuple[int, int]:
     return store.port, restarts
 
 
-def _found(file: Path, timeout_seconds: float) -> tuple[int, int]:
-    """As another rank: what the rank 0 wrote that runs now, not one of an earlier start of the job."""
+def _rendezvous_of(file: Path, timeout_seconds: float) -> tuple[int, int]:
+    """As another rank: port and restarts that the running rank 0 wrote, not one of an earlier start."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         if file.exists():
-            told = json.loads(file.read_text())
-            if Path(f"/proc/{told['process']}").exists():
-                return told["port"], told["restarts"]
+            rendezvous = json.loads(file.read_text())
+            if Path(f"/proc/{rendezvous['process']}").exists():
+                return rendezvous["port"], rendezvous["restarts"]
         time.sleep(_LOOK_SECONDS)
     raise WorkerError(
         f"rank 0 did not write {file} within {timeout_seconds:g} s; see its output in that folder"

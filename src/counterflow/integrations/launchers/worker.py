@@ -1,4 +1,4 @@
-"""What a worker of any launcher does: it takes its place and trains in the run's folder.
+"""Work of a worker of any launcher: it takes its place and trains in the run's folder.
 
 Invariant: a run that has begun in its folder goes on there, from its last checkpoint or the workers' memory;
 no launcher has to know of checkpoints.

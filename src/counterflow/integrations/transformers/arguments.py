@@ -27,13 +27,13 @@ AUTO, FIRST = "auto", "1f1b"
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Within this context accelerate finds one process."""
-    held = {name: os.environ.pop(name) for name in _PLACE if name in os.environ}
+def single_process() -> Iterator[None]:
+    """Hide the launcher's variables within this context, so accelerate finds one process."""
+    variables = {name: os.environ.pop(name) for name in _PLACE if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(held)
+        os.environ.update(variables)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class PipelineFields:
         """Set up devices as if this process were the only one."""
         self.pipeline_rank = int(os.environ.get("RANK", "0"))
         self.pipeline_workers = int(os.environ.get("WORLD_SIZE", "1"))
-        with alone():
+        with single_process():
             super().__post_init__()  # type: ignore[misc]
             for name in (
                 "activation_checkpointing",

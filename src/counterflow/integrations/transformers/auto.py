@@ -42,11 +42,11 @@ def chosen(first: Schedule, pipeline: Pipeline, batch: tuple[Any, Any]) -> Sched
         for _ in range(WARM_UP_STEPS):
             pipeline.step(*batch)
         stages = measure_stages(pipeline, *batch)
-        mine = _costs(pipeline, stages)
+        worker_costs = _costs(pipeline, stages)
         layers = sum(stage.layers for stage in stages)
-        costs = cast("list[Costs]", pipeline.transport.gather_objects(mine))[0]
-    found = compare(workers, first.micro_batches, costs, peak=float(workers))
-    for row in found.best:
+        costs = cast("list[Costs]", pipeline.transport.gather_objects(worker_costs))[0]
+    comparison = compare(workers, first.micro_batches, costs, peak=float(workers))
+    for row in comparison.best:
         if row.synchronous and row.schedule.stages <= layers and row.schedule.workload.slices == 1:
             _LOG.info("schedule='auto': %s, %.4g s a step", row.name, row.step)
             return row.schedule

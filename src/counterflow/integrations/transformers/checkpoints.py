@@ -20,7 +20,7 @@ from counterflow.runtime.parameters.loss_scale import BACKOFF, GROWTH, LossScale
 from counterflow.runtime.parameters.saved import LOSS_SCALE, ParameterState
 from counterflow.runtime.pipeline import Pipeline
 
-from .shown import Shown
+from .optimizer_view import OptimizerView
 
 if TYPE_CHECKING:
     Base = Any
@@ -67,22 +67,22 @@ class Checkpoints(Base):  # type: ignore[misc]
         state = self.pipeline.state_dict(rank=0)
         if not self.args.should_save:
             return
-        kept: dict[str, ParameterState] = state["optimizer"]
+        parameter_states: dict[str, ParameterState] = state["optimizer"]
         groups: list[dict[str, Any]] = []
         states: dict[int, dict[str, Any]] = {}
         count = 0
-        for its in self._updated_names():
+        for group_names in self._updated_names():
             options: dict[str, Any] = {}
-            for number, every in enumerate(its, count):
-                one = next(kept[name] for name in every if name in kept)
-                options = one.options
-                if one.state:
-                    states[number] = one.state
-            groups.append({**options, "params": [*range(count, count + len(its))]})
-            count += len(its)
-        beside = {name: state[name] for name in ("step", "seed")}
-        whole = {"state": states, "param_groups": groups, PIPELINE: beside}
-        torch.save(whole, Path(output_dir) / OPTIMIZER)
+            for number, names in enumerate(group_names, count):
+                parameter_state = next(parameter_states[name] for name in names if name in parameter_states)
+                options = parameter_state.options
+                if parameter_state.state:
+                    states[number] = parameter_state.state
+            groups.append({**options, "params": [*range(count, count + len(group_names))]})
+            count += len(group_names)
+        extra_state = {name: state[name] for name in ("step", "seed")}
+        optimizer_state = {"state": states, "param_groups": groups, PIPELINE: extra_state}
+        torch.save(optimizer_state, Path(output_dir) / OPTIMIZER)
         torch.save(_for_groups(self.lr_scheduler.state_dict(), len(groups)), Path(output_dir) / SCHEDULER)
         scaling = self.pipeline.weights.loss_scale
         if scaling is not None:
@@ -101,7 +101,7 @@ class Checkpoints(Base):  # type: ignore[misc]
             if parameter.requires_grad:
                 names.setdefault(id(parameter), []).append(name)
         return [
-            [every for every in names.values() if (every[0] in self._decays) == decays]
+            [aliases for aliases in names.values() if (aliases[0] in self._decays) == decays]
             for decays in (True, False)
         ]
 
@@ -123,29 +123,29 @@ class Checkpoints(Base):  # type: ignore[misc]
         from safetensors.torch import load_file  # noqa: PLC0415
 
         adapters = hasattr(self.model, "peft_config")
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for file in sorted(
             Path(folder).glob("adapter_model.safetensors" if adapters else "model*.safetensors")
         ):
-            found |= load_file(file)
-        if not found:
+            weights |= load_file(file)
+        if not weights:
             raise ConfigError(
                 f"{folder}: has no weights in safetensors; give a folder that this trainer wrote"
             )
         if not adapters:
-            return found
+            return weights
         assert self.pipeline is not None
-        mine: dict[str, Tensor] = self.pipeline.model_state_dict(local=True)
+        adapter_weights: dict[str, Tensor] = self.pipeline.model_state_dict(local=True)
         adapter = f".{self.model.active_adapters[0]}"
-        for name in mine:
-            its = found.get(name.replace(adapter, "").replace(".modules_to_save", ""))
-            if adapter in name and its is not None:
-                mine[name] = its
+        for name in adapter_weights:
+            weight = weights.get(name.replace(adapter, "").replace(".modules_to_save", ""))
+            if adapter in name and weight is not None:
+                adapter_weights[name] = weight
             elif adapter in name:
                 raise ConfigError(
                     f"{folder}: has no weights of {name}; give a folder that this trainer wrote"
                 )
-        return mine
+        return adapter_weights
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER).exists():
@@ -153,27 +153,29 @@ class Checkpoints(Base):  # type: ignore[misc]
         assert self.pipeline is not None
         state = torch.load(Path(checkpoint) / OPTIMIZER, weights_only=True)
         names, groups = self._updated_names(), state.get("param_groups", [])
-        if [len(group["params"]) for group in groups] != [len(its) for its in names]:
+        if [len(group["params"]) for group in groups] != [len(group_names) for group_names in names]:
             raise ConfigError(
                 f"{checkpoint}: {OPTIMIZER} is of other groups of weights than this trainer has; resume with "
                 "the same model and arguments, or begin a new run from the checkpoint's model"
             )
-        kept: dict[str, Any] = {}
-        for its, group in zip(names, groups, strict=True):
+        parameter_states: dict[str, Any] = {}
+        for group_names, group in zip(names, groups, strict=True):
             options = {name: value for name, value in group.items() if name != "params"}
-            for every, number in zip(its, group["params"], strict=True):
-                one = {"state": state["state"].get(number, {}), "options": options}
-                kept |= dict.fromkeys(every, one)
+            for aliases, number in zip(group_names, group["params"], strict=True):
+                parameter_state = {"state": state["state"].get(number, {}), "options": options}
+                parameter_states |= dict.fromkeys(aliases, parameter_state)
         steps = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
-        beside = {"step": steps, "seed": self.args.seed} | state.get(PIPELINE, {})
+        extra_state = {"step": steps, "seed": self.args.seed} | state.get(PIPELINE, {})
         if (Path(checkpoint) / SCALER).exists():
             scale = torch.load(Path(checkpoint) / SCALER, weights_only=True)
-            made = scale.get("_growth_tracker")
-            beside[LOSS_SCALE] = {"0": {"scale": scale.get("scale"), "growth_tracker": made}}
+            growth_tracker = scale.get("_growth_tracker")
+            extra_state[LOSS_SCALE] = {"0": {"scale": scale.get("scale"), "growth_tracker": growth_tracker}}
         weights = self.pipeline.model_state_dict(local=True)
-        self.pipeline.load_state_dict({"model": weights, "optimizer": kept, "scheduler": {}, **beside})
+        self.pipeline.load_state_dict(
+            {"model": weights, "optimizer": parameter_states, "scheduler": {}, **extra_state}
+        )
         schedule = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
-        self.optimizer = Shown(self.pipeline, schedule["_last_lr"][0])
+        self.optimizer = OptimizerView(self.pipeline, schedule["_last_lr"][0])
         self.lr_scheduler.optimizer = self.optimizer
         count = len(self.optimizer.param_groups)
         self.lr_scheduler.load_state_dict(_for_groups(schedule, count))

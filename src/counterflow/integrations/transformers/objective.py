@@ -50,8 +50,8 @@ class Objective(nn.Module):
     def observed_objects(self) -> dict[str, Any]:
         """Objects around the model whose attributes ``compute_loss`` may read, by name, for recordings."""
         trainer = self._shared.trainer
-        found = {"trainer": trainer, "trainer.args": trainer.args, "trainer.state": trainer.state}
-        return {label: each for label, each in found.items() if each is not None}
+        objects = {"trainer": trainer, "trainer.args": trainer.args, "trainer.state": trainer.state}
+        return {label: object_ for label, object_ in objects.items() if object_ is not None}
 
     def forward(
         self,
@@ -75,7 +75,7 @@ class Objective(nn.Module):
         inputs |= packed or {}
 
         def run() -> Any:
-            held = trainer.model, trainer.model_wrapped
+            models = trainer.model, trainer.model_wrapped
             trainer.model = trainer.model_wrapped = self.model  # its mode decides what is noted
             try:
                 return trainer.compute_loss(
@@ -85,10 +85,10 @@ class Objective(nn.Module):
                     num_items_in_batch=None if items is None else items[0],
                 )
             finally:
-                trainer.model, trainer.model_wrapped = held
+                trainer.model, trainer.model_wrapped = models
 
-        found, metrics = noting(trainer, run)
-        loss, outputs = (found, {}) if fused else found
+        result, metrics = noting(trainer, run)
+        loss, outputs = (result, {}) if fused else result
         if not isinstance(outputs, Mapping):
             outputs = {str(number): value for number, value in enumerate(outputs[1:])}
         of_samples = {name: v for name, v in outputs.items() if name != "loss" and _is_of_samples(v)}
@@ -96,7 +96,7 @@ class Objective(nn.Module):
 
 
 def _is_of_samples(value: Any) -> bool:
-    """Whether all leaves of an output are tensors with samples."""
+    """Check that all leaves of an output are tensors with samples."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
 

@@ -31,12 +31,12 @@ from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
 
-from .arguments import AUTO, alone
+from .arguments import AUTO, single_process
 from .auto import chosen
 from .checkpoints import Checkpoints
 from .objective import PACKED, Objective, as_it_was, weighed, weights
+from .optimizer_view import OptimizerView
 from .refusals import refuse, refuse_made
-from .shown import Shown
 from .trl import add_metrics, plain_head
 
 
@@ -59,7 +59,7 @@ class PipelineTrainerMixin(Checkpoints):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse(inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments)
-        with alone():
+        with single_process():
             super().__init__(*args, **kwargs)
         self.has_fused_head = plain_head(self.model)
         refuse_made(self, PipelineTrainerMixin)
@@ -91,7 +91,7 @@ class PipelineTrainerMixin(Checkpoints):
             self._decays = set(self.get_decay_parameter_names(self.model))
             schedule = self.args.made_schedule()
             if self.args.schedule == AUTO:
-                schedule = chosen(schedule, self._timed(schedule), self._whole(batch, items, schedule))
+                schedule = chosen(schedule, self._timed(schedule), self._step_inputs(batch, items, schedule))
             self.pipeline = self._pipeline_of(schedule, self.model, self._layers)
         return self.pipeline
 
@@ -115,7 +115,7 @@ class PipelineTrainerMixin(Checkpoints):
             ) from error
 
     def _uses_packed(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the model depends on where packed samples begin: one size of each input shows it."""
+        """Check that the model depends on where packed samples begin: one size of each input shows it."""
         return any(layer.uses("packed") for layer in capture.layers(self._objective, inputs, input_dims=None))
 
     def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
@@ -140,7 +140,7 @@ class PipelineTrainerMixin(Checkpoints):
         model, layers = copy.deepcopy((self.model, self._layers))
         return self._pipeline_of(schedule, model, layers)
 
-    def _whole(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> tuple[Any, Tensor]:
+    def _step_inputs(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> tuple[Any, Tensor]:
         """Inputs and targets of a step whose micro-batches are copies of a batch."""
         times = schedule.micro_batches
         inputs = pytree.tree_map_only(
@@ -156,25 +156,25 @@ class PipelineTrainerMixin(Checkpoints):
         else:
             make, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         decaying = [parameter for name, parameter in parameters.named if name in self._decays]
-        others = [parameter for name, parameter in parameters.named if name not in self._decays]
+        not_decaying = [parameter for name, parameter in parameters.named if name not in self._decays]
         groups = [
             {"params": decaying, "weight_decay": self.args.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": not_decaying, "weight_decay": 0.0},
         ]
-        made: Optimizer = make([group for group in groups if group["params"]], **options)
-        return made
+        optimizer: Optimizer = make([group for group in groups if group["params"]], **options)
+        return optimizer
 
     def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
         """Inputs of an objective from a batch."""
         batch = _unpacked(batch)
         samples = _samples(batch)
         halves = [n for n, v in batch.items() if isinstance(v, Tensor) and v.dim() and 2 * len(v) == samples]
-        found: dict[str, Any] = {"inputs": {n: v for n, v in batch.items() if n not in halves}}
+        arguments: dict[str, Any] = {"inputs": {n: v for n, v in batch.items() if n not in halves}}
         if halves:  # of pairs of samples, one number a pair
-            found["twice"] = {name: torch.cat([batch[name]] * 2) for name in halves}
+            arguments["twice"] = {name: torch.cat([batch[name]] * 2) for name in halves}
         if items is not None:
-            found["items"] = torch.as_tensor(items).repeat(samples)
-        return found
+            arguments["items"] = torch.as_tensor(items).repeat(samples)
+        return arguments
 
     # -- a step
 
@@ -199,11 +199,11 @@ class PipelineTrainerMixin(Checkpoints):
         else:
             share = 1.0 if scaled else 1 / (len(batches) * self.args.replicas)
         micro_batches, parts = [], len(batches) * self.args.replicas
-        for each in batches:
-            samples = _samples(each["inputs"])
+        for objective_inputs in batches:
+            samples = _samples(objective_inputs["inputs"])
             weight = 1 / samples  # so sums of weights are whole numbers, which no precision rounds
             micro_batches.append(
-                (each, weights(samples, factor=share * parts, per_sample=0.0, weight=weight))
+                (objective_inputs, weights(samples, factor=share * parts, per_sample=0.0, weight=weight))
             )
         self._step = pipeline.step(micro_batches=_filled(micro_batches, pipeline.schedule.micro_batches))
         self.optimizer.step_was_skipped = self._step.skipped
@@ -211,7 +211,7 @@ class PipelineTrainerMixin(Checkpoints):
         return nothing + float(self._step.loss)
 
     def _counts_replicas(self) -> bool:
-        """Whether the loss's divisor is counted over all replicas."""
+        """Check that the loss's divisor is counted over all replicas."""
         return bool(self.args.average_tokens_across_devices)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,22 +225,22 @@ class PipelineTrainerMixin(Checkpoints):
 
     def get_train_dataloader(self) -> Any:
         """The trainer's data loader, of which each replica has every replicas-th batch."""
-        found = super().get_train_dataloader()
+        loader = super().get_train_dataloader()
         if self.args.replicas == 1:
-            return found
+            return loader
         batches = BatchSamplerShard(
-            found.batch_sampler, num_processes=self.args.replicas, process_index=self.args.replica
+            loader.batch_sampler, num_processes=self.args.replicas, process_index=self.args.replica
         )
         return DataLoaderShard(
-            found.dataset,
-            device=found.device,
+            loader.dataset,
+            device=loader.device,
             batch_sampler=batches,
-            collate_fn=found.collate_fn,
-            num_workers=found.num_workers,
-            pin_memory=found.pin_memory,
-            worker_init_fn=found.worker_init_fn,
-            persistent_workers=found.persistent_workers,
-            prefetch_factor=found.prefetch_factor,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+            persistent_workers=loader.persistent_workers,
+            prefetch_factor=loader.prefetch_factor,
         )
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -266,7 +266,7 @@ class PipelineTrainerMixin(Checkpoints):
         assert self.pipeline is not None
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self.optimizer = Shown(self.pipeline, self.args.learning_rate)
+        self.optimizer = OptimizerView(self.pipeline, self.args.learning_rate)
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -311,20 +311,20 @@ class PipelineTrainerMixin(Checkpoints):
         pipeline = self.made_pipeline(inputs)
         samples = _samples(_unpacked(inputs))
         target = weights(samples, factor=float(samples), per_sample=0.0, weight=1.0)
-        given = self._inputs(inputs, items)
+        objective_inputs = self._inputs(inputs, items)
         outputs = not prediction_loss_only
         if self._adds_up(items):
-            told = pipeline.evaluate(given, target, outputs=outputs)
+            evaluation = pipeline.evaluate(objective_inputs, target, outputs=outputs)
         else:
-            whole = _filled([(given, target)], pipeline.schedule.micro_batches)
-            told = pipeline.evaluate(micro_batches=whole, outputs=outputs)
-        add_metrics(self, told.metrics, 1, training=False)
-        loss = None if unlabelled else torch.tensor(told.loss, dtype=torch.float64)
+            micro_batches = _filled([(objective_inputs, target)], pipeline.schedule.micro_batches)
+            evaluation = pipeline.evaluate(micro_batches=micro_batches, outputs=outputs)
+        add_metrics(self, evaluation.metrics, 1, training=False)
+        loss = None if unlabelled else torch.tensor(evaluation.loss, dtype=torch.float64)
         if prediction_loss_only:
             return loss, None, None
-        found = {} if told.outputs is None else told.outputs["outputs"]
-        mine = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
-        rows: list[Any] = pipeline.transport.gather_objects(mine)
+        stage_outputs = {} if evaluation.outputs is None else evaluation.outputs["outputs"]
+        host_outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), stage_outputs)
+        rows: list[Any] = pipeline.transport.gather_objects(host_outputs)
         row = rows[next(rank for rank in pipeline.ranks[pipeline.replica] if rows[rank])]
         if ignore_keys is None:
             ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -333,7 +333,7 @@ class PipelineTrainerMixin(Checkpoints):
         return loss, logits[0] if len(logits) == 1 else logits, told_labels
 
     def _takes_labels(self) -> bool:
-        """Whether the loss is the model's, so batches need labels."""
+        """Check that the loss is the model's, so batches need labels."""
         return type(self).compute_loss is transformers.Trainer.compute_loss
 
     def _labelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,20 +347,20 @@ class PipelineTrainerMixin(Checkpoints):
             )
         added = {}
         for name in self.label_names:
-            its: Tensor = first[name]
-            alike = its.shape == first[main].shape
-            shape = inputs[main].shape if alike else (len(inputs[main]), *its.shape[1:])
-            added[name] = torch.zeros(shape, dtype=its.dtype, device=inputs[main].device)
+            example: Tensor = first[name]
+            same_shape = example.shape == first[main].shape
+            shape = inputs[main].shape if same_shape else (len(inputs[main]), *example.shape[1:])
+            added[name] = torch.zeros(shape, dtype=example.dtype, device=inputs[main].device)
         return dict(inputs) | added
 
     def _adds_up(self, items: Any) -> bool:
-        """Whether losses of parts of a batch add up to its loss, so micro-batches may share it."""
+        """Check that losses of parts of a batch add up to its loss, so micro-batches may share it."""
         experts = getattr(self.model.config, "output_router_logits", False)
-        own = self.compute_loss_func is None and self._takes_labels() and not experts
-        return own and items is not None and self._divides()
+        model_loss = self.compute_loss_func is None and self._takes_labels() and not experts
+        return model_loss and items is not None and self._divides()
 
     def _divides(self) -> bool:
-        """Whether the loss is divided by counts over the whole step, so the losses of batches add up."""
+        """Check that the loss is divided by counts over the whole step, so the losses of batches add up."""
         return any(layer.uses("items") for layer in self._layers)
 
 

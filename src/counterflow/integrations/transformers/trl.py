@@ -1,4 +1,4 @@
-"""What trainers of TRL need: heads whose steps can be captured, and metrics that are noted per micro-batch.
+"""Adaptation of TRL's trainers: heads whose steps can be captured, and metrics noted per micro-batch.
 
 TRL computes log-probabilities in a fused function without logits, which cannot be captured; the model's own
 head and ordinary functions of torch replace it. Metrics that ``compute_loss`` notes become outputs of the
@@ -89,26 +89,26 @@ def noting(trainer: Any, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]
     if not isinstance(metrics, Mapping):
         return run(), {}
     accelerator = trainer.accelerator
-    found: dict[str, list[Any]] = {}
-    held = trainer._metrics, getattr(trainer, "_total_train_tokens", None)  # noqa: SLF001
+    noted_values: dict[str, list[Any]] = {}
+    trainer_state = trainer._metrics, getattr(trainer, "_total_train_tokens", None)  # noqa: SLF001
     gathers = {
         name: accelerator.__dict__.get(name) for name in ("gather", "gather_for_metrics")
     }  # instances have none
     try:
-        trainer._metrics = {mode: _Lists(found) for mode in metrics}  # noqa: SLF001
+        trainer._metrics = {mode: _Lists(noted_values) for mode in metrics}  # noqa: SLF001
         trainer._total_train_tokens = 0  # noqa: SLF001
         for name in gathers:
             setattr(accelerator, name, Noted)
         result = run()
     finally:
-        trainer._metrics, trainer._total_train_tokens = held  # noqa: SLF001
+        trainer._metrics, trainer._total_train_tokens = trainer_state  # noqa: SLF001
         for name, before in gathers.items():
             accelerator.__dict__.pop(name, None)
             if before is not None:
                 setattr(accelerator, name, before)
     return result, {
         name: values[0].tensor.reshape(()).to(_real(values[0].tensor))
-        for name, values in found.items()
+        for name, values in noted_values.items()
         if values and isinstance(values[0], Noted)
     }
 
@@ -131,30 +131,30 @@ class _Lists(dict[str, list[Any]]):
         self._lists[name] = values
 
 
-def add_metrics(trainer: Any, found: Mapping[str, float], micro_batches: int, *, training: bool) -> None:
+def add_metrics(trainer: Any, means: Mapping[str, float], micro_batches: int, *, training: bool) -> None:
     """Note the metrics of a step, or of a batch, in a trainer of TRL.
 
     Args:
         trainer: the trainer.
-        found: means over the micro-batches.
+        means: means over the micro-batches.
         micro_batches: their number.
         training: whether the model was trained.
     """
-    if not found and not hasattr(trainer, "_total_train_tokens"):
+    if not means and not hasattr(trainer, "_total_train_tokens"):
         return
     noted = trainer._metrics["train" if training else "eval"]  # noqa: SLF001
-    for name, mean in found.items():
+    for name, mean in means.items():
         if name == TOKENS:
             trainer._total_train_tokens += round(mean * micro_batches)  # noqa: SLF001
         else:
             noted[name] += [mean] * micro_batches
-    if found or training:
+    if means or training:
         noted[TOKENS] = [trainer._total_train_tokens]  # noqa: SLF001
 
 
 @dataclass
 class Head(ModelOutput):  # type: ignore[misc]
-    """What TRL's fused head returns, from logits.
+    """Output of TRL's fused head, computed from logits.
 
     Attributes:
         log_probs: logarithm of each label's probability; 0 where it does not count.
@@ -194,10 +194,10 @@ def plain_head(model: nn.Module) -> bool:
 def _forward(
     self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    own = type(self).forward
+    model_forward = type(self).forward
     if not fused_lm_head or labels is None:
-        return own(self, *args, **(kwargs if labels is None else kwargs | {"labels": labels}))
-    outputs = own(self, *args, **kwargs | {"use_cache": False})
+        return model_forward(self, *args, **(kwargs if labels is None else kwargs | {"labels": labels}))
+    outputs = model_forward(self, *args, **kwargs | {"use_cache": False})
     logits = outputs.logits[:, :-1]
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from counterflow.runtime.pipeline import Pipeline
 
 
-class Shown(Optimizer):
+class OptimizerView(Optimizer):
     """Shows the groups of a pipeline's optimisers with their own options; the pipeline's step updates them.
 
     Args:
@@ -26,7 +26,7 @@ class Shown(Optimizer):
 
     def __init__(self, pipeline: Pipeline, learning_rate: float) -> None:
         super().__init__([torch.zeros(1)], {"lr": learning_rate})
-        groups = [group for one in pipeline.optimizers.values() for group in one.param_groups]
+        groups = [group for optimizer in pipeline.optimizers.values() for group in optimizer.param_groups]
         self.param_groups = groups or self.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
