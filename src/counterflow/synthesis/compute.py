@@ -49,7 +49,7 @@ _MOVES_TURN = 10_000
 _SEARCHED = 0.4
 """Share of time for the search, if the exact method follows ..."""
 
-_LEFT = 0.3
+_PROOF_SHARE = 0.3
 """... which has at least this share, or ..."""
 
 _PROOF = 3.0
@@ -133,11 +133,11 @@ class _Run:
                 before = time.monotonic()
                 _compile()
                 until += time.monotonic() - before
-                self._repeat(_left(until) * _REPEATED, moves, seed)
+                self._repeat(_remaining(until) * _REPEATED, moves, seed)
             if not self._proved:
-                self._search(_left(until), moves, seed)
+                self._search(_remaining(until), moves, seed)
             if not self._proved:
-                self._prove(max(_left(until), min(seconds * _LEFT, _PROOF)), moves, seed)
+                self._prove(max(_remaining(until), min(seconds * _PROOF_SHARE, _PROOF)), moves, seed)
         except KeyboardInterrupt:
             self._stopped = True
         schedule = self._problem.schedule(self._words, options=options_of(self._problem))
@@ -207,7 +207,7 @@ class _Run:
 
     def _best_known(self) -> list[Words]:
         """All orders that were tried, the best first."""
-        return [words for _, words in sorted(self._known, key=lambda one: one[0])]
+        return [words for _, words in sorted(self._known, key=lambda pair: pair[0])]
 
     @property
     def _provable(self) -> bool:
@@ -221,7 +221,7 @@ class _Run:
             return
         from .exact.solve import solve  # noqa: PLC0415
 
-        found = solve(
+        result = solve(
             self._problem,
             self._words,
             self._bound.seconds,
@@ -229,16 +229,16 @@ class _Run:
             effort=None if moves is None else moves * _EFFORT,
             seed=seed,
             threads=1 if moves is not None else min(8, os.cpu_count() or 1),
-            report=self._told_by_solver,
+            report=self._report_solver,
         )
-        if found.words is not None:
-            self._take(found.words, "exact method")
-        if found.bound > self._bound.seconds * (1 + PROVED):
-            self._bound = Bound(found.bound, "the solver proved that no order within the limits takes less")
-        if found.stopped:
+        if result.words is not None:
+            self._take(result.words, "exact method")
+        if result.bound > self._bound.seconds * (1 + PROVED):
+            self._bound = Bound(result.bound, "the solver proved that no order within the limits takes less")
+        if result.stopped:
             raise KeyboardInterrupt
 
-    def _told_by_solver(self, value: float, bound: float, doing: str) -> None:
+    def _report_solver(self, value: float, bound: float, doing: str) -> None:
         if self._report is not None:
             self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
 
@@ -248,10 +248,10 @@ class _Run:
         self._known.append((value, words))
         if value < self._value * (1 - PROVED):
             self._words, self._value, self._method = words, value, method
-            self._tell(value, method)
+            self._send_report(value, method)
         return value
 
-    def _tell(self, value: float, method: str) -> None:
+    def _send_report(self, value: float, method: str) -> None:
         if self._report is not None:
             self._report(value, min(self._bound.seconds, value), method)
 
@@ -264,9 +264,9 @@ def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
         yield "slices", slices_option(problem.workload.lengths)
     for store in problem.stores:
         ends = sorted({min(store.most), max(store.most)})
-        told = " to ".join(f"{most:,.10g}" for most in ends)
+        limit = " to ".join(f"{most:,.10g}" for most in ends)
         name = "peak" if store.name == ACTIVATIONS else f"activation_{store.name}"
-        yield name, int(told) if told.isdecimal() else told
+        yield name, int(limit) if limit.isdecimal() else limit
     if problem.steady:
         yield "objective", str(problem.objective)
 
@@ -283,7 +283,7 @@ def _compile() -> None:
         list(improve(tiny, words, moves=1))
 
 
-def _left(until: float) -> float:
+def _remaining(until: float) -> float:
     """Seconds until a time."""
     return max(0.0, until - time.monotonic())
 

@@ -76,10 +76,10 @@ class Numbers(NamedTuple):
         late: of each edge, seconds of its message.
         after: of each edge, seconds from its maker's start until its message is there, if its link is free.
         link: of each edge, its link; -1: none.
-        slot: of each edge, where the arrivals of its messages begin in ``Scratch.there``.
+        slot: of each edge, where the arrivals of its messages begin in ``Scratch.arrivals``.
         out: the edges that leave letter l are ``sent[out[l]:out[l + 1]]``, by takers.
         sent: see ``out``.
-        own: of each letter, the two of the same stage that it needs: of its own slice, and of the slice
+        inputs: of each letter, the two of the same stage that it needs: of its own slice, and of the slice
             before or after; -1: none.
         chain: of each letter, its place on the way through its pipe and back.
         pipe: of each letter.
@@ -112,7 +112,7 @@ class Numbers(NamedTuple):
     slot: Ints
     out: Ints
     sent: Ints
-    own: Ints
+    inputs: Ints
     chain: Ints
     pipe: Ints
     at_start: Floats
@@ -133,13 +133,13 @@ def numbers_of(problem: Problem) -> Numbers:
     """The problem as arrays."""
     letters, stages = problem.letters, problem.workload.placement.stages
     needs = [(taker, need) for taker, x in enumerate(letters) for need in x.needs]
-    own = np.full((len(letters), 2), -1, dtype=np.int64)
+    inputs = np.full((len(letters), 2), -1, dtype=np.int64)
     keeps = [x.seconds for x in letters]
     after = []
     for taker, need in needs:
         maker, letter = letters[need.letter], letters[taker]
         if (maker.pipe, maker.stage) == (letter.pipe, letter.stage):
-            own[taker, int(maker.part != letter.part)] = need.letter
+            inputs[taker, int(maker.part != letter.part)] = need.letter
         arrives = maker.seconds
         if need.link is not None:
             if problem.busy:
@@ -171,7 +171,7 @@ def numbers_of(problem: Problem) -> Numbers:
         slot=_borders(letters[taker].count for taker, _ in needs),
         out=_borders(np.bincount(makers, minlength=len(letters))),
         sent=np.argsort(makers, kind="stable"),
-        own=own,
+        inputs=inputs,
         chain=_ints(
             x.stage + x.part if x.kind.whole else 2 * (stages + x.parts - 1) - x.stage - x.part
             for x in letters
@@ -222,7 +222,7 @@ class Scratch(NamedTuple):
     """What a play fills in.
 
     Attributes:
-        there: by slot of an edge and number of an op, when a message is there that had to queue.
+        arrivals: by slot of an edge and number of an op, when a message is there that had to queue.
         start: by op.
         end: by op.
         ended: by worker, from when on it can run its next op.
@@ -234,7 +234,7 @@ class Scratch(NamedTuple):
         stood: by worker, where it began.
     """
 
-    there: Floats
+    arrivals: Floats
     start: Floats
     end: Floats
     ended: Floats
@@ -281,7 +281,7 @@ def ready_at(n: Any, s: Any, worker: int, letter: int) -> float:
         if s.done[n.maker[edge]] <= k:
             return NEVER
         if (n.lanes or n.busy) and n.link[edge] >= 0:
-            at = max(at, s.there[n.slot[edge] + k])
+            at = max(at, s.arrivals[n.slot[edge] + k])
         else:
             at = max(at, s.end[n.base[n.maker[edge]] + k] + n.late[edge])
     return float(at)
@@ -309,7 +309,7 @@ def run_next(n: Any, s: Any, worker: int, letter: int, at: float) -> None:
                     arrives = max(arrives, s.free[link])
                 arrives += n.late[edge]
                 s.free[link] = arrives
-                s.there[n.slot[edge] + k] = arrives
+                s.arrivals[n.slot[edge] + k] = arrives
     s.ended[worker] = goes_on
 
 
@@ -346,9 +346,9 @@ def _sum(n: Any, s: Any) -> None:
 def play(n: Any, s: Any, flat: Any, begin: Floats) -> bool:
     """Play words, each worker from ``begin`` on; whether they end. Fills ``start``, ``end`` and ``ended``."""
     begin_play(s, flat.first, begin)
-    left = len(flat.word)
-    while left:
-        before = left
+    remaining = len(flat.word)
+    while remaining:
+        before = remaining
         for worker in range(len(begin)):
             place = s.head[worker]
             while place < flat.first[worker + 1]:
@@ -357,9 +357,9 @@ def play(n: Any, s: Any, flat: Any, begin: Floats) -> bool:
                     break
                 run_next(n, s, worker, flat.word[place], at)
                 place += 1
-            left -= place - s.head[worker]
+            remaining -= place - s.head[worker]
             s.head[worker] = place
-        if left == before:
+        if remaining == before:
             return False
     _sum(n, s)
     return True
@@ -403,14 +403,14 @@ def settle(n: Any, s: Any, flat: Any, begin: Floats, rounds: int) -> float:
     Leaves in ``begin`` where workers stood before the shortest step, and returns its seconds.
     """
     best = NEVER
-    now, kept = begin.copy(), begin.copy()
+    now, best_begin = begin.copy(), begin.copy()
     for _ in range(rounds):
         if not play(n, s, flat, now):
             return NEVER
         took = (s.ended - now).max()
         if took < best:
             best = took
-            kept[:] = now
+            best_begin[:] = now
         now = s.ended - s.ended.min()
-    begin[:] = kept
+    begin[:] = best_begin
     return best

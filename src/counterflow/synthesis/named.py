@@ -32,7 +32,7 @@ def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator
     ['dapple', 'zb-h1', 'zb-h2']
     """
     known: set[Words] = set()
-    waiting = deque(_of_scheme(problem, one) for one in registry.SCHEMES.values() if one.synchronous)
+    waiting = deque(_of_scheme(problem, scheme) for scheme in registry.SCHEMES.values() if scheme.synchronous)
     first = len(waiting)
     while waiting and (first > 0 or more()):
         first -= 1
@@ -53,8 +53,8 @@ def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
             scheme.refuse_too_large(options)
             if _likeness(sliced_workload(scheme.workload_of(options), lengths)) != wanted:
                 continue
-            own = {SLICES: slices_option(lengths)} if len(lengths) > 1 else {}
-            schedule = scheme.schedule({**options, **own})
+            slices = {SLICES: slices_option(lengths)} if len(lengths) > 1 else {}
+            schedule = scheme.schedule({**options, **slices})
         except ConfigError:  # no schedule of this size
             continue
         if _likeness(schedule.workload) != wanted:
@@ -73,9 +73,11 @@ def _likeness(workload: Workload) -> _Likeness | None:
     """Key that two workloads share if their orders are words of the same letters."""
     if not workload.synchronous or not workload.trains or workload.periods != 1:
         return None
-    if any(len(one.micro_batches) != 1 for one in workload.passes):
+    if any(len(batch.micro_batches) != 1 for batch in workload.passes):
         return None
-    shares = ((one.pipe, tuple((s.part, s.parts, s.split) for s in one.shares)) for one in workload.passes)
+    shares = (
+        (batch.pipe, tuple((s.part, s.parts, s.split) for s in batch.shares)) for batch in workload.passes
+    )
     return workload.placement, Counter(shares)
 
 

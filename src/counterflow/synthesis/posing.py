@@ -87,13 +87,13 @@ def _refuse(workload: Workload) -> None:
     if any(skip.once for skip in workload.skips):
         raise ConfigError("orders are not computed for values that are sent once per step; leave these out")
     shares: set[tuple[int, ...]] = set()
-    for one in workload.passes:
-        if len(one.micro_batches) != 1 or any(share.parts != workload.slices for share in one.shares):
+    for batch in workload.passes:
+        if len(batch.micro_batches) != 1 or any(share.parts != workload.slices for share in batch.shares):
             raise ConfigError(
                 "orders are computed for micro-batches that run one by one, but this workload has doubled "
                 "forwards or divided backwards"
             )
-        shares.update(share.split for share in one.shares)
+        shares.update(share.split for share in batch.shares)
     if len(shares) > 1:
         raise ConfigError(
             "orders are computed only if all micro-batches and slices split the backwards of the same stages"
@@ -105,9 +105,9 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
     placement = workload.placement
     first: dict[int, int] = {}
     count: dict[int, int] = {}
-    for one in workload.passes:
-        first.setdefault(one.pipe, one.micro_batches[0])
-        count[one.pipe] = count.get(one.pipe, 0) + 1
+    for batch in workload.passes:
+        first.setdefault(batch.pipe, batch.micro_batches[0])
+        count[batch.pipe] = count.get(batch.pipe, 0) + 1
     ops = [op for op in workload.ops() if first[op.pipe] == op.micro_batches[0]]
     kinds = list(OpKind)
 
@@ -149,10 +149,10 @@ def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
 
     def seconds(maker: Op, taker: Op) -> float:
         sender, receiver = worker(maker.pipe, maker.stage), worker(taker.pipe, taker.stage)
-        each, per_byte = (_of_link(x, sender, receiver) for x in (costs.p2p, costs.p2p_per_byte))
+        latency, per_byte = (_of_link(x, sender, receiver) for x in (costs.p2p, costs.p2p_per_byte))
         lower, upper = sorted((maker.stage, taker.stage))
         size = sizes[lower] if upper == lower + 1 else skip_sizes[skips[lower, upper]]
-        return each + per_byte * size * workload.work(maker)
+        return latency + per_byte * size * workload.work(maker)
 
     return seconds
 
@@ -183,10 +183,10 @@ def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: L
     if costs.memory is None:
         raise ConfigError("memory_bytes: needs the bytes of each stage; give costs with `memory`")
     placement = workload.placement
-    each = stage_bytes(costs.memory, Recompute(costs.recompute), placement.stages)
+    memory = stage_bytes(costs.memory, Recompute(costs.recompute), placement.stages)
     most = []
     for worker, all_bytes in enumerate(_limits("memory_bytes", limit, placement.workers)):
-        base = sum(each.fixed[stage] + each.weights[stage] for _, stage in placement.held(worker))
+        base = sum(memory.fixed[stage] + memory.weights[stage] for _, stage in placement.held(worker))
         if base >= all_bytes:
             raise ConfigError(
                 f"memory_bytes={all_bytes:,.0f}: worker {worker} holds {base:,.0f} bytes of weights, "
@@ -204,16 +204,16 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
     """Refuse a limit under which a worker cannot run one micro-batch through all its stages."""
     for worker, most in enumerate(store.most):
         for pipe in range(workload.placement.pipes):
-            own = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
-            if not own:
+            ops = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
+            if not ops:
                 continue
-            forwards = [n for n in own if letters[n].kind.whole]
+            forwards = [n for n in ops if letters[n].kind.whole]
             word = forwards + sorted(
-                (n for n in own if n not in forwards),
+                (n for n in ops if n not in forwards),
                 key=lambda n: (-letters[n].stage, -letters[n].part, letters[n].turn),
             )
-            held = replace(store, most=(most,))
-            (need,) = peaks(held, (tuple(word),))
+            limited = replace(store, most=(most,))
+            (need,) = peaks(limited, (tuple(word),))
             if need > most * (1 + CLOSE):
                 raise ConfigError(
                     f"worker {worker} may hold {most:,.10g} {store.name}, but one micro-batch needs "
@@ -224,7 +224,7 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
 def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
     """The sums of gradients of stages with several copies."""
     seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
-    found = []
+    sums = []
     for stage in range(workload.placement.stages):
         workers = sorted({worker for _, worker in workload.placement.copies(stage)})
         if len(workers) * costs.replicas > 1 and seconds[stage]:
@@ -233,5 +233,5 @@ def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[
                 for n, x in enumerate(letters)
                 if x.stage == stage and Product.WEIGHT_GRADIENTS in x.kind.makes
             )
-            found.append(Summed(makers, tuple(workers), seconds[stage]))
-    return tuple(found)
+            sums.append(Summed(makers, tuple(workers), seconds[stage]))
+    return tuple(sums)

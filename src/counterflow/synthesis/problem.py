@@ -187,10 +187,10 @@ class Problem:
 
     def work(self) -> tuple[float, ...]:
         """Seconds of compute of each worker."""
-        found = [0.0] * self.workers
+        seconds = [0.0] * self.workers
         for letter in self.letters:
-            found[letter.worker] += letter.count * letter.seconds
-        return tuple(found)
+            seconds[letter.worker] += letter.count * letter.seconds
+        return tuple(seconds)
 
     def of_worker(self, worker: int) -> tuple[int, ...]:
         """The numbers of a worker's letters."""
@@ -235,8 +235,8 @@ class Problem:
     ) -> Schedule:
         """The schedule whose workers run these words."""
         batches: list[list[int]] = [[] for _ in range(self.workload.placement.pipes)]
-        for one in self.workload.passes:
-            batches[one.pipe] += one.micro_batches
+        for micro_batch_pass in self.workload.passes:
+            batches[micro_batch_pass.pipe] += micro_batch_pass.micro_batches
         for of_pipe in batches:
             of_pipe.sort()
         orders = []
@@ -261,16 +261,16 @@ CLOSE = 1e-9
 
 def peaks(store: Store, words: Words) -> tuple[float, ...]:
     """Maximum of a store that each worker takes at once."""
-    found = []
+    maxima = []
     for word in words:
-        held = most = 0.0
+        memory = most = 0.0
         for letter in word:
-            held += store.at_start[letter]
-            most = max(most, held)
-            held += store.at_end[letter]
-            most = max(most, held)
-        found.append(most)
-    return tuple(found)
+            memory += store.at_start[letter]
+            most = max(most, memory)
+            memory += store.at_end[letter]
+            most = max(most, memory)
+        maxima.append(most)
+    return tuple(maxima)
 
 
 def value_of(problem: Problem, words: Words) -> float:

@@ -64,9 +64,9 @@ class Synthesis:
     @property
     def steady(self) -> float:
         """Time that a step adds if steps follow each other without a barrier."""
-        found = self.simulation.steady_step
-        assert found is not None  # the workload is synchronous
-        return found
+        seconds = self.simulation.steady_step
+        assert seconds is not None  # the workload is synchronous
+        return seconds
 
     @property
     def value(self) -> float:

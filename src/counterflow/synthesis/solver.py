@@ -42,7 +42,13 @@ def one_at_a_time(model: Any, spans: Iterable[tuple[Any, int]]) -> None:
 
 
 def answered(
-    model: Any, *, seconds: float, threads: int, seed: int = 0, effort: float | None = None, told: Any = None
+    model: Any,
+    *,
+    seconds: float,
+    threads: int,
+    seed: int = 0,
+    effort: float | None = None,
+    callback: Any = None,
 ) -> tuple[Any, str]:
     """A solver that has processed a model, and its status.
 
@@ -54,7 +60,7 @@ def answered(
         threads: number of threads of the search.
         seed: seed of the search.
         effort: maximum of the solver's own, deterministic time.
-        told: OR-tools callback for each solution.
+        callback: OR-tools callback for each solution.
     """
     solver = cp_model().CpSolver()
     solver.parameters.max_time_in_seconds = max(seconds, 0.01)
@@ -63,8 +69,8 @@ def answered(
     if effort is not None:
         solver.parameters.max_deterministic_time = effort
     solver.parameters.catch_sigint_signal = False  # it would take Ctrl-C from Python for good
-    with ThreadPoolExecutor(1) as beside:
-        solving = beside.submit(solver.solve, model, told)
+    with ThreadPoolExecutor(1) as executor:
+        solving = executor.submit(solver.solve, model, callback)
         try:
             return solver, solver.status_name(solving.result())
         except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterflow.synthesis.blocks.modulo import Pattern, _held, cut_of, pattern_of
+from counterflow.synthesis.blocks.modulo import Pattern, _peak, cut_of, pattern_of
 from counterflow.synthesis.kernel import numbers_of
 from counterflow.synthesis.problem import CLOSE, Problem, Words
 
@@ -14,7 +14,7 @@ def held(problem: Problem, pattern: Pattern) -> tuple[tuple[float, ...], ...]:
     numbers, cut = numbers_of(problem), cut_of(pattern)
     workers = range(problem.workers)
     return tuple(
-        tuple(float(_held(numbers, cut, store, w)) for w in workers) for store in range(len(problem.stores))
+        tuple(float(_peak(numbers, cut, store, w)) for w in workers) for store in range(len(problem.stores))
     )
 
 

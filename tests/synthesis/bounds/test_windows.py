@@ -14,7 +14,7 @@ from counterflow.schedule.workload import plain
 from counterflow.synthesis.bounds import windows
 from counterflow.synthesis.bounds.windows import (
     Precedence,
-    _Held,
+    _Chain,
     count_within,
     in_order,
     windows_of,
@@ -229,14 +229,14 @@ def test_what_a_micro_batch_holds_of_a_stage(
     problem = problem_of(plain(linear(1), 2, split=True), costs)
     number = {OpKind.FORWARD: 0, OpKind.INPUT_GRADIENT: 1, OpKind.WEIGHT_GRADIENTS: 2}
     store = Store("things", tuple(at_start), tuple(at_end), (4.0,))
-    assert _Held.of(problem, store, number) == _Held(0, 1, 2, least, after, 5.0 if waits else 0.0)
+    assert _Chain.of(problem, store, number) == _Chain(0, 1, 2, least, after, 5.0 if waits else 0.0)
 
 
 def test_what_a_micro_batch_holds_until_a_whole_backward() -> None:
     problem = alone(1, 2, 2)
     number = {OpKind.FORWARD: 0, OpKind.BACKWARD: 1}
     store = Store("things", (1, 0.5), (0, -1.25), (4.0,))
-    assert _Held.of(problem, store, number) == _Held(0, 1, 1, 1, 0.25, 0.0)
+    assert _Chain.of(problem, store, number) == _Chain(0, 1, 1, 1, 0.25, 0.0)
 
 
 def test_how_many_fit() -> None:

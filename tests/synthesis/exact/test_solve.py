@@ -16,7 +16,7 @@ from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import lower_bound
-from counterflow.synthesis.exact.model import Model, whole
+from counterflow.synthesis.exact.model import Model, integer_problem
 from counterflow.synthesis.exact.solve import solve
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Words, value_of
@@ -110,8 +110,8 @@ def test_a_target_below_the_least_value_is_refuted() -> None:
     costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
     problem = problem_of(plain(wave(4, 1), 8, split=True), costs, peak=4)
     assert lower_bound(problem).seconds == 187
-    model = Model(whole(problem).problem, 186, minimize=False)
-    status, bound = model.solve(seconds=20, seed=0, threads=1, effort=None, found=lambda *_: False)
+    model = Model(integer_problem(problem).problem, 186, minimize=False)
+    status, bound = model.solve(seconds=20, seed=0, threads=1, effort=None, on_solution=lambda *_: False)
     assert (status, bound) == ("infeasible", 187)
 
 
@@ -132,7 +132,7 @@ def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
     )
     words = problem.words_of(schedule)
     assert words is not None
-    units = whole(problem)
+    units = integer_problem(problem)
     model = Model(units.problem, math.ceil(value_of(problem, words) / float(units.unit)), minimize=False)
     assert not model.refuted
     for literal, value in model._hints(words):
@@ -143,14 +143,14 @@ def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
         found.append(found_words)
         return False
 
-    status, _ = model.solve(seconds=60, seed=0, threads=1, effort=None, found=keep)
+    status, _ = model.solve(seconds=60, seed=0, threads=1, effort=None, on_solution=keep)
     assert status == "optimal"
     assert found[0] == words
 
 
 def test_durations_with_many_decimals_are_rounded_down() -> None:
     costs = cf.Costs(forward=1 / 3, backward=0.1234567890123)
-    found = whole(problem_of(plain(linear(2), 40), costs))
+    found = integer_problem(problem_of(plain(linear(2), 40), costs))
     assert not found.exact
     for was, is_now in zip(
         problem_of(plain(linear(2), 40), costs).letters, found.problem.letters, strict=True

@@ -75,9 +75,9 @@ def candidates(
         sources.append(words)
         for late in _LATE:
             both = Lateness(late * mean, late * mean)
-            taken, flat = squeezer.flat_squeezed(flat_of(words), both, ended=ended)
-            if taken < least:
-                least = taken
+            duration, flat = squeezer.flat_squeezed(flat_of(words), both, ended=ended)
+            if duration < least:
+                least = duration
                 yield words_of(flat)
             if ended() or least <= goal * (1 + CLOSE):
                 return
@@ -143,8 +143,8 @@ def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[Bloc
     for each longer one too, with all starts stretched.
     """
     low = target = least_work(problem)
-    while best.period > low * 1.001 and (left := until - monotonic()) > 0:
-        answer = solved(problem, target, wanted=Wanted.ANY, seconds=left / 4, hint=best)
+    while best.period > low * 1.001 and (remaining := until - monotonic()) > 0:
+        answer = solved(problem, target, wanted=Wanted.ANY, seconds=remaining / 4, hint=best)
         if answer.block is not None and answer.block.period < best.period:
             best = answer.block
             yield best
@@ -152,9 +152,9 @@ def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[Bloc
             low = target
         target = (low + best.period) / 2
     for wanted in (Wanted.SHORT, Wanted.SMALL) if problem.stores else (Wanted.SHORT,):
-        left = until - monotonic()
-        if left <= 0:
+        remaining = until - monotonic()
+        if remaining <= 0:
             return
-        answer = solved(problem, best.period * (1 + 1e-9), wanted=wanted, seconds=left / 2, hint=best)
+        answer = solved(problem, best.period * (1 + 1e-9), wanted=wanted, seconds=remaining / 2, hint=best)
         if answer.block is not None:
             yield answer.block

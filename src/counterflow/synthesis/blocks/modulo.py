@@ -90,8 +90,8 @@ def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pa
     rounds = tuple(int((at + CLOSE * period) // period) for at in starts)
     orders = []
     for worker in range(problem.workers):
-        own = problem.of_worker(worker)
-        orders.append(tuple(sorted(own, key=lambda n: (starts[n] - rounds[n] * period, n))))
+        letters = problem.of_worker(worker)
+        orders.append(tuple(sorted(letters, key=lambda n: (starts[n] - rounds[n] * period, n))))
     return Pattern(tuple(orders), rounds)
 
 
@@ -163,11 +163,11 @@ def least_period(numbers: Any, cut: Any, floor: float, most: float, ways: Any) -
     for worker in range(len(numbers.of) - 1):
         a, b = numbers.of[worker], numbers.of[worker + 1]
         for at in range(a, b):
-            one = cut.order[at]
-            other = cut.order[at - 1] if at > a else cut.order[b - 1]
-            ways.by_worker[one] = other
-            # ``one`` starts no earlier than ``other`` ends, this many periods later.
-            ways.laps[one] = cut.rounds[one] - cut.rounds[other] - (1 if at == a else 0)
+            letter = cut.order[at]
+            preceding = cut.order[at - 1] if at > a else cut.order[b - 1]
+            ways.by_worker[letter] = preceding
+            # ``letter`` starts no earlier than ``preceding`` ends, this many periods later.
+            ways.laps[letter] = cut.rounds[letter] - cut.rounds[preceding] - (1 if at == a else 0)
     period = floor
     for _ in range(200):
         ratio = _paths(numbers, period, ways)
@@ -213,11 +213,11 @@ def _later(numbers: Any, period: float, ways: Any) -> bool:
             if ready > at:
                 at, source = ready, maker[edge]
                 length[n], back[n] = after[edge], 0
-        other = by_worker[n]
-        ready = start[other] + busy[other] + laps[n] * period
-        if ready > at and other != n:
-            at, source = ready, other
-            length[n], back[n] = busy[other], -laps[n]
+        preceding = by_worker[n]
+        ready = start[preceding] + busy[preceding] + laps[n] * period
+        if ready > at and preceding != n:
+            at, source = ready, preceding
+            length[n], back[n] = busy[preceding], -laps[n]
         if source >= 0:
             start[n], before[n] = at, source
             changed = True
@@ -237,11 +237,11 @@ def _circle(ways: Any) -> float:
             at = before[at]
         if at >= 0 and seen[at] == n:
             seconds, back = ways.length[at], ways.back[at]
-            one = before[at]
-            while one != at:
-                seconds += ways.length[one]
-                back += ways.back[one]
-                one = before[one]
+            letter = before[at]
+            while letter != at:
+                seconds += ways.length[letter]
+                back += ways.back[letter]
+                letter = before[letter]
             if back <= 0:
                 return np.inf
             if seconds / back > worst:
@@ -273,7 +273,7 @@ def _mark(ways: Any, last: int) -> None:
 
 
 @compiled
-def _held(numbers: Any, cut: Any, store: int, worker: int) -> float:
+def _peak(numbers: Any, cut: Any, store: int, worker: int) -> float:
     """Maximum memory of a worker in between."""
     a, b = numbers.of[worker], numbers.of[worker + 1]
     most = 0.0
@@ -282,8 +282,8 @@ def _held(numbers: Any, cut: Any, store: int, worker: int) -> float:
         now = numbers.takes[store, n]
         for j in range(a, b):
             if j != i:
-                other = cut.order[j]
-                now += numbers.net[store, other] * (cut.rounds[n] - cut.rounds[other] + (1 if j < i else 0))
+                letter = cut.order[j]
+                now += numbers.net[store, letter] * (cut.rounds[n] - cut.rounds[letter] + (1 if j < i else 0))
         most = max(most, now)
     return most
 
@@ -293,5 +293,5 @@ def has_room(numbers: Any, cut: Any, worker: int) -> bool:
     """Whether a worker keeps its limits."""
     fits = True
     for store in range(len(numbers.most)):
-        fits = fits and _held(numbers, cut, store, worker) <= numbers.most[store, worker]
+        fits = fits and _peak(numbers, cut, store, worker) <= numbers.most[store, worker]
     return fits

@@ -68,9 +68,9 @@ def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: 
         least_work(problem), shortest_way(problem), times, moves, _WARM * float(numbers.keeps.mean())
     )
     _anneal(numbers, x, ways, plan)
-    found = timed(problem, _pattern(numbers, x.best))
-    assert found is not None  # every pattern that is kept has a period
-    return found
+    result = timed(problem, _pattern(numbers, x.best))
+    assert result is not None  # every pattern that is kept has a period
+    return result
 
 
 _WARM = 0.5
@@ -101,7 +101,7 @@ class _State(NamedTuple):
     """
 
     cut: Cut
-    kept: Cut
+    saved: Cut
     best: Cut
     critical: Ints
     random: Chance
@@ -183,7 +183,7 @@ def _copy(source: Any, target: Any) -> None:
 @compiled
 def _keep(x: Any, ways: Any) -> None:
     """Accept what was tried, and sort letters by their new starts."""
-    _copy(x.cut, x.kept)
+    _copy(x.cut, x.saved)
     x.critical[:] = ways.critical
     # They were nearly in order, so insertion is fast.
     for i in range(1, len(ways.sequence)):
@@ -262,4 +262,4 @@ def _anneal(numbers: Any, x: Any, ways: Any, plan: Any) -> None:
                 best = now
                 _copy(x.cut, x.best)
         else:
-            _copy(x.kept, x.cut)
+            _copy(x.saved, x.cut)

@@ -133,43 +133,43 @@ class _Model:
             self._without_overlap(problem.of_worker(worker))
             self._within_limits(worker)
 
-    def _without_overlap(self, own: tuple[int, ...]) -> None:
+    def _without_overlap(self, letters: tuple[int, ...]) -> None:
         model, rest, busy = self.model, self.rest, self.busy
-        for i, one in enumerate(own):
-            for other in own[i + 1 :]:
-                before = model.new_bool_var(f"{one} before {other}")
-                self.goes_before[one, other], self.goes_before[other, one] = before, 1 - before
+        for i, first in enumerate(letters):
+            for second in letters[i + 1 :]:
+                before = model.new_bool_var(f"{first} before {second}")
+                self.goes_before[first, second], self.goes_before[second, first] = before, 1 - before
                 either(
                     model,
                     before,
-                    rest[one] + busy[one] <= rest[other],
-                    rest[other] + busy[other] <= rest[one],
+                    rest[first] + busy[first] <= rest[second],
+                    rest[second] + busy[second] <= rest[first],
                 )
-                model.add(rest[one] + busy[one] <= rest[other] + self.period)
-                model.add(rest[other] + busy[other] <= rest[one] + self.period)
-        one_at_a_time(model, ((rest[n], busy[n]) for n in own))
+                model.add(rest[first] + busy[first] <= rest[second] + self.period)
+                model.add(rest[second] + busy[second] <= rest[first] + self.period)
+        one_at_a_time(model, ((rest[n], busy[n]) for n in letters))
 
     def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
         """Memory of the worker while each letter that takes something runs, in parts."""
-        own = self.problem.of_worker(worker)
-        net = {n: round(float(self.numbers.net[store, n]) / parts) for n in own}
-        takers = [n for n in own if net[n] > 0]
-        for pipe in {self.problem.letters[n].pipe for n in own}:
+        letters = self.problem.of_worker(worker)
+        net = {n: round(float(self.numbers.net[store, n]) / parts) for n in letters}
+        takers = [n for n in letters if net[n] > 0]
+        for pipe in {self.problem.letters[n].pipe for n in letters}:
             # A micro-batch frees what it takes, and rounding may not change that.
-            stage = [n for n in own if self.problem.letters[n].pipe == pipe and net[n]]
+            stage = [n for n in letters if self.problem.letters[n].pipe == pipe and net[n]]
             if stage:
                 net[stage[-1]] -= sum(net[n] for n in stage)
-        found = []
-        for n in own:
+        peaks = []
+        for n in letters:
             takes = math.ceil(float(self.numbers.takes[store, n]) / parts - 1e-9)
             if takes > 0 or n in takers:
-                held = takes
-                for other in own:
-                    if other != n and net[other]:
-                        rounds = self.round[n] - self.round[other] + self.goes_before[other, n]
-                        held += net[other] * rounds
-                found.append(held)
-        return found
+                memory = takes
+                for letter in letters:
+                    if letter != n and net[letter]:
+                        rounds = self.round[n] - self.round[letter] + self.goes_before[letter, n]
+                        memory += net[letter] * rounds
+                peaks.append(memory)
+        return peaks
 
     def _parts(self, store: int, worker: int) -> float:
         """The unit in which a store is counted."""
@@ -183,22 +183,22 @@ class _Model:
             most = float(self.numbers.most[store, worker])
             if math.isfinite(most):
                 parts = self._parts(store, worker)
-                for held in self._holdings(store, worker, parts):
-                    self.model.add(held <= math.floor(most / parts))
+                for memory in self._holdings(store, worker, parts):
+                    self.model.add(memory <= math.floor(most / parts))
                 self._mean(store, worker, parts, math.floor(most / parts))
 
     def _mean(self, store: int, worker: int, parts: float, most: int) -> None:
         """Constrain the mean memory to the maximum: this follows from the rest, and helps a lot."""
         limited = self.problem.stores[store]
-        held = 0
+        memory = 0
         net = 0
         for n in self.problem.of_worker(worker):
             takes = math.floor(limited.at_start[n] / parts)
             frees = math.floor(limited.at_end[n] / parts)
-            held -= takes * self.starts[n] + frees * (self.starts[n] + self.busy[n])
+            memory -= takes * self.starts[n] + frees * (self.starts[n] + self.busy[n])
             net += takes + frees
         if not net:
-            self.model.add(held <= most * self.period)
+            self.model.add(memory <= most * self.period)
 
     def shortest(self) -> None:
         """Minimise a micro-batch's way."""
@@ -212,14 +212,14 @@ class _Model:
         parts = self._parts(0, 0)
         most = self.model.new_int_var(0, 10**12, "most")
         for worker in range(self.problem.workers):
-            for held in self._holdings(0, worker, parts):
-                self.model.add(held <= most)
+            for memory in self._holdings(0, worker, parts):
+                self.model.add(memory <= most)
         self.model.minimize(most)
 
     def hint(self, block: Block) -> None:
         """Give the solver a block to begin with."""
         stretch = self.period * self.unit / block.period
         for n, at in enumerate(block.starts):
-            whole = round(at * stretch / self.unit)
-            self.model.add_hint(self.round[n], whole // self.period)
-            self.model.add_hint(self.rest[n], whole % self.period)
+            start = round(at * stretch / self.unit)
+            self.model.add_hint(self.round[n], start // self.period)
+            self.model.add_hint(self.rest[n], start % self.period)

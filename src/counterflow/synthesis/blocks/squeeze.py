@@ -145,13 +145,13 @@ class _Way:
         """Squeeze once, from the front."""
         _, begin = self.begin(flat)
         begin_play(self.scratch, flat.first, begin)
-        found = Flat(flat.word.copy(), flat.first)
-        ended = _squeeze(self.numbers, self.scratch, _left(self.numbers, flat, late), found)
+        result = Flat(flat.word.copy(), flat.first)
+        ended = _squeeze(self.numbers, self.scratch, _squeezing(self.numbers, flat, late), result)
         assert ended  # the next op can always run in the end
-        return found
+        return result
 
 
-class _Left(NamedTuple):
+class _Squeezing(NamedTuple):
     """State of a squeeze: the rest of each word, and the ops that workers can run next.
 
     Attributes:
@@ -160,7 +160,7 @@ class _Left(NamedTuple):
         late: see ``Lateness``.
         after: by place, the next place that is left.
         head: by worker, the first place that is left.
-        held: memory by store and worker.
+        memory: memory by store and worker.
         at: by worker, time when it can run an op; infinite if unknown.
         before: by worker, the place before that op; -1: it is the first that is left.
         stale: by worker, whether these two have to be computed again.
@@ -176,7 +176,7 @@ class _Left(NamedTuple):
     late: float
     after: Ints
     head: Ints
-    held: Floats
+    memory: Floats
     at: Floats
     before: Ints
     stale: NDArray[np.bool_]
@@ -187,9 +187,9 @@ class _Left(NamedTuple):
     most: Floats
 
 
-def _left(numbers: Numbers, flat: Flat, late: float) -> _Left:
+def _squeezing(numbers: Numbers, flat: Flat, late: float) -> _Squeezing:
     workers, stores = len(flat.first) - 1, len(numbers.most)
-    return _Left(
+    return _Squeezing(
         flat.word.copy(),
         flat.first[1:],
         late,
@@ -235,7 +235,7 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
         if s.done[letter] == n.ops[letter]:
             x.letters[chosen] -= 1
         for store in range(len(n.most)):  # slices would allocate new arrays
-            x.held[store, chosen] += n.net[store, letter]
+            x.memory[store, chosen] += n.net[store, letter]
         x.stale[chosen] = True
         for edge in range(n.out[letter], n.out[letter + 1]):
             x.stale[n.worker[n.taker[n.sent[edge]]]] = True
@@ -252,7 +252,7 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
     due = ready_at(n, s, worker, word[here])
     x.at[worker] = due
     for store in range(len(n.most)):
-        x.now[store], x.most[store] = x.held[store, worker], 0.0
+        x.now[store], x.most[store] = x.memory[store, worker], 0.0
     x.looks[0] += 1
     kinds = x.letters[worker]
     for _ in range(LOOKED_AHEAD):
@@ -289,7 +289,7 @@ def _fits(n: Any, x: Any, letter: int) -> bool:
     worker = n.worker[letter]
     for store in range(len(n.most)):
         takes, net = n.takes[store, letter], n.net[store, letter]
-        most = max(x.held[store, worker] + takes, x.most[store] + net)
+        most = max(x.memory[store, worker] + takes, x.most[store] + net)
         if most > n.most[store, worker]:
             return False
     return True

@@ -57,7 +57,7 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Entry:
     """Words of the pool, their duration, and the delays they were made with."""
 
     seconds: float
@@ -71,7 +71,7 @@ class Wanderer:
     def __init__(self, problem: Problem, starts: Iterable[Words], seed: int = 0) -> None:
         self._squeezers = [Squeezer(problem) for _ in range(_THREADS)]
         self._starts = [flat_of(words) for words in starts]
-        self._pool: list[_Kept] = []
+        self._pool: list[_Entry] = []
         self._chance = np.random.default_rng(seed)
         self._mean = sum(problem.work()) / problem.ops
 
@@ -102,7 +102,7 @@ class Wanderer:
                     done += len(jobs)
                     for job, turn in zip(jobs, drawn, strict=True):
                         seconds, flat = job.result()
-                        self._take(_Kept(seconds, flat, turn.late))
+                        self._take(_Entry(seconds, flat, turn.late))
                         if seconds < least * (1 - CLOSE):
                             least = seconds
                             yield words_of(flat)
@@ -115,18 +115,18 @@ class Wanderer:
         late = Lateness(*(exp(chance.uniform(*_LATE)) * self._mean for _ in range(2)))
         if not self._pool or number < _AT_FIRST * len(self._starts) or chance.random() < _FRESH:
             return _Turn(self._starts[int(chance.integers(len(self._starts)))], late, back)
-        kept = self._pool[min(len(self._pool) - 1, int(chance.exponential(_MEAN_PLACE)))]
+        entry = self._pool[min(len(self._pool) - 1, int(chance.exponential(_MEAN_PLACE)))]
         if chance.random() < _LIKE:
             late = Lateness(
-                *(one * exp(chance.normal(0.0, _NEAR)) for one in (kept.late.front, kept.late.back))
+                *(seconds * exp(chance.normal(0.0, _NEAR)) for seconds in (entry.late.front, entry.late.back))
             )
-        return _Turn(kept.flat, late, back)
+        return _Turn(entry.flat, late, back)
 
-    def _take(self, kept: _Kept) -> None:
+    def _take(self, new: _Entry) -> None:
         """Add words to the pool if they are among the best, and none there has the same duration."""
-        if kept.seconds == NEVER:
+        if new.seconds == NEVER:
             return
-        if all(abs(kept.seconds - other.seconds) > CLOSE * other.seconds for other in self._pool):
-            self._pool.append(kept)
-            self._pool.sort(key=lambda one: one.seconds)
+        if all(abs(new.seconds - entry.seconds) > CLOSE * entry.seconds for entry in self._pool):
+            self._pool.append(new)
+            self._pool.sort(key=lambda entry: entry.seconds)
             del self._pool[_POOL:]

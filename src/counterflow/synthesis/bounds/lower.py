@@ -68,15 +68,17 @@ def bounds(problem: Problem) -> Iterator[Bound]:
     for worker in range(problem.workers):
         if problem.of_worker(worker):
             yield from _worker(_Side(windows, worker))
-        summed = [one for one in problem.sums if worker in one.workers]
+        summed = [sync for sync in problem.sums if worker in sync.workers]
         if summed:
-            seconds = math.fsum(one.seconds for one in summed)
+            seconds = math.fsum(sync.seconds for sync in summed)
             if not problem.steady:
                 ready = [
-                    max(windows.heads[n][-1] + problem.letters[n].seconds for n in one.letters)
-                    for one in summed
+                    max(windows.heads[n][-1] + problem.letters[n].seconds for n in sync.letters)
+                    for sync in summed
                 ]
-                jobs = zip(ready, (one.seconds for one in summed), [problem.tail] * len(summed), strict=True)
+                jobs = zip(
+                    ready, (sync.seconds for sync in summed), [problem.tail] * len(summed), strict=True
+                )
                 seconds = one_machine(jobs)
             yield Bound(seconds, f"the gradient syncs of worker {worker} run one after another")
     yield from _links(windows)
@@ -146,14 +148,15 @@ def _links(windows: Windows) -> Iterator[Bound]:
             if need.link is None:
                 continue
             ends[need.link] = letters[need.letter].worker, x.worker
-            made = letters[need.letter].seconds
+            maker_seconds = letters[need.letter].seconds
             jobs.setdefault(need.link, []).extend(
-                (heads[need.letter][k] + made, need.seconds, x.seconds + tails[n][k]) for k in range(x.count)
+                (heads[need.letter][k] + maker_seconds, need.seconds, x.seconds + tails[n][k])
+                for k in range(x.count)
             )
-    for link, own in jobs.items():
+    for link, link_jobs in jobs.items():
         sender, receiver = ends[link]
-        work = sum(p for _, p, _ in own)
-        seconds = work if problem.steady else one_machine(own)
+        work = sum(p for _, p, _ in link_jobs)
+        seconds = work if problem.steady else one_machine(link_jobs)
         yield Bound(seconds, f"the messages from worker {sender} to {receiver} take {work:,.6g}")
 
 
@@ -165,7 +168,7 @@ class _Side:
 
     Attributes:
         worker: its number.
-        own: its letters.
+        letters_held: its letters.
         work: seconds of compute, including messages if it is busy with them.
         before_first: seconds before its first op can start.
         after_last: seconds that follow its last op.
@@ -182,17 +185,17 @@ class _Side:
         problem = windows.problem
         self._problem, self._windows = problem, windows
         self.worker = worker
-        self.own = problem.of_worker(worker)
+        self.letters_held = problem.of_worker(worker)
         letters = problem.letters
         self._takes = [x.seconds + busy for x, busy in zip(letters, windows.busy, strict=True)]
-        self.work = math.fsum(letters[n].count * self._takes[n] for n in self.own)
+        self.work = math.fsum(letters[n].count * self._takes[n] for n in self.letters_held)
         if problem.steady:
             self._heads, self._tails = windows.of_span(worker)
         else:
             self._heads, self._tails = windows.heads, windows.tails
-        self.before_first = min(self._heads[n][0] for n in self.own)
-        self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.own)
-        self._forwards = [n for n in self.own if letters[n].kind.whole]
+        self.before_first = min(self._heads[n][0] for n in self.letters_held)
+        self.after_last = min(self._tails[n][-1] - windows.busy[n] for n in self.letters_held)
+        self._forwards = [n for n in self.letters_held if letters[n].kind.whole]
         # The first backward belongs to the highest stage of some pipe, and to its last slice, since the
         # others need it; likewise the last forward.
         highest = {letters[n].pipe: letters[n].stage for n in self._forwards}
@@ -202,10 +205,12 @@ class _Side:
             if letters[n].stage == highest[letters[n].pipe] and letters[n].part == letters[n].parts - 1
         ]
         self._last_forwards = last
-        self._again = {letters[n].unit: n for n in self.own if letters[n].turn == RECOMPUTED}
+        self._recomputations = {
+            letters[n].unit: n for n in self.letters_held if letters[n].turn == RECOMPUTED
+        }
         # A recomputation needs no other stage's backward, so that it may be of any stage.
-        others = list(self._again.values()) or [self._of_stage(n)[0] for n in last]
-        self.before_backward = min(self._heads[n][0] for n in others)
+        first_backwards = list(self._recomputations.values()) or [self._of_stage(n)[0] for n in last]
+        self.before_backward = min(self._heads[n][0] for n in first_backwards)
         self.after_forward = min(letters[n].seconds + self._tails[n][-1] for n in last)
         self.forwards_within = math.fsum(letters[n].count * self._takes[n] for n in self._forwards)
         self.after_last_forward = self._rest()
@@ -219,7 +224,7 @@ class _Side:
 
     def jobs(self) -> Iterator[tuple[float, float, float]]:
         """Its ops with heads and tails."""
-        for n in self.own:
+        for n in self.letters_held:
             takes, busy = self._takes[n], self._windows.busy[n]
             for head, tail in zip(self._heads[n], self._tails[n], strict=True):
                 yield head, takes, tail - busy
@@ -227,12 +232,14 @@ class _Side:
     def _of_stage(self, forward: int) -> list[int]:
         """The backwards of a forward's stage and slice, in their order."""
         letters = self._problem.letters
-        own = [n for n in self.own if letters[n].unit == letters[forward].unit]
-        return sorted((n for n in own if letters[n].turn > RECOMPUTED), key=lambda n: letters[n].turn)
+        stage_letters = [n for n in self.letters_held if letters[n].unit == letters[forward].unit]
+        return sorted(
+            (n for n in stage_letters if letters[n].turn > RECOMPUTED), key=lambda n: letters[n].turn
+        )
 
     def _recomputed(self, forward: int) -> int | None:
         """The recomputation of a forward's stage and slice; None: there is none."""
-        return self._again.get(self._problem.letters[forward].unit)
+        return self._recomputations.get(self._problem.letters[forward].unit)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
         """Memory of a micro-batch after its forward and after its input gradient, each with the work that is
@@ -241,54 +248,54 @@ class _Side:
         What a recomputation takes and leaves is counted as its backward's, since it may run just before that.
         Empty if it is negative at some time, which no bound here covers.
         """
-        held = store.at_start[forward] + store.at_end[forward]
-        rest, again = self._of_stage(forward), self._recomputed(forward)
-        found = []
+        memory = store.at_start[forward] + store.at_end[forward]
+        rest, recomputation = self._of_stage(forward), self._recomputed(forward)
+        states = []
         for place, n in enumerate(rest):
-            left = 0.0
-            if again is not None and not place:
-                left = store.at_start[again] + store.at_end[again]
-            if held < 0 or held + left + store.at_start[n] < 0:
+            change = 0.0
+            if recomputation is not None and not place:
+                change = store.at_start[recomputation] + store.at_end[recomputation]
+            if memory < 0 or memory + change + store.at_start[n] < 0:
                 return []
-            more = rest[place:] if again is None or place else [again, *rest]
-            found.append((held, math.fsum(self._takes[m] for m in more)))
-            held += left + store.at_start[n] + store.at_end[n]
-        return found if store.at_start[forward] >= 0 else []
+            more = rest[place:] if recomputation is None or place else [recomputation, *rest]
+            states.append((memory, math.fsum(self._takes[m] for m in more)))
+            memory += change + store.at_start[n] + store.at_end[n]
+        return states if store.at_start[forward] >= 0 else []
 
     def _limit(self, store: Store) -> None:
         letters, most, allowed = self._problem.letters, store.most[self.worker], store.allowed(self.worker)
-        held = {n: self._states(store, n) for n in self._forwards}
+        states = {n: self._states(store, n) for n in self._forwards}
         # Before the first backward nothing is freed.
-        goods = [(self._takes[n], held[n][0][0], letters[n].count) for n in self._forwards]
+        goods = [(self._takes[n], states[n][0][0], letters[n].count) for n in self._forwards]
         self.forwards_within = min(self.forwards_within, most_within(allowed, goods))
-        if math.fsum(letters[n].count * held[n][0][0] for n in self._forwards) > allowed:
+        if math.fsum(letters[n].count * states[n][0][0] for n in self._forwards) > allowed:
             self.full = True
         # When the last forward starts, the remaining work is held, and there is room for that forward.
-        goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in held[n]]
+        goods = [(rest, size, letters[n].count) for n in self._forwards for size, rest in states[n]]
         rests = []
         for last in self._last_forwards:
-            itself = self._takes[last] + held[last][0][1]
+            itself = self._takes[last] + states[last][0][1]
             rests.append(itself + most_within(allowed - store.at_start[last], goods))
         self.after_last_forward = min(self.after_last_forward, max(rests))
-        area = math.fsum(letters[n].count * self._area(store, n, held[n]) for n in self._forwards)
-        sizes = {size for n in self._forwards for size, _ in held[n]}
+        area = math.fsum(letters[n].count * self._area(store, n, states[n]) for n in self._forwards)
+        sizes = {size for n in self._forwards for size, _ in states[n]}
         if len(sizes) == 1 and (size := sizes.pop()) > 0:
             most = min(most, size * count_within(most, size))
         self.areas.append((area / most, store))
-        self.away = max(self.away, self._away(store, held))
+        self.away = max(self.away, self._away(store, states))
 
-    def _area(self, store: Store, forward: int, held: list[tuple[float, float]]) -> float:
+    def _area(self, store: Store, forward: int, states: list[tuple[float, float]]) -> float:
         """Minimum of a micro-batch's memory of a store, integrated over time."""
         letters, rest = self._problem.letters, self._of_stage(forward)
-        own = letters[forward].seconds
+        seconds = letters[forward].seconds
         started = self._windows.later(forward, rest)
-        ended = [own, *(started[n] + letters[n].seconds for n in rest)]
-        area = min(store.at_start[forward], held[0][0]) * own
-        for (size, _), begin, end in zip(held, ended, ended[1:], strict=False):
+        ended = [seconds, *(started[n] + letters[n].seconds for n in rest)]
+        area = min(store.at_start[forward], states[0][0]) * seconds
+        for (size, _), begin, end in zip(states, ended, ended[1:], strict=False):
             area += size * (end - begin)
         return area
 
-    def _away(self, store: Store, held: dict[int, list[tuple[float, float]]]) -> float:
+    def _away(self, store: Store, states: dict[int, list[tuple[float, float]]]) -> float:
         """Seconds without work between each micro-batch's last forward and its first backward.
 
         In this time a micro-batch frees nothing. If no two fit at once, no other runs its last forward
@@ -299,7 +306,7 @@ class _Side:
         letters = self._problem.letters
         size = dict.fromkeys((letters[n].pipe for n in self._forwards), 0.0)
         for n in self._forwards:
-            size[letters[n].pipe] += held[n][0][0]
+            size[letters[n].pipe] += states[n][0][0]
         allowed = store.allowed(self.worker)
         if 2 * min(size.values()) <= allowed:
             return 0.0
@@ -309,16 +316,16 @@ class _Side:
             room = allowed - size[pipe]
             trip = self._windows.later(last, [back])[back] - self._takes[last]
             # Meanwhile its stages are computed again.
-            trip -= math.fsum(self._takes[n] for unit, n in self._again.items() if unit[0] == pipe)
+            trip -= math.fsum(self._takes[n] for unit, n in self._recomputations.items() if unit[0] == pipe)
             for k in range(count):
                 rests, forwards = [], []
                 for n in self._forwards:
                     before = after = letters[n].count
                     if letters[n].pipe == pipe:
                         before, after = k, count - 1 - k
-                    rests += [(rest, stays, before) for stays, rest in held[n]]
+                    rests += [(rest, stays, before) for stays, rest in states[n]]
                     if n not in self._last_forwards:
-                        forwards.append((self._takes[n], held[n][0][0], after))
+                        forwards.append((self._takes[n], states[n][0][0], after))
                 idle += max(trip - most_within(room, rests) - most_within(room, forwards), 0.0)
         return idle
 
@@ -326,7 +333,7 @@ class _Side:
         letters = self._problem.letters
         forwards = max(self._takes[n] for n in self._last_forwards)
         return forwards + math.fsum(
-            letters[n].count * self._takes[n] for n in self.own if n not in self._forwards
+            letters[n].count * self._takes[n] for n in self.letters_held if n not in self._forwards
         )
 
 
@@ -338,15 +345,15 @@ def most_within(most: float, goods: Iterable[tuple[float, float, int]]) -> float
     >>> most_within(2.5, [(3, 1, 1), (2, 1, 4)]), round(most_within(2.5, [(3, 1, 1), (2, 2, 4)]), 6)
     (5.0, 4.5)
     """
-    found = [(value, size, count) for value, size, count in goods if count and value > 0]
-    sizes = {size for _, size, _ in found}
-    total, left = 0.0, max(most, 0.0)
+    fitting = [(value, size, count) for value, size, count in goods if count and value > 0]
+    sizes = {size for _, size, _ in fitting}
+    total, room = 0.0, max(most, 0.0)
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
-        left, found = float(count_within(left, size)), [(value, 1.0, n) for value, _, n in found]
-    for value, size, count in sorted(found, key=lambda good: -good[0] / good[1] if good[1] else -math.inf):
-        taken = min(count, left / size) if size else count
-        total += value * taken
-        left -= size * taken
+        room, fitting = float(count_within(room, size)), [(value, 1.0, n) for value, _, n in fitting]
+    for value, size, count in sorted(fitting, key=lambda good: -good[0] / good[1] if good[1] else -math.inf):
+        amount = min(count, room / size) if size else count
+        total += value * amount
+        room -= size * amount
     return total
 
 

@@ -69,11 +69,13 @@ class Windows:
         """
         letters = self.problem.letters
         near = None if self.problem.ops * self.problem.workers <= _CLOSELY else _NEAR
-        own = self.problem.of_worker(worker)
-        summed = {n: one.seconds for one in self.problem.sums if worker in one.workers for n in one.letters}
-        starts = [0.0 if n in own else -math.inf for n in range(len(letters))]
+        letters_held = self.problem.of_worker(worker)
+        summed = {
+            n: sync.seconds for sync in self.problem.sums if worker in sync.workers for n in sync.letters
+        }
+        starts = [0.0 if n in letters_held else -math.inf for n in range(len(letters))]
         lasts = [
-            max(self.busy[n] if n in own else -math.inf, summed.get(n, -math.inf))
+            max(self.busy[n] if n in letters_held else -math.inf, summed.get(n, -math.inf))
             for n in range(len(letters))
         ]
         return self._longest(starts, near), self._longest(lasts, near, back=True)
@@ -89,31 +91,31 @@ class Windows:
         letters = self.problem.letters
         into: list[list[tuple[int, int, float]]] = [[] for _ in letters]
         for rule in self.rules:
-            one, other = (rule.after, rule.before) if back else (rule.before, rule.after)
-            into[other].append((one, rule.shift, rule.seconds))
+            source, target = (rule.after, rule.before) if back else (rule.before, rule.after)
+            into[target].append((source, rule.shift, rule.seconds))
         order = self._order[::-1] if back else self._order
-        found: list[list[float]] = [[] for _ in letters]
+        paths: list[list[float]] = [[] for _ in letters]
         for k in range(min(max(x.count for x in letters), near or self.problem.ops)):
             for n in order:
                 if k >= letters[n].count:
                     continue
                 at = first[n]
-                for one, shift, seconds in into[n]:
+                for source, shift, seconds in into[n]:
                     if k >= shift:
-                        at = max(at, found[one][k - shift] + letters[one].seconds + seconds)
-                found[n].append(at)
-        for x, busy, row in zip(letters, self.busy, found, strict=True):
+                        at = max(at, paths[source][k - shift] + letters[source].seconds + seconds)
+                paths[n].append(at)
+        for x, busy, row in zip(letters, self.busy, paths, strict=True):
             row += [row[-1] + k * (x.seconds + busy) for k in range(1, x.count - len(row) + 1)]
-        return [row[::-1] for row in found] if back else found
+        return [row[::-1] for row in paths] if back else paths
 
     @cached_property
     def summed(self) -> tuple[float, ...]:
         """Seconds of the sum that waits for each letter; 0 if there is none."""
-        found = [0.0] * len(self.problem.letters)
-        for one in self.problem.sums:
-            for letter in one.letters:
-                found[letter] = one.seconds
-        return tuple(found)
+        seconds = [0.0] * len(self.problem.letters)
+        for sync in self.problem.sums:
+            for letter in sync.letters:
+                seconds[letter] = sync.seconds
+        return tuple(seconds)
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
@@ -132,16 +134,16 @@ class Windows:
             letter: letter of the op.
             wanted: letters that are surely in the result; None: all.
         """
-        found = {letter: 0.0}
+        times = {letter: 0.0}
         letters, places = self.problem.letters, self._places
         end = None if wanted is None else 1 + max((places[n] for n in wanted), default=-1)
         for n in self._order[places[letter] + 1 : end]:
             for need in letters[n].needs:
-                if need.letter in found:
+                if need.letter in times:
                     waits = self.busy[need.letter] if need.link is None else need.seconds
-                    at = found[need.letter] + letters[need.letter].seconds + waits
-                    found[n] = max(found.get(n, 0.0), at)
-        return found
+                    at = times[need.letter] + letters[need.letter].seconds + waits
+                    times[n] = max(times.get(n, 0.0), at)
+        return times
 
 
 def in_order(problem: Problem) -> tuple[int, ...]:
@@ -185,17 +187,17 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
     exceeds the limit, it is impossible.
     """
     letters = problem.letters
-    own = [n for n in problem.of_worker(worker) if letters[n].pipe == pipe]
+    letters_held = [n for n in problem.of_worker(worker) if letters[n].pipe == pipe]
     number: dict[tuple[int, int], dict[OpKind, int]] = {}
-    for n in own:
+    for n in letters_held:
         number.setdefault((letters[n].stage, letters[n].part), {})[letters[n].kind] = n
     units = sorted(number)
-    chains = [_Held.of(problem, store, number[unit]) for unit in units]
+    chains = [_Chain.of(problem, store, number[unit]) for unit in units]
     if any(chain.least <= 0 for chain in chains):
         return
     most = store.allowed(worker)
     up_to = [
-        {place for place, other in enumerate(units) if other[0] <= unit[0] and other[1] <= unit[1]}
+        {place for place, second in enumerate(units) if second[0] <= unit[0] and second[1] <= unit[1]}
         for unit in units
     ]
     for chain, low in zip(chains, up_to, strict=True):
@@ -215,7 +217,7 @@ def _rules_of_store(problem: Problem, store: Store, worker: int, pipe: int) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Chain:
     """Memory that a micro-batch holds of one stage and slice.
 
     Attributes:
@@ -235,19 +237,19 @@ class _Held:
     weights: float
 
     @classmethod
-    def of(cls, problem: Problem, store: Store, number: Mapping[OpKind, int]) -> _Held:
+    def of(cls, problem: Problem, store: Store, number: Mapping[OpKind, int]) -> _Chain:
         forward = number[OpKind.FORWARD]
         weights = number.get(OpKind.WEIGHT_GRADIENTS)
         middle = number[OpKind.BACKWARD if weights is None else OpKind.INPUT_GRADIENT]
-        held = store.at_start[forward] + store.at_end[forward]
-        least = min(store.at_start[forward], held, held + store.at_start[middle])
-        if (again := number.get(OpKind.RECOMPUTATION)) is not None:  # anywhere between the two
-            held += store.at_start[again] + store.at_end[again]
-        after = held + store.at_start[middle] + store.at_end[middle]
+        memory = store.at_start[forward] + store.at_end[forward]
+        least = min(store.at_start[forward], memory, memory + store.at_start[middle])
+        if (recomputation := number.get(OpKind.RECOMPUTATION)) is not None:  # anywhere between the two
+            memory += store.at_start[recomputation] + store.at_end[recomputation]
+        after = memory + store.at_start[middle] + store.at_end[middle]
         if weights is None:
             return cls(forward, middle, middle, least, after, 0.0)
         after = min(after, after + store.at_start[weights])
-        frees_nothing = min(after, held + store.at_start[middle]) >= least
+        frees_nothing = min(after, memory + store.at_start[middle]) >= least
         return cls(
             forward,
             middle,
@@ -258,10 +260,10 @@ class _Held:
         )
 
 
-def count_within(most: float, each: float) -> int:
+def count_within(most: float, size: float) -> int:
     """Number of things of a size that fit into a limit.
 
     >>> count_within(0.3, 0.1)
     3
     """
-    return math.floor(min(most / each * (1 + CLOSE), 2.0**60))
+    return math.floor(min(most / size * (1 + CLOSE), 2.0**60))

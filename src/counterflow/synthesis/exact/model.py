@@ -30,7 +30,7 @@ MOST_UNITS = 10**7
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class IntegerProblem:
     """A problem whose seconds are whole numbers of a unit.
 
     Attributes:
@@ -44,20 +44,20 @@ class Whole:
     exact: bool
 
 
-def whole(problem: Problem) -> Whole:
+def integer_problem(problem: Problem) -> IntegerProblem:
     """The problem with all seconds as whole numbers, exact if few decimals suffice.
 
     >>> from counterflow.schedule.placement import linear
     >>> from counterflow.schedule.workload import plain
     >>> from counterflow.simulation import Costs
     >>> from counterflow.synthesis.posing import (problem_of)
-    >>> found = whole(problem_of(plain(linear(2), 2), Costs(forward=0.3, backward=0.75)))
-    >>> found.unit, [x.seconds for x in found.problem.letters]
+    >>> scaled = integer_problem(problem_of(plain(linear(2), 2), Costs(forward=0.3, backward=0.75)))
+    >>> scaled.unit, [x.seconds for x in scaled.problem.letters]
     (Fraction(3, 20), [2.0, 5.0, 2.0, 5.0])
     """
     letters = problem.letters
     values = [x.seconds for x in letters] + [need.seconds for x in letters for need in x.needs]
-    values += [one.seconds for one in problem.sums] + [problem.tail]
+    values += [sync.seconds for sync in problem.sums] + [problem.tail]
     parts = [Fraction(repr(float(value))) for value in values if value]
     total = Fraction(math.fsum(x.count * (x.seconds + sum(n.seconds for n in x.needs)) for x in letters))
     denominator = math.lcm(*(part.denominator for part in parts))
@@ -69,7 +69,7 @@ def whole(problem: Problem) -> Whole:
     def units(seconds: float) -> float:
         return float(math.floor(Fraction(repr(float(seconds))) / unit))
 
-    return Whole(
+    return IntegerProblem(
         replace(
             problem,
             letters=tuple(
@@ -80,7 +80,7 @@ def whole(problem: Problem) -> Whole:
                 )
                 for x in letters
             ),
-            sums=tuple(replace(one, seconds=units(one.seconds)) for one in problem.sums),
+            sums=tuple(replace(sync, seconds=units(sync.seconds)) for sync in problem.sums),
             tail=units(problem.tail),
         ),
         unit,
@@ -90,8 +90,8 @@ def whole(problem: Problem) -> Whole:
 
 def pairs(problem: Problem) -> int:
     """Number of pairs of ops of one worker: the size of a model."""
-    own = (sum(problem.letters[n].count for n in problem.of_worker(w)) for w in range(problem.workers))
-    return sum(count * (count - 1) // 2 for count in own)
+    counts = (sum(problem.letters[n].count for n in problem.of_worker(w)) for w in range(problem.workers))
+    return sum(count * (count - 1) // 2 for count in counts)
 
 
 class Model:
@@ -150,26 +150,26 @@ class Model:
 
     def _worker(self, worker: int) -> None:
         problem, model = self.problem, self._model
-        own = problem.of_worker(worker)
-        takes = {n: self._lasts[n] + int(self._windows.busy[n]) for n in own}
+        letters = problem.of_worker(worker)
+        takes = {n: self._lasts[n] + int(self._windows.busy[n]) for n in letters}
         if self._steady:
             heads, tails = self._windows.of_span(worker)
         else:
             heads, tails = self._windows.heads, self._windows.tails
         before = _Before(model, self._start, takes)
-        for n in own:
+        for n in letters:
             for k, (head, tail) in enumerate(zip(heads[n], tails[n], strict=True)):
                 # From its earliest start to its latest, within the span or the step.
                 before.window[n, k] = int(head), self.target - int(tail) - self._lasts[n]
         self._before.append(before)
-        follow = {n: self._windows.later(n).keys() for n in own}
+        follow = {n: self._windows.later(n).keys() for n in letters}
         before.follow = follow
         before.chains()
-        ops = [(n, k) for n in own for k in range(problem.letters[n].count)]
+        ops = [(n, k) for n in letters for k in range(problem.letters[n].count)]
         one_at_a_time(model, ((self._start[op], takes[op[0]]) for op in ops))
         begin = self._first[worker] if self._steady else 0
-        soonest = min((int(heads[n][0]) for n in own), default=0)
-        least = min((int(tails[n][-1] - self._windows.busy[n]) for n in own), default=0)
+        soonest = min((int(heads[n][0]) for n in letters), default=0)
+        least = min((int(tails[n][-1] - self._windows.busy[n]) for n in letters), default=0)
         for n, k in ops:
             start = self._start[n, k]
             earlier, later = before.load(n, k)
@@ -185,14 +185,16 @@ class Model:
         """Keep the worker's memory within its limit when an op starts and when it has ended."""
         if math.isinf(store.most[worker]):
             return
-        own = {n for n, _ in ops}
-        starts, ends, most = _whole_sizes(store, own, store.most[worker])
-        net = {n: starts[n] + ends[n] for n in own}
+        letters = {n for n, _ in ops}
+        starts, ends, most = _whole_sizes(store, letters, store.most[worker])
+        net = {n: starts[n] + ends[n] for n in letters}
         for n, k in ops:
             more = max(starts[n], net[n], 0)
             if more:
-                held = sum(net[m] * before.literal(m, j, n, k) for m, j in ops if (m, j) != (n, k) and net[m])
-                self._model.add(held + more <= most)
+                memory = sum(
+                    net[m] * before.literal(m, j, n, k) for m, j in ops if (m, j) != (n, k) and net[m]
+                )
+                self._model.add(memory + more <= most)
 
     # -- messages and sums
 
@@ -208,20 +210,20 @@ class Model:
                     continue
                 maker, travels = need.letter, int(need.seconds)
                 for k in range(x.count):
-                    taken, made = self._start[n, k], self._start[maker, k]
+                    taker_start, maker_start = self._start[n, k], self._start[maker, k]
                     at = model.new_int_var(0, self._start_most(n, k), "")
-                    model.add(at >= made + self._lasts[maker])
-                    model.add(taken >= at + travels)
+                    model.add(at >= maker_start + self._lasts[maker])
+                    model.add(taker_start >= at + travels)
                     sent.setdefault(need.link, []).append((maker, k, at, travels))
-        for own in sent.values():
-            before = self._before[letters[own[0][0]].worker]
-            one_at_a_time(model, ((at, travels) for _, _, at, travels in own))
-            for place, (n, k, at, travels) in enumerate(own):
-                for m, j, other, others in own[:place]:
+        for messages in sent.values():
+            before = self._before[letters[messages[0][0]].worker]
+            one_at_a_time(model, ((at, travels) for _, _, at, travels in messages))
+            for place, (n, k, at, travels) in enumerate(messages):
+                for m, j, earlier, earlier_travels in messages[:place]:
                     if (n, k) == (m, j):  # in either order
                         continue
                     literal = before.literal(n, k, m, j)
-                    either(model, literal, other >= at + travels, at >= other + others)
+                    either(model, literal, earlier >= at + travels, at >= earlier + earlier_travels)
 
     def _start_most(self, n: int, k: int) -> int:
         return (
@@ -234,21 +236,21 @@ class Model:
         model, problem = self._model, self.problem
         horizon = self.target * (problem.workload.placement.pipes + 1)
         lanes: dict[int, list[Any]] = {}
-        for one in problem.sums:
-            seconds = int(one.seconds)
+        for sync in problem.sums:
+            seconds = int(sync.seconds)
             at = model.new_int_var(0, horizon, "")
-            waits: Sequence[int] = one.letters
+            waits: Sequence[int] = sync.letters
             if problem.costs.sync_mode is Sync.END:
-                waits = [n for worker in one.workers for n in problem.of_worker(worker)]
+                waits = [n for worker in sync.workers for n in problem.of_worker(worker)]
             for n in waits:
                 ended = self._lasts[n] + int(self._windows.busy[n])
                 model.add(at >= self._start[n, problem.letters[n].count - 1] + ended)
-            for worker in one.workers:
+            for worker in sync.workers:
                 lanes.setdefault(worker, []).append(model.new_fixed_size_interval_var(at, seconds, ""))
                 begin = self._first[worker] if self._steady else 0
                 model.add(at + seconds + int(problem.tail) <= begin + self._value)
-        for own in lanes.values():
-            model.add_no_overlap(own)
+        for intervals in lanes.values():
+            model.add_no_overlap(intervals)
 
     # -- solving
 
@@ -258,17 +260,17 @@ class Model:
             self._model.add_hint(literal, value)
 
     def _hints(self, words: Words) -> list[tuple[Any, int]]:
-        found = []
+        hints = []
         for before, word in zip(self._before, words, strict=True):
             place: dict[tuple[int, int], int] = {}
             done = [0] * len(self.problem.letters)
             for at, n in enumerate(word):
                 place[n, done[n]] = at
                 done[n] += 1
-            found += [
+            hints += [
                 (literal, int(place[a, j] < place[b, k])) for (a, j, b, k), literal in before.free.items()
             ]
-        return found
+        return hints
 
     def solve(
         self,
@@ -277,7 +279,7 @@ class Model:
         seed: int,
         threads: int,
         effort: float | None,
-        found: Callable[[Words, int], bool],
+        on_solution: Callable[[Words, int], bool],
     ) -> tuple[str, int]:
         """``infeasible``, ``optimal``, ``feasible`` or ``unknown``, and units that no order goes below.
 
@@ -286,20 +288,20 @@ class Model:
             seed: seed of the search.
             threads: number of threads of the search.
             effort: maximum of the solver's own, deterministic time.
-            found: called with each order and the current bound; true stops the search.
+            on_solution: called with each order and the current bound; true stops the search.
         """
         if self.refuted:
             return "infeasible", self.target + 1
         outer = self
 
-        class Told(cp_model().CpSolverSolutionCallback):  # type: ignore[misc]
+        class Callback(cp_model().CpSolverSolutionCallback):  # type: ignore[misc]
             def on_solution_callback(self) -> None:
                 bound = self.best_objective_bound if isinstance(outer._value, int) is False else 0
-                if found(outer._words(self.value), math.ceil(bound - 1e-6)):
+                if on_solution(outer._words(self.value), math.ceil(bound - 1e-6)):
                     self.stop_search()
 
         solver, status = answered(
-            self._model, seconds=seconds, threads=threads, seed=seed, effort=effort, told=Told()
+            self._model, seconds=seconds, threads=threads, seed=seed, effort=effort, callback=Callback()
         )
         if status == "INFEASIBLE":
             return "infeasible", self.target + 1
@@ -310,13 +312,13 @@ class Model:
 
     def _words(self, value: Callable[[Any], int]) -> Words:
         """The words of a solution: each worker's ops by their starts."""
-        found = []
+        words = []
         for before, worker in zip(self._before, range(self.problem.workers), strict=True):
-            own = [
+            ops = [
                 (n, k) for n in self.problem.of_worker(worker) for k in range(self.problem.letters[n].count)
             ]
-            found.append(tuple(n for n, _ in before.sorted(own, value)))
-        return tuple(found)
+            words.append(tuple(n for n, _ in before.sorted(ops, value)))
+        return tuple(words)
 
 
 class _Before:
@@ -331,18 +333,18 @@ class _Before:
     def literal(self, a: int, j: int, b: int, k: int) -> Any:
         """Whether the j-th op of letter a precedes the k-th of b."""
         if a > b:
-            other = self.literal(b, k, a, j)
-            return 1 - other if isinstance(other, int) else ~other
+            opposite = self.literal(b, k, a, j)
+            return 1 - opposite if isinstance(opposite, int) else ~opposite
         known = self._constant(a, j, b, k)
         if known is not None:
             return known
         if (a, j, b, k) in self.free:
             return self.free[a, j, b, k]
-        made = self._model.new_bool_var("")
+        literal = self._model.new_bool_var("")
         first, second = self._start[a, j], self._start[b, k]
-        either(self._model, made, second >= first + self._takes[a], first >= second + self._takes[b])
-        self.free[a, j, b, k] = made
-        return made
+        either(self._model, literal, second >= first + self._takes[a], first >= second + self._takes[b])
+        self.free[a, j, b, k] = literal
+        return literal
 
     def _constant(self, a: int, j: int, b: int, k: int) -> int | None:
         """The only possible order of two ops by their needs and windows; None if both are possible."""
@@ -373,25 +375,25 @@ class _Before:
                 later.append(self._takes[m] * (1 - literal if isinstance(literal, int) else ~literal))
         return sum(earlier), sum(later)
 
-    def sorted(self, own: list[tuple[int, int]], value: Callable[[Any], int]) -> list[tuple[int, int]]:
+    def sorted(self, ops: list[tuple[int, int]], value: Callable[[Any], int]) -> list[tuple[int, int]]:
         """A worker's ops in the order of a solution."""
 
         def place(op: tuple[int, int]) -> int:
-            rows = (self.literal(*other, *op) for other in own if other != op)
+            rows = (self.literal(*second, *op) for second in ops if second != op)
             return sum(row if isinstance(row, int) else value(row) for row in rows)
 
-        return sorted(own, key=place)
+        return sorted(ops, key=place)
 
 
-def _whole_sizes(store: Store, own: set[int], most: float) -> tuple[dict[int, int], dict[int, int], int]:
+def _whole_sizes(store: Store, letters: set[int], most: float) -> tuple[dict[int, int], dict[int, int], int]:
     """Sizes as whole numbers of some unit, exact if few digits suffice; otherwise rounded in favour."""
-    found = {n: (Fraction(repr(store.at_start[n])), Fraction(repr(store.at_end[n]))) for n in own}
-    denominator = math.lcm(*(part.denominator for pair in found.values() for part in pair))
-    whole = [int(part * denominator) for pair in found.values() for part in pair]
-    unit = Fraction(math.gcd(*whole) or 1, denominator)
-    largest = max((abs(part) for pair in found.values() for part in pair), default=Fraction(0))
+    pairs = {n: (Fraction(repr(store.at_start[n])), Fraction(repr(store.at_end[n]))) for n in letters}
+    denominator = math.lcm(*(part.denominator for pair in pairs.values() for part in pair))
+    numerators = [int(part * denominator) for pair in pairs.values() for part in pair]
+    unit = Fraction(math.gcd(*numerators) or 1, denominator)
+    largest = max((abs(part) for pair in pairs.values() for part in pair), default=Fraction(0))
     if largest / unit > MOST_UNITS:
         unit = largest / MOST_UNITS
-    starts = {n: math.floor(pair[0] / unit) for n, pair in found.items()}
-    ends = {n: math.floor(pair[1] / unit) for n, pair in found.items()}
+    starts = {n: math.floor(pair[0] / unit) for n, pair in pairs.items()}
+    ends = {n: math.floor(pair[1] / unit) for n, pair in pairs.items()}
     return starts, ends, math.floor(Fraction(most) * (1 + Fraction(CLOSE)) / unit)

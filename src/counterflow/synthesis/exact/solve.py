@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..problem import CLOSE, Problem, Words, value_of
-from .model import Model, Whole, pairs, whole
+from .model import IntegerProblem, Model, integer_problem, pairs
 
 MOST_PAIRS = 60_000
 """Maximum pairs of ops of one worker in a problem that is tried."""
@@ -94,8 +94,8 @@ class _Search:
         self, problem: Problem, words: Words, least: float, solver: tuple[int, int], report: Report | None
     ) -> None:
         self._problem = problem
-        self._whole: Whole = whole(problem)
-        self._unit = self._whole.unit
+        self._integer: IntegerProblem = integer_problem(problem)
+        self._unit = self._integer.unit
         self._words, self._better = words, False
         self._value = value_of(problem, words)
         self._bound = self._raised(least)
@@ -105,24 +105,26 @@ class _Search:
         """Ask for the bound, then for an order just better than the best, then from the bound upwards."""
         until = time.monotonic() + seconds
         first: int | None = self._bound
-        asked: int | None = None
+        last_target: int | None = None
         unanswered = self._below() + 1
         step = max(1, (self._below() - self._bound) // 8)
-        while self._bound <= (below := self._below()) and (left := until - time.monotonic()) > 0.05:
+        while self._bound <= (below := self._below()) and (remaining := until - time.monotonic()) > 0.05:
             if effort is not None and effort < 0.01:
                 break
             if first is not None:
                 target = first
-            elif asked != below:
+            elif last_target != below:
                 target = below
             else:
                 target = min(self._bound + step, unanswered - 1)
                 if target < self._bound:
                     break
-            asked = below if target == below else asked
+            last_target = below if target == below else last_target
             value, first = self._value, None
             share = 0.5 if target == below else 0.25  # of the remaining time
-            status = self._ask(target, left * share, effort and effort * share, minimize=target == below)
+            status = self._solve(
+                target, remaining * share, effort and effort * share, minimize=target == below
+            )
             effort = effort and effort * (1 - share)
             if status == "infeasible":
                 self._bound = max(self._bound, target + 1)
@@ -146,13 +148,13 @@ class _Search:
         """A bound in seconds as units: values are whole numbers of them, or more."""
         return (
             math.ceil(Fraction(seconds) / self._unit * (1 - Fraction(CLOSE)))
-            if self._whole.exact
+            if self._integer.exact
             else math.floor(Fraction(seconds) / self._unit)
         )
 
-    def _ask(self, target: int, seconds: float, effort: float | None, *, minimize: bool) -> str:
+    def _solve(self, target: int, seconds: float, effort: float | None, *, minimize: bool) -> str:
         begun = time.monotonic()
-        model = Model(self._whole.problem, target, minimize=minimize)
+        model = Model(self._integer.problem, target, minimize=minimize)
         if not model.refuted:
             model.hint(self._words)
         status, bound = model.solve(
@@ -160,22 +162,22 @@ class _Search:
             seed=self._seed,
             threads=self._threads,
             effort=effort,
-            found=self._found,
+            on_solution=self._accept,
         )
         if minimize and bound > self._bound:
             self._bound = min(bound, target + 1)
-        self._tell(f"orders of {float(target * self._unit):,.6g} or less: {status}")
+        self._send_report(f"orders of {float(target * self._unit):,.6g} or less: {status}")
         return status
 
-    def _found(self, words: Words, bound: int) -> bool:
+    def _accept(self, words: Words, bound: int) -> bool:
         """Keep an order if it is better; return whether to stop because it is much better than the target."""
         value = value_of(self._problem, words)
         if value < self._value * (1 - CLOSE) and self._problem.fits(words):
             self._words, self._value, self._better = words, value, True
         self._bound = max(self._bound, min(bound, self._below() + 1))
-        self._tell("found an order")
+        self._send_report("found an order")
         return self._bound > self._below()
 
-    def _tell(self, doing: str) -> None:
+    def _send_report(self, doing: str) -> None:
         if self._report is not None:
             self._report(self._value, float(self._bound * self._unit), doing)

@@ -104,8 +104,8 @@ def improve(
 
     known = [words for words in starts if problem.fits(words)]
     yield from better("a start", known)
-    left = max(0.0, began + seconds - monotonic())
-    ordered = sorted({words: search.seconds(words) for words in known}.items(), key=lambda one: one[1])
+    remaining = max(0.0, began + seconds - monotonic())
+    ordered = sorted({words: search.seconds(words) for words in known}.items(), key=lambda item: item[1])
     climbers = [
         _Climber(search, words, seed * 1_000_003 + number)
         for number, (words, value) in enumerate(ordered[: _ROUNDS[0]])
@@ -113,22 +113,22 @@ def improve(
     ]
     with ThreadPoolExecutor(_THREADS) as pool:
         for number, wanted in enumerate(_ROUNDS if search.unit else ()):
-            climbers = sorted(climbers, key=lambda one: one.best)[:wanted]
+            climbers = sorted(climbers, key=lambda climber: climber.best)[:wanted]
             if not climbers or least <= goal * (1 + CLOSE):
                 return
             threads = 1 if moves is not None else min(_THREADS, len(climbers))
             share = threads / (len(_ROUNDS) * len(climbers))
-            budget = None if moves is None else int(moves * share), left * share
+            budget = None if moves is None else int(moves * share), remaining * share
             warm = _WARM / 2 ** max(0, number - 1)
             stop = Event()
-            jobs = [pool.submit(one.climb, *budget, warm, stop) for one in climbers]
+            jobs = [pool.submit(climber.climb, *budget, warm, stop) for climber in climbers]
             try:
                 for job in jobs:
                     job.result()
             finally:  # orders that were found until Ctrl-C count
                 stop.set()
                 wait(jobs)
-                yield from better("local moves", [one.words for one in climbers])
+                yield from better("local moves", [climber.words for climber in climbers])
 
 
 _BETTER = 1e-12
@@ -176,20 +176,20 @@ class _Climber:
         unit = self._search.unit
         warm, cold = warm * unit, _COLD * unit
         slice_moves = max(1, int(_SLICE_MOVES_OPS / self._search.problem.ops))
-        made, began = 0, monotonic()
+        completed, began = 0, monotonic()
 
-        def used(made: int) -> float:
-            now, all_of_it = (monotonic() - began, seconds) if moves is None else (made, moves)
+        def used(completed: int) -> float:
+            now, all_of_it = (monotonic() - began, seconds) if moves is None else (completed, moves)
             return now / all_of_it if all_of_it else 1.0
 
-        while not stop.is_set() and (done := used(made)) < 1:
+        while not stop.is_set() and (done := used(completed)) < 1:
             if moves is not None:
-                count = min(slice_moves, moves - made)
+                count = min(slice_moves, moves - completed)
             else:  # a short slice first, then none that is longer than the time left
-                left = int(made / done * (1 - done)) if done and made else slice_moves // 16
-                count = max(1, min(slice_moves, left))
-            until = done if moves is None else used(made + count)
+                count_left = int(completed / done * (1 - done)) if done and completed else slice_moves // 16
+                count = max(1, min(slice_moves, count_left))
+            until = done if moves is None else used(completed + count)
             from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
             plan = Plan(count, from_heat, to_heat, self._search.steady)
             anneal(self._numbers, self._scratch, self._flat, self._state, plan)
-            made += count
+            completed += count

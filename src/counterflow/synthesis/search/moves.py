@@ -35,7 +35,7 @@ class State(NamedTuple):
     Attributes:
         how_many: by place, number of earlier ops of the same letter.
         place: by op, its place in the word.
-        held: by store and place, amount that the worker holds before it.
+        memory: by store and place, amount that the worker holds before it.
         critical: places on the longest path whose op waits for the one before it.
         random: the state of the random numbers.
         log: places of the moves tried last, from and to.
@@ -46,7 +46,7 @@ class State(NamedTuple):
 
     how_many: Ints
     place: Ints
-    held: Floats
+    memory: Floats
     critical: Ints
     random: Chance
     log: Ints
@@ -85,15 +85,15 @@ def _fill(n: Any, flat: Any, x: Any) -> None:
     """Compute the values that follow from the word."""
     done = np.zeros(len(n.worker), dtype=np.int64)
     for worker in range(len(flat.first) - 1):
-        held = np.zeros(len(n.most))
+        memory = np.zeros(len(n.most))
         for place in range(flat.first[worker], flat.first[worker + 1]):
             letter = flat.word[place]
             x.how_many[place] = done[letter]
             x.place[n.base[letter] + done[letter]] = place
             done[letter] += 1
             for store in range(len(n.most)):
-                x.held[store, place] = held[store]
-                held[store] += n.net[store, letter]
+                x.memory[store, place] = memory[store]
+                memory[store] += n.net[store, letter]
 
 
 @compiled
@@ -106,10 +106,10 @@ def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
     at = source
     while at != target:
         at += step
-        other = flat.word[at]
-        taker, maker = (letter, other) if step < 0 else (other, letter)
-        mine = n.own[taker, 0] == maker or n.own[taker, 1] == maker
-        if other == letter or (mine and x.how_many[at] == k):
+        neighbour = flat.word[at]
+        taker, maker = (letter, neighbour) if step < 0 else (neighbour, letter)
+        is_input = n.inputs[taker, 0] == maker or n.inputs[taker, 1] == maker
+        if neighbour == letter or (is_input and x.how_many[at] == k):
             return False
     return True
 
@@ -122,14 +122,14 @@ def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
     for store in range(len(n.most)):
         most, starts, change = n.most[store, worker], n.at_start[store, letter], n.net[store, letter]
         low, high = target, source
-        held = x.held[store, target]
+        memory = x.memory[store, target]
         if target > source:
             low, high, change = source + 1, target + 1, -change
-            held += change + n.net[store, flat.word[target]]
-        if held + starts > most:
+            memory += change + n.net[store, flat.word[target]]
+        if memory + starts > most:
             return False
         for at in range(low, high):
-            if x.held[store, at] + change + n.at_start[store, flat.word[at]] > most:
+            if x.memory[store, at] + change + n.at_start[store, flat.word[at]] > most:
                 return False
     return True
 
@@ -142,11 +142,11 @@ def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
     for at in range(low, high + 1):
         x.place[n.base[flat.word[at]] + x.how_many[at]] = at
     for store in range(len(n.most)):
-        held = x.held[store, low]
+        memory = x.memory[store, low]
         for at in range(low, high + 1):
-            x.held[store, at] = held
+            x.memory[store, at] = memory
             letter = flat.word[at]
-            held += n.net[store, letter]
+            memory += n.net[store, letter]
 
 
 @compiled
@@ -157,51 +157,51 @@ def _took(s: Any, worker: int, steady: bool) -> float:
 @inlined
 def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
     """The last input of a letter's op, and the time when it exists; -1 if it has none."""
-    made, arrived = -1, 0.0
+    last, arrived = -1, 0.0
     for edge in range(n.into[letter], n.into[letter + 1]):
         maker = n.base[n.maker[edge]] + k
-        if made < 0 or s.end[maker] + n.late[edge] > arrived:
-            made, arrived = maker, s.end[maker] + n.late[edge]
-    return made, arrived
+        if last < 0 or s.end[maker] + n.late[edge] > arrived:
+            last, arrived = maker, s.end[maker] + n.late[edge]
+    return last, arrived
 
 
 @compiled
 def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
     """Collect the places on the longest path whose op waits for the one before; return their number."""
     worker = 0
-    for other in range(len(s.ended)):
-        if _took(s, other, steady) > _took(s, worker, steady):
-            worker = other
+    for candidate in range(len(s.ended)):
+        if _took(s, candidate, steady) > _took(s, worker, steady):
+            worker = candidate
     last = flat.first[worker + 1] - 1
     if last < flat.first[worker]:
         return 0
     # If a sum ends last, one of the gradients that it waits for is the end of the path.
-    found, place = 0, last
+    count, place = 0, last
     crossed = np.zeros(len(s.ended), dtype=np.bool_)
-    while found < len(x.critical):
+    while count < len(x.critical):
         letter = flat.word[place]
         worker = n.worker[letter]
         op = n.base[letter] + x.how_many[place]
         at = s.start[op]
         before = -1
         if place > flat.first[worker]:
-            other = flat.word[place - 1]
-            before = n.base[other] + x.how_many[place - 1]
-        made, arrived = _last_input(n, s, letter, x.how_many[place])
-        by_data = made >= 0 and arrived >= at
+            preceding = flat.word[place - 1]
+            before = n.base[preceding] + x.how_many[place - 1]
+        source, arrived = _last_input(n, s, letter, x.how_many[place])
+        by_data = source >= 0 and arrived >= at
         by_data = by_data and not (before < 0 and steady and at <= s.stood[worker])
         if before >= 0 and not (by_data and s.end[before] < at):
-            x.critical[found] = place
-            found += 1
+            x.critical[count] = place
+            count += 1
             place -= 1
-        elif made >= 0 and (by_data or not steady):
-            place = x.place[made]
+        elif source >= 0 and (by_data or not steady):
+            place = x.place[source]
         elif steady and before < 0 and not crossed[worker]:
             crossed[worker] = True
             place = flat.first[worker + 1] - 1
         else:
             break
-    return found
+    return count
 
 
 @compiled
