@@ -150,7 +150,7 @@ def save_beside(out: str) -> list[dict[str, Tensor]]:
     steps(pipeline, 1)
     for _ in range(2):
         found.append(state(pipeline))
-        saver.start({}, beside=True)
+        saver.start({}, overlap=True)
         steps(pipeline, 2)
         gone_on.set()
         saver.wait()

@@ -90,7 +90,7 @@ def convert(
             f"--optimizer {optimizer}: is for the state in a folder of torchtitan; leave it out here"
         )
     if torchtitan:
-        _require_training(source, target, model, ema=ema, own=not (of_torch or weights_only))
+        _require_training(source, target, model, ema=ema, is_run=not (of_torch or weights_only))
     if model is not None and into_file:
         raise ConfigError(
             f"{model}: a safetensors file contains weights only; leave out --model, or name a folder"
@@ -109,16 +109,16 @@ def convert(
     return _into_checkpoint(_State({MODEL: opened.sizes}, lambda _, name: opened.read(name)), target)
 
 
-def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, own: bool) -> None:
+def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, is_run: bool) -> None:
     """Refuse what a folder of torchtitan cannot be made of."""
-    if not own:
+    if not is_run:
         raise ConfigError(f"{source}: is not the checkpoint of a run; convert it to one first")
-    for given, flag in (
+    for present, flag in (
         (ema, "--ema"),
         (model, "--model"),
         (target.suffix == ".safetensors", ".safetensors"),
     ):
-        if given:
+        if present:
             raise ConfigError(
                 f"{target}: torchtitan goes on with the weights and the optimiser's state in a folder; leave "
                 f"out {flag}"
@@ -128,14 +128,14 @@ def _require_training(source: Path, target: Path, model: Path | None, *, ema: bo
 def _from_checkpoint(
     source: Path, target: Path, model: Path | None, *, ema: bool, torchtitan: bool
 ) -> Converted:
-    found = Checkpoint.load(source, str(source))
-    found.verify()
-    table, read = _weights_of(found, ema=ema), partial(found.weight, ema=ema)
+    checkpoint = Checkpoint.load(source, str(source))
+    checkpoint.verify()
+    table, read = _weights_of(checkpoint, ema=ema), partial(checkpoint.weight, ema=ema)
     if torchtitan:
-        return _into_torchtitan(found, table, target)
+        return _into_torchtitan(checkpoint, table, target)
     if target.suffix == ".safetensors":
         return _into_file(table, read, target)
-    return _into_transformers(found, table, read, target, model)
+    return _into_transformers(checkpoint, table, read, target, model)
 
 
 class _Files:
@@ -183,18 +183,17 @@ def _shards(folder: Path) -> list[Path]:
         raise ConfigError(f"{folder / _SHARDS}: is damaged") from None
 
 
-def _weights_of(found: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    extra = next((key for key in found.index.objects if key.startswith(f"{MODEL}/")), None)
+def _weights_of(checkpoint: Checkpoint, *, ema: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+    extra = next((key for key in checkpoint.index.objects if key.startswith(f"{MODEL}/")), None)
     if extra is not None:
         raise ConfigError(
-            f"{found.place}: {extra.partition('/')[2]} is not a tensor, and a safetensors file contains only "
-            "tensors; "
-            "read the checkpoint by counterflow.load_weights"
+            f"{checkpoint.place}: {extra.partition('/')[2]} is not a tensor, and a safetensors "
+            "file contains only tensors; read the checkpoint by counterflow.load_weights"
         )
-    stored = found.index.tensors
+    stored = checkpoint.index.tensors
     return {
         name: (stored[f"{MODEL}/{name}"].dtype, stored[f"{MODEL}/{name}"].shape)
-        for name in found.names(ema=ema)
+        for name in checkpoint.names(ema=ema)
     }
 
 
@@ -205,28 +204,27 @@ def _into_file(table: Any, read: Any, target: Path) -> Converted:
 
 
 def _into_transformers(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     table: dict[str, tuple[str, tuple[int, ...]]],
     read: Callable[[str], Tensor],
     target: Path,
     model: Path | None,
 ) -> Converted:
-    keys = tomllib.loads(str(found.index.about.get("config", "")))
+    keys = tomllib.loads(str(checkpoint.index.about.get("config", "")))
     if keys.get("lora", {}).get("rank") is not None:
         raise ConfigError(
-            f"{found.place}: contains adapters in addition to a model's weights; the folder `adapter` of the "
-            "run contains them "
-            "as peft reads them"
+            f"{checkpoint.place}: contains adapters in addition to a model's weights; the folder "
+            "`adapter` of the run contains them as peft reads them"
         )
-    given = model or Path(str(keys.get("model", {}).get("path", "")))
-    if not (given / "config.json").is_file():
+    model_folder = model or Path(str(keys.get("model", {}).get("path", "")))
+    if not (model_folder / "config.json").is_file():
         raise ConfigError(
-            f"{target}: a folder of transformers needs the model's config, but {str(given)!r} has no "
+            f"{target}: a folder of transformers needs the model's config, but {str(model_folder)!r} has no "
             "config.json; give --model FOLDER, or a target that ends with .safetensors"
         )
     with _draft(target) as draft:
         draft.mkdir(parents=True)
-        for file in sorted(given.iterdir()):
+        for file in sorted(model_folder.iterdir()):
             if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, draft / file.name)
         _note_dtype(draft / "config.json", {dtype for dtype, _ in table.values()})
@@ -241,10 +239,10 @@ def _note_dtype(config: Path, dtypes: set[str]) -> None:
         str(files.DTYPES[d]).removeprefix("torch.") for d in dtypes if files.DTYPES[d].is_floating_point
     }
     if len(floats) == 1:
-        found = json.loads(config.read_bytes())
-        found.pop("torch_dtype", None)
-        found["dtype"] = floats.pop()
-        config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        keys = json.loads(config.read_bytes())
+        keys.pop("torch_dtype", None)
+        keys["dtype"] = floats.pop()
+        config.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
 
 
 Table = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -287,7 +285,11 @@ def _into_checkpoint(state: _State, target: Path) -> Converted:
             written[file] = files.write_tensors(
                 draft / file,
                 sizes,
-                partial(state.read_named, kind, {name: its for name, (its, _) in of_file.items()}),
+                partial(
+                    state.read_named,
+                    kind,
+                    {name: stored_name for name, (stored_name, _) in of_file.items()},
+                ),
                 {name: [0] * len(shape) for name, (_, shape) in sizes.items()},
             )
             for key, (_, (dtype, shape)) in keys.items():
@@ -320,16 +322,20 @@ def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file:
     weights = {name: opened.sizes[key] for name, key in opened.weights.items()}
     if into_file:
         return _into_file(weights, lambda name: opened.read(opened.weights[name]), target)
-    kept = {f"{name}/{slot}": key for (name, slot), key in opened.state().items()}
+    slots = {f"{name}/{slot}": key for (name, slot), key in opened.state().items()}
     options = opened.options()
-    keys = {MODEL: opened.weights, OPTIMIZER: kept}
+    keys = {MODEL: opened.weights, OPTIMIZER: slots}
     tensors: dict[str, Table] = {MODEL: weights}
-    if kept:
-        tensors[OPTIMIZER] = {name: opened.sizes[key] for name, key in kept.items()}
+    if slots:
+        tensors[OPTIMIZER] = {name: opened.sizes[key] for name, key in slots.items()}
     objects: dict[str, Any] = {}
     if options:
-        its = optimizer or optimizer_of(options, {name.rpartition("/")[2] for name in kept}, str(source))
-        objects = {f"{OPTIONS}/{name}": {"optimizer": its, "options": o} for name, o in options.items()}
+        optimizer_name = optimizer or optimizer_of(
+            options, {name.rpartition("/")[2] for name in slots}, str(source)
+        )
+        objects = {
+            f"{OPTIONS}/{name}": {"optimizer": optimizer_name, "options": o} for name, o in options.items()
+        }
         if opened.schedule_step is not None:
             objects[f"{SCHEDULER}/0"] = {"last_epoch": opened.schedule_step}
     return _into_checkpoint(
@@ -343,30 +349,32 @@ def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file:
     )
 
 
-def _into_torchtitan(found: Checkpoint, weights: Table, target: Path) -> Converted:
+def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Converted:
     """Write a folder with which torchtitan goes on."""
     from . import torch_folders  # noqa: PLC0415 - it takes a while
 
     keys = {name: f"{MODEL}/{name}" for name in weights}
-    for first, further in found.index.aliases.items():
+    for first, further in checkpoint.index.aliases.items():
         keys |= dict.fromkeys(further, keys[first]) if first in keys else {}
     options: dict[str, dict[str, Any]] = {}
-    for key, value in found.objects(k for k in found.index.objects if kept_of(k).kind == OPTIMIZER).items():
+    for key, value in checkpoint.objects(
+        k for k in checkpoint.index.objects if kept_of(k).kind == OPTIMIZER
+    ).items():
         options[str(kept_of(key).of)] = value["options"]
-    for key in found.index.tensors:
+    for key in checkpoint.index.tensors:
         kind, name, slot = kept_of(key)
         if kind == OPTIMIZER and slot is not None:
             keys[f"{torch_folders.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
-    stored = found.index.tensors
-    sizes = {theirs: (stored[key].dtype, stored[key].shape) for theirs, key in keys.items()}
-    others = {
-        "train_state.step": found.step,
+    stored = checkpoint.index.tensors
+    sizes = {target_key: (stored[key].dtype, stored[key].shape) for target_key, key in keys.items()}
+    counters = {
+        "train_state.step": checkpoint.step,
         "train_state.ntokens_seen": 0,
-        "lr_scheduler.last_epoch": found.step,
+        "lr_scheduler.last_epoch": checkpoint.step,
     }
     with _draft(target) as draft:
         torch_folders.write(
-            draft, sizes, lambda key: found.tensor(keys[key]), torch_folders.flat(options) | others
+            draft, sizes, lambda key: checkpoint.tensor(keys[key]), torch_folders.flat(options) | counters
         )
         files.settle(draft)
     size = sum(file.stat().st_size for file in target.iterdir())

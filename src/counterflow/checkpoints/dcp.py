@@ -50,24 +50,24 @@ class SavePlan:
     def __init__(self, state: Mapping[str, Any], transport: Transport) -> None:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(state), None, transport.rank == 0)
-        found = transport.gather_objects(self._planner.create_local_plan())
-        self._plans, _ = self._planner.create_global_plan(cast("list[Any]", found))
-        self._mine = self._planner.finish_plan(self._plans[transport.rank]).items
+        plans = transport.gather_objects(self._planner.create_local_plan())
+        self._plans, _ = self._planner.create_global_plan(cast("list[Any]", plans))
+        self._items = self._planner.finish_plan(self._plans[transport.rank]).items
 
     def part(self) -> tuple[Pieces, list[str]]:
         """Parts that this worker writes: pieces of tensors (the local part of DTensors), and keys of other
         objects.
         """
-        found: Pieces = {}
-        for item in self._mine:
+        pieces: Pieces = {}
+        for item in self._items:
             if item.tensor_data is not None:
                 tensor = cast("Tensor", self._planner.resolve_data(item)).detach()
-                found[item.index.fqn] = tensor, tuple(item.tensor_data.chunk.offsets)
-        return found, [item.index.fqn for item in self._mine if item.tensor_data is None]
+                pieces[item.index.fqn] = tensor, tuple(item.tensor_data.chunk.offsets)
+        return pieces, [item.index.fqn for item in self._items if item.tensor_data is None]
 
     def tensors(self) -> dict[str, Stored]:
         """Locations of the pieces of all tensors."""
-        found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
         for rank, plan in enumerate(self._plans):
             for item in plan.items:
                 key, data = item.index.fqn, item.tensor_data
@@ -78,17 +78,17 @@ class SavePlan:
                         sizes=tuple(data.chunk.sizes),
                     )
                     kind = dtype_name(data.properties.dtype, key), tuple(data.size)
-                    found.setdefault(key, (*kind, []))[2].append(chunk)
+                    tensors.setdefault(key, (*kind, []))[2].append(chunk)
         return {
             key: Stored(dtype=dtype, shape=shape, chunks=tuple(chunks))
-            for key, (dtype, shape, chunks) in found.items()
+            for key, (dtype, shape, chunks) in tensors.items()
         }
 
     def objects(self) -> dict[str, str]:
         """Files of all objects that are not tensors."""
         items = ((rank, item) for rank, plan in enumerate(self._plans) for item in plan.items)
-        others = ((rank, item.index.fqn) for rank, item in items if item.tensor_data is None)
-        return {key: file_of(key, rank, tensor=False) for rank, key in others}
+        objects = ((rank, item.index.fqn) for rank, item in items if item.tensor_data is None)
+        return {key: file_of(key, rank, tensor=False) for rank, key in objects}
 
 
 def fill(
@@ -107,10 +107,10 @@ def fill(
     """
     table: dict[str, STORAGE_TYPES] = {}
     for key in tensors:
-        its = index.tensors[stored[key]]
-        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in its.chunks]
-        properties = TensorProperties(dtype=dtype_of(its, key))
-        table[key] = TensorStorageMetadata(properties, torch.Size(its.shape), chunks)
+        entry = index.tensors[stored[key]]
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        properties = TensorProperties(dtype=dtype_of(entry, key))
+        table[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), Metadata(table), is_coordinator=False)
     for item in planner.finish_plan(planner.create_local_plan()).items:

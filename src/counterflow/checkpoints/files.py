@@ -162,18 +162,18 @@ def settle(folder: Path) -> None:
         os.close(handle)
 
 
-def problem_of(path: Path, written: Written, *, whole: bool) -> str:
+def problem_of(path: Path, written: Written, *, contents: bool) -> str:
     """Problem of a file; empty if there is none.
 
     Args:
         path: path of the file.
         written: expected length and digest.
-        whole: whether to compare the contents as well as the length.
+        contents: whether to compare the contents as well as the length.
     """
     try:
         if path.stat().st_size != written.bytes:
             return f"{path.name} has {path.stat().st_size:,} bytes and was written with {written.bytes:,}"
-        if whole:
+        if contents:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
                     return f"{path.name} was changed after it was written (its digest differs)"

@@ -36,19 +36,19 @@ class HostCopy:
         made: the event after the last copy; None: it is complete.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, made: Any) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, event: Any) -> None:
         self.tensors = tensors
-        self._device, self._made = device, made
+        self._device, self._event = device, event
 
     def wait(self) -> None:
         """Let the host sleep until the copy is complete; any thread may call it."""
-        if self._made is not None:
-            self._made.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
     def order(self) -> None:
         """Order further work of the device behind the copy; the host does not wait."""
-        if self._made is not None:
-            module_of(self._device).current_stream(self._device).wait_event(self._made)
+        if self._event is not None:
+            module_of(self._device).current_stream(self._device).wait_event(self._event)
 
 
 class HostCopies:
@@ -105,23 +105,23 @@ class HostCopies:
                     used_on(tensors[key], self._stream)
         if self._module is None:
             return None
-        made = self._module.Event(blocking=True)  # blocking: the host sleeps and does not spin
-        made.record()
-        return made
+        event = self._module.Event(blocking=True)  # blocking: the host sleeps and does not spin
+        event.record()
+        return event
 
 
 def _targets(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
     """Host memory for tensors of these shapes, in few pieces."""
-    found: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     sizes = {key: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for key, tensor in tensors.items()}
-    left, begin = sum(sizes.values()), 0
+    remaining, begin = sum(sizes.values()), 0
     slab = torch.empty(0, dtype=torch.uint8, device="cpu")
     for key, tensor in tensors.items():
         if begin + sizes[key] > len(slab):
-            piece = max(sizes[key], min(_SLAB_BYTES, left))
+            piece = max(sizes[key], min(_SLAB_BYTES, remaining))
             slab, begin = torch.empty(piece, dtype=torch.uint8, device="cpu", pin_memory=pinned), 0
         bytes_of = slab[begin : begin + tensor.nbytes]
-        found[key] = bytes_of.view(tensor.dtype).view(tensor.shape)
+        targets[key] = bytes_of.view(tensor.dtype).view(tensor.shape)
         begin += sizes[key]
-        left -= sizes[key]
-    return found
+        remaining -= sizes[key]
+    return targets

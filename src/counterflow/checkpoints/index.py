@@ -104,7 +104,7 @@ class Index(_Part):
 
     @property
     def has_training(self) -> bool:
-        """Whether the optimiser's state exists, which it does not if a training begins with given weights."""
+        """Return whether optimiser state exists; it does not if a training begins with given weights."""
         return any(key.startswith("options/") for key in self.objects)
 
     def dumps(self) -> bytes:
@@ -131,17 +131,17 @@ class Index(_Part):
         )
         damaged.problem = f"{path} is not the index of a checkpoint, or was changed"
         try:
-            found = json.loads(path.read_bytes())
+            record = json.loads(path.read_bytes())
         except OSError as error:
             unreadable = DamagedError(f"{place}: cannot be read: {path}: {error.strerror}")
             unreadable.problem = f"{path} cannot be read: {error.strerror}"
             raise unreadable from None
         except (ValueError, RecursionError):
             raise damaged from None
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise damaged
-        data = found.get("checkpoint")
-        if not isinstance(data, dict) or found.get("digest") != _digest(data):
+        data = record.get("checkpoint")
+        if not isinstance(data, dict) or record.get("digest") != _digest(data):
             raise damaged
         try:
             index = cls.model_validate(data)
@@ -182,12 +182,12 @@ def complete(root: Path) -> list[Path]:
         entries = list(root.iterdir())
     except OSError:
         return []
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for pattern in (_ASIDE, _FOLDER):  # one that was renamed aside counts if no other has its name
         for entry in entries:
             if (match := pattern.fullmatch(entry.name)) and _has_index(entry):
-                found[int(match[1])] = entry
-    return [found[step] for step in sorted(found)]
+                folders[int(match[1])] = entry
+    return [folders[step] for step in sorted(folders)]
 
 
 def put_aside(folder: Path) -> Path:

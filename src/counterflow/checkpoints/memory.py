@@ -71,7 +71,7 @@ class Holding(NamedTuple):
     needed: frozenset[Part]
 
 
-class Found(NamedTuple):
+class ResumePoint(NamedTuple):
     """State from which a run can resume.
 
     Attributes:
@@ -187,34 +187,34 @@ class Memory:
         if self._writer is not None:
             self._writer.join(limit_seconds)
 
-    def find(self) -> Found | None:
+    def find(self) -> ResumePoint | None:
         """State from which all can resume; all workers call it before they copy anything.
 
         Copies of another layout count too: they were made with more or fewer workers.
         """
         self._machines = cast("list[str]", self._transport.gather_objects(_machine(self.folder)))
         rank = self._transport.rank
-        here = [other for other, machine in enumerate(self._machines) if machine == self._machines[rank]]
+        here = [peer for peer, machine in enumerate(self._machines) if machine == self._machines[rank]]
         files = sorted(self.folder.glob("rank-*"))[here.index(rank) :: len(here)]
-        mine = [held for path in files if (held := holding_of(path)) is not None]
-        found = choose(cast("list[list[Holding]]", self._transport.gather_objects(mine)), self.layout)
-        if found is not None:
-            used = {name for holder, name in chain(*found.sources.values()) if holder in here}
+        holdings = [holding for path in files if (holding := holding_of(path)) is not None]
+        point = choose(cast("list[list[Holding]]", self._transport.gather_objects(holdings)), self.layout)
+        if point is not None:
+            used = {name for holder, name in chain(*point.sources.values()) if holder in here}
             self._turn = int(self._slots[0].path.name in used)  # the other file is the one to write next
-        return found
+        return point
 
-    def restore(self, found: Found, pipeline: Pipeline) -> None:
+    def restore(self, point: ResumePoint, pipeline: Pipeline) -> None:
         """Load found state into a pipeline of this layout; all workers call it.
 
         Args:
-            found: result of ``find``.
+            point: result of ``find``.
             pipeline: a pipeline of any scheme.
         """
         transport = pipeline.transport
-        mine = overlapping(pipeline.stages, self.layout, found.layout)
-        needs = cast("list[list[int]]", transport.gather_objects(mine))
+        stages_needed = overlapping(pipeline.stages, self.layout, point.layout)
+        needs = cast("list[list[int]]", transport.gather_objects(stages_needed))
         state: dict[str, Any] = {}
-        for tag, (part, holders) in enumerate(sorted(found.sources.items())):
+        for tag, (part, holders) in enumerate(sorted(point.sources.items())):
             first, name = holders[0]
             for rank in (rank for rank, stages in enumerate(needs) if part[0] in stages):
                 near = [n for holder, n in holders if self._machines[holder] == self._machines[rank]]
@@ -229,7 +229,7 @@ class Memory:
                     blob = torch.frombuffer(sent, dtype=torch.uint8).to(transport.device)
                     transport.send_described([blob], rank, tag).wait()
         load(pipeline, state, "the workers' memory", options=False)
-        pipeline.steps = found.step
+        pipeline.steps = point.step
         transport.gather([])  # nobody writes before all have read
 
     def clear(self) -> None:
@@ -249,15 +249,19 @@ class Memory:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | None:
+def choose(rows: Sequence[Sequence[Holding]], current_layout: Sequence[int]) -> ResumePoint | None:
     """The newest step for which every part of every stage exists, the same on all ranks.
 
     Args:
         rows: files that each rank found.
-        own: the layout that is preferred if there are several of that step.
+        current_layout: the layout that is preferred if there are several of that step.
     """
-    every = {(holding.step, holding.layout == tuple(own), holding.layout) for row in rows for holding in row}
-    for step, _, layout in sorted(every, reverse=True):
+    candidates = {
+        (holding.step, holding.layout == tuple(current_layout), holding.layout)
+        for row in rows
+        for holding in row
+    }
+    for step, _, layout in sorted(candidates, reverse=True):
         sources: dict[Part, list[tuple[int, str]]] = {}
         digests: dict[Part, set[str]] = {}
         needed: set[Part] = {(stage,) for stage in range(len(layout) + 1)}
@@ -271,14 +275,14 @@ def choose(rows: Sequence[Sequence[Holding]], own: Sequence[int]) -> Found | Non
                 for part, digest in holding.digests.items():
                     sources.setdefault(part, []).append((rank, holding.name))
                     digests.setdefault(part, set()).add(digest)
-        differing = [part for part, found in digests.items() if len(found) > 1]
+        differing = [part for part, values in digests.items() if len(values) > 1]
         missing = sorted(needed - sources.keys())
         if differing:
             _LOG.warning(
                 "the copies of stage %d in memory differ after step %d: not used", differing[0][0], step
             )
         elif not missing:
-            return Found(layout, step, records, sources)
+            return ResumePoint(layout, step, records, sources)
         elif all(len(part) > 1 for part in missing):
             _LOG.warning(
                 "the weights after step %d are in memory, but optimiser state of stage %d, which only rank "
@@ -303,14 +307,14 @@ def _make(folder: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()
+    status = folder.lstat()
     problem = ""
-    if not stat.S_ISDIR(found.st_mode):
-        problem = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
-    elif found.st_uid != os.getuid():
-        problem = f"user {found.st_uid}'s, but this process is user {os.getuid()}'s"
-    elif stat.S_IMODE(found.st_mode) & 0o077:
-        problem = f"open to others (mode {stat.S_IMODE(found.st_mode):o}, but it has to be 700)"
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "a link" if stat.S_ISLNK(status.st_mode) else "no folder"
+    elif status.st_uid != os.getuid():
+        problem = f"user {status.st_uid}'s, but this process is user {os.getuid()}'s"
+    elif stat.S_IMODE(status.st_mode) & 0o077:
+        problem = f"open to others (mode {stat.S_IMODE(status.st_mode):o}, but it has to be 700)"
     if problem:
         raise ConfigError(
             f"{folder}: is {problem}; remove it, or make no copies in memory (train.memory_every = 0)"
@@ -324,10 +328,10 @@ def forget(run: str, root: Path | None = None) -> None:
 
 def holding_of(path: Path) -> Holding | None:
     """Contents of a file, if it is complete."""
-    found = opened(path)
-    if found is None:
+    record = opened(path)
+    if record is None:
         return None
-    about, tensors = found
+    about, tensors = record
     digests = {}
     for part, keys in about["parts"].items():
         digest = hashlib.blake2b(digest_size=16)
@@ -344,15 +348,15 @@ def holding_of(path: Path) -> Holding | None:
 
 
 def _read_part(path: Path, part: Part) -> dict[str, Any]:
-    found = opened(path)
-    assert found is not None, f"{path} was complete before"
-    about, tensors = found
+    record = opened(path)
+    assert record is not None, f"{path} was complete before"
+    about, tensors = record
     state = about["objects"] | tensors
     return {key: state[key] for key in about["parts"][part]}
 
 
 def _machine(folder: Path) -> str:
     """Identity of a machine: the memory in which its workers' files are."""
-    found = folder.stat()
+    status = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.exists() else ''} {found.st_dev} {found.st_ino}"
+    return f"{boot.read_text().strip() if boot.exists() else ''} {status.st_dev} {status.st_ino}"

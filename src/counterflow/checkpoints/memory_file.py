@@ -46,15 +46,15 @@ class Slot:
             OSError: the memory is full.
         """
         filled = bytearray(about.ljust(-(-len(about) // _BLOCK) * _BLOCK, b"\0"))
-        every = {**tensors, _ABOUT: torch.frombuffer(filled, dtype=torch.uint8)}
-        sizes = files.sizes_of(every)
+        arrays = {**tensors, _ABOUT: torch.frombuffer(filled, dtype=torch.uint8)}
+        sizes = files.sizes_of(arrays)
         if self._handle is None or sizes != self._sizes:
             # Never into an earlier process's file: a worker that was frozen may write there. Never into a
             # longer one, cutting it: a process that has it mapped would be killed.
             self.remove()
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._close, self._sizes = weakref.finalize(self, os.close, self._handle), sizes
-        pieces = files.pieces_of(sizes, every.__getitem__, {_ABOUT: f"{len(about):020}"})
+        pieces = files.pieces_of(sizes, arrays.__getitem__, {_ABOUT: f"{len(about):020}"})
         length = next(pieces)
         with open(self._handle, "wb", closefd=False) as file:
             file.seek(0)

@@ -33,27 +33,29 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
         of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
     parts = {OPTIMIZER: updated, AVERAGE: updated, MODEL: of}
-    found: dict[Part, list[str]] = {part: [] for its in (of, updated) for row in its.values() for part in row}
-    found |= {(stage,): found.get((stage,), []) for stage in pipeline.stages}
+    keys_of_part: dict[Part, list[str]] = {
+        part: [] for rows in (of, updated) for row in rows.values() for part in row
+    }
+    keys_of_part |= {(stage,): keys_of_part.get((stage,), []) for stage in pipeline.stages}
     for key in keys:
-        kept = kept_of(key)
-        alike = kept.kind in {AVERAGED, LOSS_SCALE}
-        own = [(int(kept.of),)] if alike else parts.get(kept.kind, {}).get(str(kept.of), ())
-        for part in own:
-            found[part].append(key)
-    return found
+        entry = kept_of(key)
+        replicated = entry.kind in {AVERAGED, LOSS_SCALE}
+        parts_of_key = [(int(entry.of),)] if replicated else parts.get(entry.kind, {}).get(str(entry.of), ())
+        for part in parts_of_key:
+            keys_of_part[part].append(key)
+    return keys_of_part
 
 
 def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
     """Parts of each tensor that is updated here, by its first name; a tied weight may belong to stages of
     others only.
     """
-    found: dict[str, list[Part]] = {}
+    owned: dict[str, list[Part]] = {}
     for stage, names in enumerate(pipeline.weights.names):
         for first in dict.fromkeys(first for _, first in names):
             if owners.mine(first):
-                found.setdefault(first, []).append((stage, pipeline.transport.rank))
-    return found
+                owned.setdefault(first, []).append((stage, pipeline.transport.rank))
+    return owned
 
 
 def owned_elsewhere(pipeline: Pipeline) -> list[Part]:
@@ -69,7 +71,7 @@ def owned_elsewhere(pipeline: Pipeline) -> list[Part]:
     ]
 
 
-def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[int]) -> list[int]:
+def overlapping(stages: Iterable[int], layout: Sequence[int], stored: Sequence[int]) -> list[int]:
     """The stages of another layout that contain layers of these stages.
 
     >>> overlapping([0, 2], [2, 4], [3])
@@ -78,14 +80,14 @@ def overlapping(stages: Iterable[int], layout: Sequence[int], other: Sequence[in
     Args:
         stages: stages of the first layout.
         layout: the layers with which its stages begin, after the first.
-        other: the layers with which the other layout's stages begin, after the first.
+        stored: the layers with which the other layout's stages begin, after the first.
     """
-    ours, theirs = ((0, *cuts, math.inf) for cuts in (layout, other))
+    edges, stored_edges = ((0, *cuts, math.inf) for cuts in (layout, stored))
     return sorted(
         {
             stage
-            for mine in stages
-            for stage in range(len(other) + 1)
-            if max(ours[mine], theirs[stage]) < min(ours[mine + 1], theirs[stage + 1])
+            for current in stages
+            for stage in range(len(stored) + 1)
+            if max(edges[current], stored_edges[stage]) < min(edges[current + 1], stored_edges[stage + 1])
         }
     )

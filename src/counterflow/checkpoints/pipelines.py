@@ -60,6 +60,6 @@ def load_checkpoint(pipeline: Pipeline, path: Path | str, *, training: bool = Tr
     Raises:
         ConfigError: the checkpoint does not exist, does not fit, or is damaged.
     """
-    found = Checkpoint.load(Path(path), str(path))
-    found.read_into(pipeline, training=training)
-    return found.step
+    checkpoint = Checkpoint.load(Path(path), str(path))
+    checkpoint.read_into(pipeline, training=training)
+    return checkpoint.step

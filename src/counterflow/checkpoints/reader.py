@@ -91,10 +91,10 @@ class Checkpoint:
                     "of `counterflow train`"
                 )
             index = Index.load(folder / INDEX, place)
-        found = cls(folder, index, place)
+        checkpoint = cls(folder, index, place)
         for name, file in index.files.items():
-            found._refuse(files.problem_of(folder / name, file, whole=False))
-        return found
+            checkpoint._refuse(files.problem_of(folder / name, file, contents=False))
+        return checkpoint
 
     def _refuse(self, problem: str) -> None:
         if problem:
@@ -123,10 +123,10 @@ class Checkpoint:
         rank, world = (transport.rank, transport.world_size) if transport is not None else (0, 1)
         problem = ""
         for name in sorted(self.index.files)[rank::world]:
-            problem = problem or files.problem_of(self.path / name, self.index.files[name], whole=True)
+            problem = problem or files.problem_of(self.path / name, self.index.files[name], contents=True)
         problems = transport.gather_objects(problem) if transport is not None else [problem]
-        for found in problems:
-            self._refuse(str(found))
+        for reported in problems:
+            self._refuse(str(reported))
         if transport is not None:
             self._compared.update(self.index.files)
 
@@ -156,8 +156,10 @@ class Checkpoint:
         tensors, keys = wanted(pipeline, self.index, self.place, training=training)
         self.verify(pipeline.transport)
         fill(tensors, keys, self.index, self._slice)
-        objects = self.objects(theirs for key, theirs in keys.items() if key not in tensors)
-        state = {key: tensors[key] if key in tensors else objects[theirs] for key, theirs in keys.items()}
+        objects = self.objects(stored_key for key, stored_key in keys.items() if key not in tensors)
+        state = {
+            key: tensors[key] if key in tensors else objects[stored_key] for key, stored_key in keys.items()
+        }
         load(pipeline, state, self.place, training=training, options=options)
         if training:
             pipeline.steps = self.step
@@ -176,12 +178,12 @@ class Checkpoint:
             ConfigError: the checkpoint has no average.
         """
         self.verify()
-        found = {name: self.weight(name, ema=ema) for name in self.names(ema=ema)}
+        weights = {name: self.weight(name, ema=ema) for name in self.names(ema=ema)}
         for first, names in self.index.aliases.items():
-            if first in found:
-                found |= dict.fromkeys(names, found[first])
+            if first in weights:
+                weights |= dict.fromkeys(names, weights[first])
         extra = [key for key in self.index.objects if key.startswith(f"{MODEL}/")]
-        return found | {key.partition("/")[2]: value for key, value in self.objects(extra).items()}
+        return weights | {key.partition("/")[2]: value for key, value in self.objects(extra).items()}
 
     def names(self, *, ema: bool = False) -> list[str]:
         """The first names of all weights and buffers.
@@ -205,15 +207,15 @@ class Checkpoint:
     def optimizer(self) -> dict[str, dict[str, Any]]:
         """Optimiser state of each parameter, by its name."""
         self.verify()
-        found: dict[str, dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {}
         numbers = self.objects(key for key in self.index.objects if kept_of(key).kind == OPTIMIZER)
         for key in (*numbers, *self.index.tensors):
             kind, name, slot = kept_of(key)
             if kind == OPTIMIZER:
-                kept = found.setdefault(str(name), {})
+                slots = state.setdefault(str(name), {})
                 if slot is not None:
-                    kept[slot] = numbers[key] if key in numbers else self.tensor(key)
-        return found
+                    slots[slot] = numbers[key] if key in numbers else self.tensor(key)
+        return state
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, assembled from its pieces."""
@@ -224,14 +226,14 @@ class Checkpoint:
         ]
         if len(pieces) == 1:
             return pieces[0][1]
-        whole = torch.empty(stored.shape, dtype=pieces[0][1].dtype)
+        tensor = torch.empty(stored.shape, dtype=pieces[0][1].dtype)
         for chunk, piece in pieces:
-            whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
-        return whole
+            tensor[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
+        return tensor
 
     def objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Objects that are not tensors, by key."""
-        found = {}
+        objects = {}
         for key in sorted(keys):
             name = self.index.objects[key]
             if name not in self._open:
@@ -239,8 +241,8 @@ class Checkpoint:
                     self._open[name] = torch.load(self.path / name, map_location="cpu", weights_only=True)
                 except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
                     self._refuse(f"{name} cannot be read ({type(error).__name__})")
-            found[key] = self._open[name][key]
-        return found
+            objects[key] = self._open[name][key]
+        return objects
 
     def file(self, name: str) -> bytes:
         """The contents of a further file.
@@ -248,7 +250,7 @@ class Checkpoint:
         Raises:
             ConfigError: the file is damaged.
         """
-        self._refuse(files.problem_of(self.path / name, self.index.files[name], whole=True))
+        self._refuse(files.problem_of(self.path / name, self.index.files[name], contents=True))
         return (self.path / name).read_bytes()
 
     def _slice(self, file: str, key: str, slices: tuple[slice, ...]) -> Tensor:
@@ -284,5 +286,5 @@ def found_in(path: Path) -> Path | None:
     """
     if (path / INDEX).is_file() and (path / INDEX).parent.name.startswith("step-"):
         return path
-    every = complete(path / CHECKPOINT) or complete(path)
-    return every[-1] if every else None
+    checkpoints = complete(path / CHECKPOINT) or complete(path)
+    return checkpoints[-1] if checkpoints else None

@@ -1,4 +1,4 @@
-"""How a checkpoint gets its name: at every moment the old or the new one has it, or can get it back.
+"""Renames that give a checkpoint its name: at every moment the old or the new one has it, or can get it back.
 
 Linux exchanges two names in one call, if the file system supports it. Otherwise the old checkpoint is renamed
 aside first, to a name by which it still counts.
@@ -62,9 +62,9 @@ def rename(source: Path, target: Path) -> None:
         raise
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two folders at once; False if unsupported, and nothing changed."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
-    return bool(call(_FROM_HERE, os.fsencode(one), _FROM_HERE, os.fsencode(other), _EXCHANGE) == 0)
+    return bool(call(_FROM_HERE, os.fsencode(first), _FROM_HERE, os.fsencode(second), _EXCHANGE) == 0)

@@ -92,7 +92,7 @@ class Saver:
         self._transport = pipeline.transport
         self._writes_index = self._transport.rank == 0
         self._thread: threading.Thread | None = None
-        self._found: Any = None
+        self._result: Any = None
         """Result of the thread: files if it wrote, None if it completed, or a text with the problem."""
         self._index: dict[str, Any] = {}
         self._completing = False
@@ -107,7 +107,7 @@ class Saver:
         )  # earlier drafts are removed
 
     def start(
-        self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None, *, beside: bool = False
+        self, about: Mapping[str, Any], extras: Mapping[str, Extra] | None = None, *, overlap: bool = False
     ) -> None:
         """Begin a checkpoint of the pipeline's current state, with nothing in flight; all workers call it.
 
@@ -117,7 +117,7 @@ class Saver:
             about: entries for the index; rank 0's are used.
             extras: further files, or functions that make them while the pipeline continues; rank 0's are
                 used.
-            beside: whether only the pipeline changes weights before the next step, so that step computes
+            overlap: whether only the pipeline changes weights before the next step, so that step computes
                 while they are copied, and only its update waits.
 
         Raises:
@@ -135,11 +135,11 @@ class Saver:
         pipeline.weights.check_copies(f"after {pipeline.steps} steps")
         tensors, objects = at_hand(pipeline)
         plan = SavePlan(tensors | objects, self._transport)
-        part, others = plan.part()
+        part, object_keys = plan.part()
         further = dict(extras or {}) if self._writes_index else {}
-        if others:
-            packed = _packed({key: objects[key] for key in others})
-            further[file_of(others[0], self._transport.rank, tensor=False)] = packed
+        if object_keys:
+            packed = _packed({key: objects[key] for key in object_keys})
+            further[file_of(object_keys[0], self._transport.rank, tensor=False)] = packed
         step, draft = pipeline.steps, self.root / draft_of(pipeline.steps, self._mark)
         if self._writes_index:
             aliases: dict[str, list[str]] = {}
@@ -158,7 +158,7 @@ class Saver:
         self.in_flight, self._completing = step, False
         live = {key: tensor for key, (tensor, _) in part.items()}
         copy = self._copies.begin(live, changing_in_forward(pipeline, live))
-        if beside:
+        if overlap:
             pipeline.weights.change_after(copy.order)
         else:
             copy.order()
@@ -184,16 +184,16 @@ class Saver:
         busy = self._thread is not None and self._thread.is_alive()
         if any(row[0] for row in self._transport.gather([float(busy)])):
             return None
-        rows = self._transport.gather_objects(self._found)
+        rows = self._transport.gather_objects(self._result)
         problem = next((row for row in rows if isinstance(row, str)), None)
         step = self.in_flight
         if problem is None and not self._completing:
-            self._completing, self._found = True, None
+            self._completing, self._result = True, None
             if self._writes_index:
-                found = cast("list[dict[str, Written]]", rows)
-                self._begin(lambda: self._complete(step, {n: f for row in found for n, f in row.items()}))
+                written = cast("list[dict[str, Written]]", rows)
+                self._begin(lambda: self._complete(step, {n: f for row in written for n, f in row.items()}))
             return None
-        self.in_flight, self._thread, self._found = None, None, None
+        self.in_flight, self._thread, self._result = None, None, None
         self.last = Outcome(step, None if problem is not None else self.root / name_of(step), problem or "")
         if problem is None:
             return self.last
@@ -211,7 +211,7 @@ class Saver:
         Returns:
             Its result; None if there is none, or if it is still in flight.
         """
-        began = told = time.monotonic()
+        began = logged = time.monotonic()
         look = min(_LOOK_SECONDS, self._transport.timeout_seconds / 4)
         while self.in_flight is not None:
             if self._thread is not None:
@@ -220,8 +220,8 @@ class Saver:
             if outcome is not None:
                 return outcome
             now = time.monotonic()
-            if self._writes_index and now - told > _TELL_SECONDS:
-                told = now
+            if self._writes_index and now - logged > _TELL_SECONDS:
+                logged = now
                 _LOG.warning("the checkpoint of step %s is still being written", self.in_flight)
             if limit_seconds is not None:
                 rows = self._transport.gather([float(now - began > limit_seconds)])
@@ -238,14 +238,14 @@ class Saver:
     def _begin(self, work: Callable[[], object]) -> None:
         def run() -> None:
             try:
-                self._found = work()
+                self._result = work()
             except OSError as error:
                 where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
-                self._found = f"{where}{error.strerror or error}"
+                self._result = f"{where}{error.strerror or error}"
             except CounterflowError as error:
-                self._found = str(error)
+                self._result = str(error)
             except BaseException as error:
-                self._found = f"{type(error).__name__}: {error}"
+                self._result = f"{type(error).__name__}: {error}"
 
         # A thread that waits for a lost mount must not keep the process from ending.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -261,18 +261,18 @@ class Saver:
         parts: dict[str, Pieces] = {}
         for key, piece in part.items():
             parts.setdefault(file_of(key, rank, tensor=True), {})[name_in_file(key)] = piece
-        found: dict[str, Written] = {}
+        written: dict[str, Written] = {}
         for file, pieces in parts.items():
             tensors = {name: tensor for name, (tensor, _) in pieces.items()}
             offsets = {name: offset for name, (_, offset) in pieces.items()}
-            found[file] = files.write_tensors(
+            written[file] = files.write_tensors(
                 draft / file, files.sizes_of(tensors), tensors.__getitem__, offsets
             )
         for name, data in further.items():
-            found[name] = files.write(draft / name, data() if callable(data) else [data])
+            written[name] = files.write(draft / name, data() if callable(data) else [data])
         files.settle(draft)
         self._check(draft)  # an attempt that began meanwhile may have removed a part of it
-        return found
+        return written
 
     def _check(self, draft: Path) -> None:
         if self._over():
@@ -285,7 +285,7 @@ class Saver:
         self._check(draft)
         index = Index(**self._index, files=dict(written))
         for name, file in index.files.items():
-            problem = files.problem_of(draft / name, file, whole=False)
+            problem = files.problem_of(draft / name, file, contents=False)
             if problem:
                 raise CounterflowError(
                     f"rank 0 does not see {draft / name} as another worker wrote it ({problem}); use a "
@@ -301,22 +301,22 @@ class Saver:
     def _remove_old(self) -> None:
         if self.keep_last is None:
             return
-        every = []
+        checkpoints = []
         for path in complete(self.root):
             problem = damage(path)
             if problem:  # it does not count in place of a whole one
                 put_aside(path)
                 _LOG.warning("%s; it is renamed to damaged-%s", problem, path.name)
             else:
-                every.append(path)
-        kept = set(every[-self.keep_last :])
+                checkpoints.append(path)
+        remaining = set(checkpoints[-self.keep_last :])
         if self.keep_best:
-            losses = {path: self._loss(path) for path in every}
-            best = min(every, key=lambda path: losses[path])
+            losses = {path: self._loss(path) for path in checkpoints}
+            best = min(checkpoints, key=lambda path: losses[path])
             if losses[best] < float("inf"):
-                kept.add(best)
-        for path in every:
-            if path not in kept:
+                remaining.add(best)
+        for path in checkpoints:
+            if path not in remaining:
                 # Without its index it is not a checkpoint: it is complete or absent also while it is removed.
                 (path / INDEX).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
@@ -325,10 +325,10 @@ class Saver:
     def _loss(self, path: Path) -> float:
         if path not in self._losses:
             try:
-                found = Index.load(path / INDEX, str(path)).about.get("validation_loss")
+                loss = Index.load(path / INDEX, str(path)).about.get("validation_loss")
             except ConfigError:
-                found = None
-            self._losses[path] = found if isinstance(found, float) else float("inf")
+                loss = None
+            self._losses[path] = loss if isinstance(loss, float) else float("inf")
         return self._losses[path]
 
 

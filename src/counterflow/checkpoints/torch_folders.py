@@ -30,7 +30,7 @@ from .files import DTYPES, dtype_name
 from .index import METADATA
 
 OPTIMIZERS = "optimizer", "optim"
-_OTHERS = "lr_scheduler", "train_state", "dataloader"
+_EXTRAS = "lr_scheduler", "train_state", "dataloader"
 """What a folder may have beside weights and the optimiser's state."""
 
 _PURE = {
@@ -74,22 +74,23 @@ class TorchFolder:
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         tensors = {
-            key: its
-            for key, its in self._metadata.state_dict_metadata.items()
-            if isinstance(its, TensorStorageMetadata)
+            key: entry
+            for key, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
-        self._others = self._metadata.state_dict_metadata.keys() - tensors.keys()
-        every = self._metadata.state_dict_metadata
-        self._optimizer = next((n for n in OPTIMIZERS if any(key.startswith(f"{n}.") for key in every)), "")
-        apart = tuple(f"{name}." for name in (*OPTIMIZERS, *_OTHERS))
-        weights = [key for key in tensors if not key.startswith(apart)]
+        self._object_keys = self._metadata.state_dict_metadata.keys() - tensors.keys()
+        entries = self._metadata.state_dict_metadata
+        self._optimizer = next((n for n in OPTIMIZERS if any(key.startswith(f"{n}.") for key in entries)), "")
+        not_weights = tuple(f"{name}." for name in (*OPTIMIZERS, *_EXTRAS))
+        weights = [key for key in tensors if not key.startswith(not_weights)]
         below = "model." if weights and all(key.startswith("model.") for key in weights) else ""
         self.weights = {key.removeprefix(below): key for key in weights}
         """The folder's key of each weight and buffer, by its name in the model."""
         if not weights:
             raise ConfigError(f"{path}: has no weights; give a folder of a whole model's training")
         self.sizes = {
-            key: (dtype_name(its.properties.dtype, key), tuple(its.size)) for key, its in tensors.items()
+            key: (dtype_name(entry.properties.dtype, key), tuple(entry.size))
+            for key, entry in tensors.items()
         }
         """Dtype, as safetensors names it, and shape of each tensor, by the folder's key."""
 
@@ -106,7 +107,7 @@ class TorchFolder:
     def _number(self, key: str) -> int | None:
         if key in self.sizes:
             return int(self.read(key).item())
-        return int(self.objects([key])[key]) if key in self._others else None
+        return int(self.objects([key])[key]) if key in self._object_keys else None
 
     def state(self) -> dict[tuple[str, str], str]:
         """The folder's key of what the optimiser keeps, by the weight's name and the slot.
@@ -115,7 +116,7 @@ class TorchFolder:
             ConfigError: what is kept is not of a weight.
         """
         prefix = f"{self._optimizer}.state."
-        found: dict[tuple[str, str], str] = {}
+        keys: dict[tuple[str, str], str] = {}
         for key in self.sizes if self._optimizer else ():
             if key.startswith(prefix):
                 name, _, slot = key.removeprefix(prefix).rpartition(".")
@@ -124,8 +125,8 @@ class TorchFolder:
                         f"{self.path}: {key} belongs to no weight of the model; convert the weights only, "
                         "to a file that ends with .safetensors"
                     )
-                found[name, slot] = key
-        return found
+                keys[name, slot] = key
+        return keys
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The optimiser's options by the name of each weight that it updates.
@@ -134,10 +135,12 @@ class TorchFolder:
             ConfigError: they are of groups and not of weights.
         """
         prefix = f"{self._optimizer}.param_groups."
-        keys = [key for key in (*self._others, *self.sizes) if self._optimizer and key.startswith(prefix)]
-        values = self.objects([key for key in keys if key in self._others])
+        keys = [
+            key for key in (*self._object_keys, *self.sizes) if self._optimizer and key.startswith(prefix)
+        ]
+        values = self.objects([key for key in keys if key in self._object_keys])
         values |= {key: self.read(key) for key in keys if key not in values}
-        found: dict[str, dict[str, Any]] = {}
+        options: dict[str, dict[str, Any]] = {}
         for key in keys:
             name, _, option = key.removeprefix(prefix).rpartition(".")
             if name not in self.weights:
@@ -145,15 +148,15 @@ class TorchFolder:
                     f"{self.path}: the optimiser's options are of {name or option!r}, which is no weight; "
                     "write the folder with torch's get_optimizer_state_dict and flatten_optimizer_state_dict"
                 )
-            found.setdefault(name, {})[option] = values[key]
-        return found
+            options.setdefault(name, {})[option] = values[key]
+        return options
 
     def read(self, key: str) -> Tensor:
         """Read one tensor, put together from its pieces."""
         dtype, shape = self.sizes[key]
-        found = torch.empty(shape, dtype=DTYPES[dtype])
-        self._fill({key: found})
-        return found
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        self._fill({key: tensor})
+        return tensor
 
     def objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read what is no tensor."""
@@ -192,14 +195,14 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(path: Path) -> Metadata:
     try:
         with (path / METADATA).open("rb") as file:
-            found = _Unpickler(file).load()
+            metadata = _Unpickler(file).load()
     except OSError as error:
         raise ConfigError(f"{path / METADATA}: cannot be read: {error.strerror}") from None
     except Exception as error:  # a damaged pickle raises anything
         raise ConfigError(f"{path / METADATA}: is damaged, or no metadata: {_first(error)}") from None
-    if not isinstance(found, Metadata):
+    if not isinstance(metadata, Metadata):
         raise ConfigError(f"{path / METADATA}: is not the metadata of torch.distributed.checkpoint")
-    return found
+    return metadata
 
 
 def _first(error: Exception) -> str:
@@ -244,8 +247,8 @@ class _Writing(DefaultSavePlanner):
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        return self._read(index.fqn) if isinstance(found, Tensor) and found.is_meta else found
+        item = super().lookup_object(index)
+        return self._read(index.fqn) if isinstance(item, Tensor) and item.is_meta else item
 
 
 def optimizer_of(options: Mapping[str, Mapping[str, Any]], slots: set[str], place: str) -> str:
@@ -257,11 +260,11 @@ def optimizer_of(options: Mapping[str, Mapping[str, Any]], slots: set[str], plac
     >>> optimizer_of({"0.weight": {"decoupled_weight_decay": True}}, {"exp_avg", "step"}, "")
     'AdamW'
     """
-    every = {option for its in options.values() for option in its}
-    decoupled = {its.get("decoupled_weight_decay") for its in options.values()}
+    names = {option for values in options.values() for option in values}
+    decoupled = {values.get("decoupled_weight_decay") for values in options.values()}
     if "exp_avg" in slots and decoupled in ({True}, {False}):
         return "AdamW" if decoupled == {True} else "Adam"
-    if "nesterov" in every and slots <= {"momentum_buffer"}:
+    if "nesterov" in names and slots <= {"momentum_buffer"}:
         return "SGD"
     raise ConfigError(
         f"{place}: does not show of which optimiser its state is; give --optimizer with the name of the class"
@@ -277,6 +280,6 @@ def flat(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     return {
         f"{OPTIMIZERS[0]}.param_groups.{name}.{option}": value
-        for name, its in options.items()
-        for option, value in cast("dict[str, Any]", {"initial_lr": its.get("lr"), **its}).items()
+        for name, values in options.items()
+        for option, value in cast("dict[str, Any]", {"initial_lr": values.get("lr"), **values}).items()
     }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from counterflow.checkpoints.memory import Found
+from counterflow.checkpoints.memory import ResumePoint
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
 from counterflow.measure.machine import cores
@@ -99,8 +99,8 @@ class Job:
         return dataclasses.replace(self, start=None, about=dataclasses.replace(self.about, first_step=step))
 
     def from_newest_state(
-        self, copies: Found | None, transport: Transport, fence: Fence
-    ) -> tuple[Job, Found | None]:
+        self, copies: ResumePoint | None, transport: Transport, fence: Fence
+    ) -> tuple[Job, ResumePoint | None]:
         """The job that resumes from the newest state; all workers call it.
 
         Checkpoints that ``auto`` chose and whose contents are damaged are renamed until one is not, or none

@@ -413,7 +413,7 @@ class Trainer:
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss
         extras = {METRICS: self.folder.history_until_now()} if self.folder is not None else {}
-        self.saver.start(about, extras, beside=True)
+        self.saver.start(about, extras, overlap=True)
         self.saved = self.pipeline.steps
 
     def save_now(self) -> None:

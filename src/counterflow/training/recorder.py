@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from counterflow.checkpoints.memory import Found
+from counterflow.checkpoints.memory import ResumePoint
 from counterflow.errors import WorkerError
 from counterflow.measure.machine import beside_torch_bytes, peak_bytes
 from counterflow.runtime.execution.step import Step
@@ -78,7 +78,7 @@ class Recorder:
         """Seconds since training began."""
         return time.perf_counter() - self._began
 
-    def begin(self, kept: Found | None, attempt: int, *, tells: bool) -> None:
+    def begin(self, kept: ResumePoint | None, attempt: int, *, tells: bool) -> None:
         """Cut the metrics at the step where the run resumes, note that step, and continue them.
 
         Args:
