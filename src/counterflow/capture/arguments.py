@@ -54,7 +54,7 @@ UNSEEN = {
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether it is the same in every run of the model: numbers, texts, types, functions of modules."""
+    """Check that a value is the same in every run: numbers, texts, types, functions of modules."""
     if isinstance(leaf, (FunctionType, BuiltinFunctionType)):
         return not getattr(leaf, "__closure__", None)
     return isinstance(leaf, (*PLAIN, type)) or leaf is Ellipsis

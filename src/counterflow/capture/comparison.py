@@ -40,7 +40,7 @@ class Comparison:
         known = {id(watch) for watch in (*entries, *items)} | {
             id(n) for n in names if isinstance(n.mapping, (dict, MappingProxyType))
         }
-        self._others = [watch for watch in watches if id(watch) not in known]
+        self._uncommon = [watch for watch in watches if id(watch) not in known]
 
     def unchanged(self) -> bool:
         """Compare all entries with the saved ones."""
@@ -52,7 +52,7 @@ class Comparison:
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, chain.from_iterable(self._filled), self._keys))
             and all(map(is_, chain.from_iterable(self._lists), self._items))
-            and all(watch.unchanged() for watch in self._others)
+            and all(watch.unchanged() for watch in self._uncommon)
         )
 
 

@@ -1,4 +1,4 @@
-"""What a traced run of a model would compute, in operations."""
+"""Counter of the operations of a traced run."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call of torch, and count it."""
         del types
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         cost = 0.0
         packet = getattr(func, "_overloadpacket", None)
         if packet in flop_registry:
             try:
-                cost += size_of(flop_registry[packet](*args, **(kwargs or {}), out_val=found))
+                cost += size_of(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
             except Exception:  # other operators count by their results
                 cost += 0.0
         if not getattr(func, "is_view", False):
             cost += sum(
-                numbers_in(leaf.shape) for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)
+                numbers_in(leaf.shape) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
             )
         self._note(cost)
-        return found
+        return result
 
 
-def size_of(found: Any) -> int:
+def size_of(number: Any) -> int:
     """A size for the example; a symbol without a value counts as 0."""
-    if isinstance(found, (torch.SymInt, torch.SymFloat)):
-        hint = found.node.hint
+    if isinstance(number, (torch.SymInt, torch.SymFloat)):
+        hint = number.node.hint
         return 0 if hint is None else int(hint)
-    return int(found)
+    return int(number)
 
 
 def numbers_in(shape: Iterable[Any]) -> int:
-    """How many numbers a tensor of a shape has."""
+    """Number of elements of a tensor of a shape."""
     return math.prod(map(size_of, shape))

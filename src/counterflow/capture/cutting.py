@@ -1,4 +1,4 @@
-"""Where the steps of a model are cut into layers: between modules, where few bytes cross.
+"""Cuts of a model's steps into layers: between modules, where few bytes cross.
 
 Invariant: a layer's steps are consecutive, in training as in evaluation, and most modules are in the same
 layer in both.
@@ -94,13 +94,13 @@ class Living:
 
     def _split_memory(self) -> set[int]:
         memory = self._record.memory
-        found: set[int] = set()
+        positions: set[int] = set()
         for number, changed in self._record.changes.items():
             for place in range(number + 1):
                 names = [ref for ref in self._across[place] if memory.get(ref) in changed]
                 if len(names) > 1:
-                    found.add(place)
-        return found
+                    positions.add(place)
+        return positions
 
     def _split_gradients(self) -> set[int]:
         forbidden: set[int] = set()
@@ -122,42 +122,44 @@ def cuts_of(records: Records) -> list[Cut]:
     pairs = _between(records.training, records.evaluation)
     training, evaluation = Living(records.training), Living(records.evaluation)
     costs = _costs(records.training)
-    found = []
-    for (first, after), (other, other_after) in pairs:
-        mine = [p for p in range(first, after + 1) if training.allowed(p)]
-        theirs = [p for p in range(other, other_after + 1) if evaluation.allowed(p)]
-        if mine and theirs:
-            place = min(mine, key=lambda p: (training.bytes(p), -p))
-            twin = min(theirs, key=lambda p: (evaluation.bytes(p), -p))
-            found.append(Cut(place, twin, training.bytes(place), costs[place]))
-    return _chosen(found, costs[-1])
+    cuts = []
+    for (first, after), (start, end) in pairs:
+        training_places = [p for p in range(first, after + 1) if training.allowed(p)]
+        evaluation_places = [p for p in range(start, end + 1) if evaluation.allowed(p)]
+        if training_places and evaluation_places:
+            place = min(training_places, key=lambda p: (training.bytes(p), -p))
+            twin = min(evaluation_places, key=lambda p: (evaluation.bytes(p), -p))
+            cuts.append(Cut(place, twin, training.bytes(place), costs[place]))
+    return _chosen(cuts, costs[-1])
 
 
 def _costs(record: Record) -> list[float]:
     """Cost of the steps before each one, and of all."""
-    found = [0.0]
+    sums = [0.0]
     for step in record.steps:
         cost = record.costs.get(step.module, 0.0) if step.module is not None else 0.0
-        calls = sum(1 for other in record.steps if other.module == step.module) if cost else 1
-        found.append(found[-1] + cost / calls)
-    return found
+        calls = sum(1 for second in record.steps if second.module == step.module) if cost else 1
+        sums.append(sums[-1] + cost / calls)
+    return sums
 
 
-def _between(one: Record, other: Record) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _between(first: Record, second: Record) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Steps between two modules that both records call one after the other, for each record.
 
     They are pairs of the minimum and maximum number of steps.
     """
-    mine = [number for number, step in enumerate(one.steps) if step.module is not None]
-    theirs = [number for number, step in enumerate(other.steps) if step.module is not None]
-    called = [one.steps[n].module for n in mine], [other.steps[n].module for n in theirs]
-    found = []
+    first_calls = [number for number, step in enumerate(first.steps) if step.module is not None]
+    second_calls = [number for number, step in enumerate(second.steps) if step.module is not None]
+    called = [first.steps[n].module for n in first_calls], [second.steps[n].module for n in second_calls]
+    spans = []
     for block in SequenceMatcher(None, *called, autojunk=False).get_matching_blocks():
         for k in range(block.size):
             i, j = block.a + k, block.b + k
-            if i + 1 < len(mine) and j + 1 < len(theirs):
-                found.append(((mine[i] + 1, mine[i + 1]), (theirs[j] + 1, theirs[j + 1])))
-    return found
+            if i + 1 < len(first_calls) and j + 1 < len(second_calls):
+                spans.append(
+                    ((first_calls[i] + 1, first_calls[i + 1]), (second_calls[j] + 1, second_calls[j + 1]))
+                )
+    return spans
 
 
 def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
@@ -169,13 +171,13 @@ def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
         after = min((c.bytes for c in near if c.cost >= cut.cost and c is not cut), default=cut.bytes)
         if cut.bytes <= _WIDER * max(before, after):
             narrow.append(cut)
-    found: list[Cut] = []
+    chosen: list[Cut] = []
     for cut in narrow:
-        done = found[-1].cost if found else 0.0
+        done = chosen[-1].cost if chosen else 0.0
         if cut.cost - done < total * _SMALLEST:
-            if found and cut.bytes <= found[-1].bytes and cut.cost - done == 0.0:
-                found[-1] = cut
+            if chosen and cut.bytes <= chosen[-1].bytes and cut.cost - done == 0.0:
+                chosen[-1] = cut
             continue
         if total - cut.cost >= total * _SMALLEST:
-            found.append(cut)
-    return found
+            chosen.append(cut)
+    return chosen

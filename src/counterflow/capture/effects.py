@@ -28,8 +28,8 @@ LruCache = Any
 
 def lru_caches(reachable: State) -> list[LruCache]:
     """Functions with a cache of ``functools``: all that are of no library, and those that forwards reach."""
-    every = {id(cache): cache for cache in instances_of(LRU_CACHE) if not is_library(cache.__module__)}
-    return [*(every | reachable.caches).values()]  # objects that were frozen are in the second only
+    caches = {id(cache): cache for cache in instances_of(LRU_CACHE) if not is_library(cache.__module__)}
+    return [*(caches | reachable.caches).values()]  # objects that were frozen are in the second only
 
 
 def globals_of(model: nn.Module) -> State:
@@ -70,7 +70,7 @@ class Effects:
         self._model, self._opened, self._reachable, self._lasts = model, opened, reachable, lasts
         self._caches = caches
         self._misses = {id(cache): cache.cache_info().misses for cache in caches}
-        self._own = self._attributes()
+        self._module_attributes = self._attributes()
         self._begin = self._draws = _generator_states(reachable.mentions)
         self.live: list[str] = []
         """Names of the values that called modules change."""
@@ -87,7 +87,7 @@ class Effects:
 
     def refusal(self) -> str | None:
         """Effect of the code of opened modules since the last call of a module; None: there is none."""
-        for watch in (*self._own.changed(), *self._reachable.changed()):
+        for watch in (*self._module_attributes.changed(), *self._reachable.changed()):
             if not self._is_cache(watch):
                 return f"changes {watch.label}"
         for cache in self._filled():
@@ -102,9 +102,9 @@ class Effects:
         for watch in self._reachable.changed():
             self.live.append(watch.label)
             watch.restore()
-        if self._own.changed():
-            before, self._own = self._own, self._attributes()
-            self.live += before.differences(self._own)
+        if self._module_attributes.changed():
+            before, self._module_attributes = self._module_attributes, self._attributes()
+            self.live += before.differences(self._module_attributes)
         self._clear()
         self._draws = _generator_states(self._reachable.mentions)
 
@@ -115,7 +115,7 @@ class Effects:
         self._clear()
         if _generator_states(self._reachable.mentions) != self._begin:
             _restore_generators(self._begin)
-        del self._model, self._own, self._lasts  # which free the copy at once
+        del self._model, self._module_attributes, self._lasts  # which free the copy at once
 
     def _filled(self) -> list[LruCache]:
         return [c for c in self._caches if c.cache_info().misses != self._misses[id(c)]]

@@ -1,4 +1,4 @@
-"""How a model is called with a mini-batch, and which dimensions of its tensors are free."""
+"""Call of a model with a mini-batch, and the free dimensions of its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a mini-batch becomes the arguments of a model.
+    """Rule by which a mini-batch becomes the arguments of a model.
 
     A mapping whose keys are parameters of the model's forward becomes keyword arguments; a tuple or list of
     at most as many elements as it accepts, positional arguments; anything else is one argument.
@@ -39,7 +39,7 @@ class Call:
 
     @classmethod
     def of(cls, model: nn.Module) -> Call:
-        """How a model is called."""
+        """Find the parameters through which a model takes a mini-batch."""
         parameters = list(inspect.signature(model.forward).parameters.values())
         names = frozenset(p.name for p in parameters if p.kind in _NAMED)
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 
 from .record import main_dtype
 from .torch_private import NO_MEMORY, FakeTensorMode, drop_hooks, memory_of
-from .values import Held
+from .values import Member
 
 DEVICE = torch.device("cpu")
 """Device that fake tensors report."""
@@ -63,7 +63,7 @@ class FakeModel:
         self._fake, self._mark, self._called, self._read = fake, mark, called, read
         self._dtype = main_dtype(model)
         self._classes: dict[type, type] = {}
-        self.origins: dict[int, Held] = {}
+        self.origins: dict[int, Member] = {}
         self.tensors: list[Tensor] = []
         self.module = self._copied(model)
         self._memory = {memory_of(tensor) for tensor in self.tensors} - {NO_MEMORY}
@@ -92,9 +92,9 @@ class FakeModel:
         with self._fake:
             for name, tensor in named:
                 if id(tensor) not in memo:
-                    memo[id(tensor)] = made = self._fake_of(tensor)
-                    self.origins[id(made)] = Held(name)
-                    self.tensors.append(made)
+                    memo[id(tensor)] = fake = self._fake_of(tensor)
+                    self.origins[id(fake)] = Member(name)
+                    self.tensors.append(fake)
         for module in model.modules():
             for value in vars(module).values():
                 if isinstance(value, Tensor) and not value.is_leaf:
@@ -113,10 +113,10 @@ class FakeModel:
         return memory_of(tensor) in self._memory
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device=DEVICE)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device=DEVICE)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
 
     def _watch(self, module: nn.Module) -> None:
         """Make a module of the copy report its calls, and reads of its attributes."""
@@ -158,16 +158,16 @@ def observing(objects: Mapping[str, Any], read: Callable[[str, str], None]) -> I
         objects: the objects, by name.
         read: function of an object's name and an attribute's name.
     """
-    saved = {label: (type(found), dict(vars(found))) for label, found in objects.items()}
+    saved = {label: (type(instance), dict(vars(instance))) for label, instance in objects.items()}
     try:
-        for label, found in objects.items():
-            object.__setattr__(found, "__class__", _observed(type(found), label, read))
+        for label, instance in objects.items():
+            object.__setattr__(instance, "__class__", _observed(type(instance), label, read))
         yield
     finally:
-        for label, found in objects.items():
+        for label, instance in objects.items():
             kind, attributes = saved[label]
-            object.__setattr__(found, "__class__", kind)
-            now = vars(found)
+            object.__setattr__(instance, "__class__", kind)
+            now = vars(instance)
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)

@@ -43,7 +43,7 @@ class Environment(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a record depends on.
+    """Values that a record depends on.
 
     Attributes:
         attributes: names that are read of modules, each with the module's path.
@@ -75,19 +75,19 @@ class Guards(NamedTuple):
         """Compare everything with the saved objects, by identity."""
         return environment == self.environment and self.comparison.unchanged()
 
-    def with_values(self, other: Guards, names: Iterable[str]) -> Guards:
+    def with_values(self, guards: Guards, names: Iterable[str]) -> Guards:
         """These guards with some values of others, so a comparison finds that they differ."""
         for name in names:
-            self.state.tokens[name] = other.state.tokens.get(name, ABSENT)
+            self.state.tokens[name] = guards.state.tokens.get(name, ABSENT)
         self.state.watches.append(Unknown())
         return self._replace(comparison=Comparison(self.state.watches))
 
-    def differences(self, other: Guards) -> list[str]:
+    def differences(self, guards: Guards) -> list[str]:
         """Names of what differs from other guards, besides weights."""
-        names = self.state.differences(other.state)
-        if self.environment.dtype != other.environment.dtype:
+        names = self.state.differences(guards.state)
+        if self.environment.dtype != guards.environment.dtype:
             names.append("the default dtype")
-        if self.environment.autocast != other.environment.autocast:
+        if self.environment.autocast != guards.environment.autocast:
             names.append("autocast")
         return names
 

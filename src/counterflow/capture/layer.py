@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from counterflow.errors import ConfigError
 from counterflow.probing import PROBING
 
-from .asked import Call, Example
+from .example_call import Call, Example
 from .record import Step
-from .values import Around, Held, OfDtype, Ref, Size, Template
+from .values import Around, Member, OfDtype, Ref, Size, Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Sizes:
     """Origins of a layer's free sizes.
 
     Attributes:
-        found: by group, an input tensor and the dimension with this size.
-        taken: sizes that are passed as numbers, after the tensors.
+        sources: by group, an input tensor and the dimension with this size.
+        numbers: sizes that are passed as numbers, after the tensors.
     """
 
-    found: Mapping[int, tuple[Ref, int]]
-    taken: tuple[int, ...]
+    sources: Mapping[int, tuple[Ref, int]]
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class CapturedLayer(nn.Module):
         title: str,
         parts: tuple[Part, Part],
         *,
-        held: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         cost: float,
     ) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class CapturedLayer(nn.Module):
         self._local: dict[str, str] = {}
         for path in dict.fromkeys(s.module for part in parts for s in part.steps if s.module is not None):
             self._add(path, model.get_submodule(path))
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             self._hold(name, tensor)
 
     def _add(self, path: str, module: nn.Module) -> None:
@@ -167,18 +167,18 @@ class CapturedLayer(nn.Module):
 
     @property
     def call(self) -> Call:
-        """How the model, and a first layer, is called."""
+        """Call of the model, and of a first layer."""
         entry = self._parts[0].entry
         assert entry is not None
         return entry.example.call
 
     def uses(self, name: str) -> bool:
-        """Whether the model's output in training is computed from its keyword argument of that name."""
+        """Check whether the model's output in training is computed from its keyword argument of that name."""
         return name in self._parts[0].used
 
     @property
     def differentiates(self) -> bool:
-        """Whether it takes gradients by ``torch.autograd.grad``."""
+        """Check whether the layer takes gradients by ``torch.autograd.grad``."""
         return any(step.function is torch.autograd.grad for part in self._parts for step in part.steps)
 
     @property
@@ -199,7 +199,7 @@ class CapturedLayer(nn.Module):
 
     @property
     def is_of_model(self) -> bool:
-        """Whether its modules are those of its model, and no copies."""
+        """Check that the modules are those of the model, and no copies."""
         model, paths = self.model, {step.module for part in self._parts for step in part.steps}
         if model is None:
             return False
@@ -214,7 +214,7 @@ class CapturedLayer(nn.Module):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers that the steps use directly, by their names in the model."""
-        names = {s.name for step in self.steps for s in step.takes.leaves() if type(s) is Held}
+        names = {s.name for step in self.steps for s in step.takes.leaves() if type(s) is Member}
         return {n: getattr(self, self._local[n]) for n in names if not n.startswith("constant ")}
 
     def module_at(self, path: str) -> nn.Module:
@@ -266,21 +266,21 @@ class CapturedLayer(nn.Module):
             values = _entered(part.entry, value, kwargs)
         else:
             values = dict(zip(part.takes, (value,) if isinstance(value, Tensor) else value, strict=False))
-        sizes = {group: values[ref].shape[dim] for group, (ref, dim) in part.sizes.found.items()}
-        if part.sizes.taken:
-            sizes |= dict(zip(part.sizes.taken, value[len(part.takes) :], strict=True))
-        held = {name: getattr(self, local) for name, local in self._local.items()}
-        around = Around(values, held, sizes, self._dtype(part, values, held), self._device(values))
+        sizes = {group: values[ref].shape[dim] for group, (ref, dim) in part.sizes.sources.items()}
+        if part.sizes.numbers:
+            sizes |= dict(zip(part.sizes.numbers, value[len(part.takes) :], strict=True))
+        tensors = {name: getattr(self, local) for name, local in self._local.items()}
+        around = Around(values, tensors, sizes, self._dtype(part, values, tensors), self._device(values))
         for step, frees in zip(part.steps, part.frees, strict=True):
             args, named = step.takes.filled(around)
-            call = step.function if step.module is None else held[step.module]
+            call = step.function if step.module is None else tensors[step.module]
             assert call is not None
             if step.within is None:
-                found = call(*args, **named)
+                result = call(*args, **named)
             else:
                 with step.within.replayed(around.device):
-                    found = call(*args, **named)
-            leaves = [found] if isinstance(found, Tensor) else pytree.tree_leaves(found)
+                    result = call(*args, **named)
+            leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
             if len(leaves) != step.leaves:
                 raise ConfigError(
                     f"{step.module or call} returns {len(leaves)} values, but returned {step.leaves} for the "
@@ -296,16 +296,16 @@ class CapturedLayer(nn.Module):
             return values[part.gives[0]]
         return (*(values[ref] for ref in part.gives), *(sizes[group] for group in part.numbers))
 
-    def _dtype(self, part: Part, values: Mapping[Ref, Tensor], held: Mapping[str, Any]) -> torch.dtype:
+    def _dtype(self, part: Part, values: Mapping[Ref, Tensor], tensors: Mapping[str, Any]) -> torch.dtype:
         of = part.dtype_of
         if of is None:
             return torch.get_default_dtype()
         if isinstance(of, Ref):
             return values[of].dtype
-        found = held.get(of)
-        if isinstance(found, nn.Module):
-            return next(p.dtype for p in found.parameters() if p.is_floating_point())
-        return torch.get_default_dtype() if found is None else found.dtype
+        source = tensors.get(of)
+        if isinstance(source, nn.Module):
+            return next(p.dtype for p in source.parameters() if p.is_floating_point())
+        return torch.get_default_dtype() if source is None else source.dtype
 
     def _device(self, values: Mapping[Ref, Tensor]) -> torch.device:
         return next(
@@ -330,26 +330,26 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
         )
     values: dict[Ref, Tensor] = {}
     by_group: dict[int, int] = {}
-    for index, (leaf, its, free) in enumerate(zip(leaves, example.leaves, example.free, strict=True)):
+    for index, (leaf, expected, free) in enumerate(zip(leaves, example.leaves, example.free, strict=True)):
         ref = entry.inputs.get(index)
         if ref is None:
-            if type(leaf) is not type(its) or (leaf != its):
+            if type(leaf) is not type(expected) or (leaf != expected):
                 raise ConfigError(
                     f"the mini-batch contains {leaf!r} but the example that the layers were found with "
                     "contains "
-                    f"{its!r}, on which the model may depend; find them with an example that contains it"
+                    f"{expected!r}, on which the model may depend; find them with an example that contains it"
                 )
             continue
         dims = dict(free)
-        fits = isinstance(leaf, Tensor) and leaf.dim() == its.dim()
+        fits = isinstance(leaf, Tensor) and leaf.dim() == expected.dim()
         for dim, size in enumerate(leaf.shape if fits else ()):
-            wanted = by_group.setdefault(dims[dim], size) if dim in dims else its.shape[dim]
+            wanted = by_group.setdefault(dims[dim], size) if dim in dims else expected.shape[dim]
             fits = fits and (size == wanted or (dim in dims and PROBING.get()))
         if not fits:
             shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
             raise ConfigError(
                 f"the mini-batch has a tensor of shape {shown} but the example that the layers were found "
-                f"with has {_freely(its, dims)}; find them with an example of these sizes"
+                f"with has {_freely(expected, dims)}; find them with an example of these sizes"
             )
         values[ref] = leaf
     return values
@@ -370,11 +370,11 @@ def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
 def held_names(part: Part) -> list[str]:
     """Names of the parameters, buffers and constants that a part's steps take."""
     templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
-    return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Held)))
+    return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Member)))
 
 
 def needs_dtype(steps: Sequence[Step], output: Template | None) -> bool:
-    """Whether some steps use the dtype of the weights."""
+    """Check whether some steps use the dtype of the weights."""
     templates = [step.takes for step in steps] + ([] if output is None else [output])
     return any(isinstance(leaf, OfDtype) for template in templates for leaf in template.leaves())
 

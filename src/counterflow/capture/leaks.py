@@ -37,7 +37,7 @@ def remove_leaks() -> None:
 
 
 def _leaks() -> list[FakeTensor]:
-    return [each for each in instances_of(FakeTensor) if type(each.fake_mode) is RecordingMode]
+    return [fake for fake in instances_of(FakeTensor) if type(fake.fake_mode) is RecordingMode]
 
 
 def _remove(objects: list[Any]) -> list[Any]:

@@ -69,13 +69,13 @@ def layers(
     recording = Recording(model, records, (training, evaluation), environment)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     tensors |= records.evaluation.constants | records.training.constants
-    found = []
+    captured = []
     for number, parts in enumerate(zip(training, evaluation, strict=True)):
-        held = {name: tensors[name] for part in parts for name in held_names(part)}
+        members = {name: tensors[name] for part in parts for name in held_names(part)}
         cost = edges[number + 1].cost - edges[number].cost
-        found.append(CapturedLayer(recording, number, _title(parts[0]), parts, held=held, cost=cost))
-    _hold_unused(model, found)
-    return found
+        captured.append(CapturedLayer(recording, number, _title(parts[0]), parts, tensors=members, cost=cost))
+    _hold_unused(model, captured)
+    return captured
 
 
 def _title(part: Part) -> str:
@@ -86,11 +86,11 @@ def _title(part: Part) -> str:
     return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"
 
 
-def _hold_unused(model: nn.Module, found: Sequence[CapturedLayer]) -> None:
+def _hold_unused(model: nn.Module, captured: Sequence[CapturedLayer]) -> None:
     """Let the last layer hold parameters and buffers that no step takes, as they belong to the model and its
     state.
     """
-    listed = {id(t) for layer in found for t in (*layer.parameters(), *layer.buffers())}
+    listed = {id(t) for layer in captured for t in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in listed:
-            found[-1].hold_unused(name, tensor)
+            captured[-1].hold_unused(name, tensor)

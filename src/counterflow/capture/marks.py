@@ -33,46 +33,48 @@ def following(mark: torch.dtype | None) -> dict[Any, OfDtype]:
     return {mark: OfDtype(), **{getattr(torch.finfo(mark), name): OfDtype(name) for name in _LIMITS}}
 
 
-def with_named_dtypes(marked: Record, own: Record, dtype: torch.dtype) -> Record:
+def with_named_dtypes(marked: Record, unmarked: Record, dtype: torch.dtype) -> Record:
     """A marked record, with the dtypes that the user's code names.
 
     Args:
         marked: record of a run with marked weights.
-        own: record of a run whose weights have their own dtype.
+        unmarked: record of a run whose weights have their own dtype.
         dtype: this dtype.
 
     Raises:
         Varies: the runs take different steps, so these depend on the weights' dtype.
     """
-    if len(marked.steps) != len(own.steps):
+    if len(marked.steps) != len(unmarked.steps):
         raise Varies("it takes other steps")
     names = _Names(dtype)
-    steps = list(starmap(names.step, zip(marked.steps, own.steps, strict=True)))
-    return replace(marked, steps=steps, output=names.template(marked.output, own.output))
+    steps = list(starmap(names.step, zip(marked.steps, unmarked.steps, strict=True)))
+    return replace(marked, steps=steps, output=names.template(marked.output, unmarked.output))
 
 
 class _Names:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def step(self, marked: Step, own: Step) -> Step:
-        kinds = {(s.module, s.function, s.inside, s.leaves, s.gives, s.within) for s in (marked, own)}
+    def step(self, marked: Step, unmarked: Step) -> Step:
+        kinds = {(s.module, s.function, s.inside, s.leaves, s.gives, s.within) for s in (marked, unmarked)}
         if len(kinds) > 1:
             raise Varies("it takes other steps", marked.inside)
-        return replace(marked, takes=self.template(marked.takes, own.takes))
+        return replace(marked, takes=self.template(marked.takes, unmarked.takes))
 
-    def template(self, marked: Template, own: Template) -> Template:
-        if marked.spec != own.spec:
+    def template(self, marked: Template, unmarked: Template) -> Template:
+        if marked.spec != unmarked.spec:
             raise Varies("it returns another structure")
         if not any(isinstance(leaf, (OfDtype, torch.dtype)) for leaf in marked.leaves()):
             return marked
-        return Template(list(starmap(self._leaf, zip(marked.parts, own.parts, strict=True))), marked.spec)
+        return Template(
+            list(starmap(self._leaf, zip(marked.parts, unmarked.parts, strict=True))), marked.spec
+        )
 
-    def _leaf(self, marked: Any, own: Any) -> Any:
-        if isinstance(marked, Span) or isinstance(own, Span):
+    def _leaf(self, marked: Any, unmarked: Any) -> Any:
+        if isinstance(marked, Span) or isinstance(unmarked, Span):
             return marked
         if isinstance(marked, OfDtype):
             limits = torch.finfo(self._dtype)
             expected = getattr(limits, marked.limit) if marked.limit else self._dtype
-            return marked if own == expected else own
-        return own if isinstance(own, torch.dtype) else marked
+            return marked if unmarked == expected else unmarked
+        return unmarked if isinstance(unmarked, torch.dtype) else marked

@@ -1,4 +1,4 @@
-"""Which modules of a model are traced, and the records of its forward in both modes.
+"""Choice of the modules of a model that are traced, and the records of its forward in both modes.
 
 Invariant: modules that are opened in training are opened in evaluation.
 """
@@ -14,16 +14,16 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
-from .asked import Example, example_of
 from .contexts import autocast_of
 from .effects import globals_of, lru_caches
+from .example_call import Example, example_of
 from .guards import Environment, Reads, guards_of
 from .marks import MARKS, with_named_dtypes
 from .record import Record, main_dtype
 from .recorder import Recorder
 from .sizes import Varies, merged, other_sizes, sizes_of
 from .torch_private import has_hooks
-from .unfollowed import Unfollowed
+from .untraceable import Unfollowed
 
 _SHARE = 1 / 12
 """Share of a model's cost from which an atom is opened."""
@@ -105,7 +105,7 @@ def record_again(
         Varies: the model takes another path for other sizes.
     """
     opening = _Opening(model, example, mark=mark, autocast=autocast, grad_in_evaluation=grad_in_evaluation)
-    return opening.again(opened, training=False if evaluates else None)
+    return opening.record(opened, training=False if evaluates else None)
 
 
 def _refusal(model: nn.Module, error: Unfollowed) -> str:
@@ -186,7 +186,7 @@ class _Opening:
                     raise
                 self._close(error.path)
 
-    def again(self, opened: Collection[str], *, training: bool | None) -> Record:
+    def record(self, opened: Collection[str], *, training: bool | None) -> Record:
         """A record of the model as it is now, with the same modules opened.
 
         Raises:
@@ -250,7 +250,7 @@ class _Opening:
         self._closed |= inside
 
     def _run(self, sizes: Mapping[int, int], *, training: bool | None, marked: bool = True) -> Record:
-        found = Recorder(
+        recorder = Recorder(
             self._model,
             self._example,
             self._opened,
@@ -263,8 +263,8 @@ class _Opening:
             reachable=self._reachable,
             caches=self._caches,
         ).run()
-        self._costs = found.costs
-        return found
+        self._costs = recorder.costs
+        return recorder
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
         """A record in which numbers that depend on free sizes are marked as such.
@@ -272,22 +272,22 @@ class _Opening:
         Raises:
             Varies: the model takes another path for other sizes.
         """
-        others = other_sizes(self._example)
+        alternatives = other_sizes(self._example)
         try:
-            found = [self._run(sizes, training=training) for sizes in others]
+            records = [self._run(sizes, training=training) for sizes in alternatives]
         except Unfollowed as error:
             raise Varies(str(error)) from error
-        if others:
-            record = merged([record, *found], [sizes_of(self._example), *others])
+        if alternatives:
+            record = merged([record, *records], [sizes_of(self._example), *alternatives])
         else:  # what the time or another process decides differs here
             record = merged([record, self._run({}, training=training)], [{}, {}])
         if self._mark is None:
             return record
         try:
-            own = self._run({}, training=training, marked=False)
+            unmarked = self._run({}, training=training, marked=False)
         except Unfollowed:  # a function of torch that accepts fewer dtypes without values than with them
             return record
-        return with_named_dtypes(record, own, main_dtype(self._model))
+        return with_named_dtypes(record, unmarked, main_dtype(self._model))
 
     def _large(self, record: Record) -> Collection[str]:
         limit = record.costs.get("", 0.0) * _SHARE
@@ -304,8 +304,8 @@ class _Opening:
         module = self._by_path[path]
         if not any(True for _ in module.children()):
             return False
-        own = type(module).forward
-        if own.__module__.startswith("torch.nn") and not isinstance(module, _OPENED_OF_TORCH):
+        forward = type(module).forward
+        if forward.__module__.startswith("torch.nn") and not isinstance(module, _OPENED_OF_TORCH):
             return False
         return self._may_trace(path)
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .asked import Example
 from .cutting import Living
+from .example_call import Example
 from .layer import Entry, Part, Sizes, groups_in, held_names, needs_dtype
 from .record import Record, main_dtype
 from .values import Ref, Size
@@ -34,9 +34,9 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
     needed: list[set[int]] = [set() for _ in places]
     for number in reversed(range(len(places) - 1)):
         last = number == len(places) - 2
-        mine = record.steps[places[number] : places[number + 1]]
-        needed[number] = groups_in(mine, record.output if last else None) | needed[number + 1]
-    found = []
+        steps_here = record.steps[places[number] : places[number + 1]]
+        needed[number] = groups_in(steps_here, record.output if last else None) | needed[number + 1]
+    parts = []
     for number, (begin, end) in enumerate(pairwise(places)):
         first, last = not number, number == len(places) - 2
         takes = () if first else living.across(begin)
@@ -61,8 +61,8 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
         part = Part(takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None, used)
         if needs_dtype(steps, output):
             part = replace(part, dtype_of=_dtype_of(part, record, model))
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def _of_example(example: Example, record: Record) -> dict[int, tuple[Ref, int]]:

@@ -1,4 +1,4 @@
-"""What a traced run of a model recorded."""
+"""Record of a traced run of a model."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ from .arguments import (
     sizes_as_tuples,
     versions,
 )
-from .asked import Example
 from .contexts import Context, process_settings, restore_process_settings
 from .counting import OperationCounter, numbers_in, size_of
 from .effects import Effects, LruCache
+from .example_call import Example
 from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
 from .record import Record, Step
@@ -52,8 +52,8 @@ from .torch_private import (
     memory_of,
     state_of,
 )
-from .unfollowed import Unfollowed, called_by_torch, failed, line_of
-from .values import Held, OfDevice, Ref, Span, Template
+from .untraceable import Unfollowed, called_by_torch, failed, line_of
+from .values import Member, OfDevice, Ref, Span, Template
 
 
 class Recorder(TorchFunctionMode):
@@ -96,7 +96,7 @@ class Recorder(TorchFunctionMode):
         self._record = Record(mark=mark, costs=dict(costs or {}))
         self._counts = costs is None
         self._of_mark = following(mark)
-        self._origin: dict[int, Ref | Held] = {}
+        self._origin: dict[int, Ref | Member] = {}
         self._alive: list[Any] = []
         self._stack: list[str] = [""]
         self._atoms = 0  # nesting depth within an atom
@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
         )
         self._origin |= self._model.origins
         self._paths = self._model.paths
-        self._left: dict[int, dict[str, Any]] = {}
+        self._states_after: dict[int, dict[str, Any]] = {}
         self._running = False
         self._settings = process_settings()
         self._observed = observed_objects(self._model.module)
@@ -163,7 +163,7 @@ class Recorder(TorchFunctionMode):
         """Contexts around the forward."""
         enabled = self._autocast is not None
         autocast = torch.autocast(DEVICE.type, self._autocast or torch.bfloat16, enabled)
-        self._saved = {label: dict(vars(found)) for label, found in self._observed.items()}
+        self._saved = {label: dict(vars(instance)) for label, instance in self._observed.items()}
         observed = observing(self._observed, self._note_observed)
         with self, torch.set_grad_enabled(self._grad), autocast, observed:
             yield
@@ -196,8 +196,8 @@ class Recorder(TorchFunctionMode):
             if not isinstance(ref, Ref) or ref.step < 0:
                 return False
             step = self._record.steps[ref.step]
-            held = any(isinstance(leaf, Held) for leaf in step.takes.leaves())
-            if held or step.module is not None or getattr(step.function, "__name__", "") in DRAWING:
+            uses_weights = any(isinstance(leaf, Member) for leaf in step.takes.leaves())
+            if uses_weights or step.module is not None or getattr(step.function, "__name__", "") in DRAWING:
                 return False
             refs += step.takes.refs
         return True
@@ -211,10 +211,10 @@ class Recorder(TorchFunctionMode):
             shape = list(leaf.shape)
             for dim, group in self._example.free[index]:
                 shape[dim] = self._sizes.get(group, shape[dim])
-            made = torch.empty(shape, dtype=self._model.dtype_of(leaf), device=DEVICE)
-            leaves[index] = made.requires_grad_(leaf.requires_grad)
+            fake = torch.empty(shape, dtype=self._model.dtype_of(leaf), device=DEVICE)
+            leaves[index] = fake.requires_grad_(leaf.requires_grad)
             ref = self._record.inputs[index] = Ref(-1, len(self._record.inputs))
-            self._know(made, ref)
+            self._know(fake, ref)
         return leaves
 
     def _know(self, tensor: Tensor, ref: Ref) -> None:
@@ -246,9 +246,9 @@ class Recorder(TorchFunctionMode):
             return cls.__call__(module, *args, **kwargs)
         self._stack.append(path)
         with self._costing(path):
-            found = cls.__call__(module, *args, **kwargs)
+            result = cls.__call__(module, *args, **kwargs)
         self._stack.pop()
-        return found
+        return result
 
     def _noted_module(self, path: str, module: nn.Module, cls: type, args: Any, kwargs: Any) -> Any:
         self._refuse_switched(path, module)
@@ -258,15 +258,15 @@ class Recorder(TorchFunctionMode):
         self._atoms += 1
         try:
             with self._costing(path):
-                found = cls.__call__(module, *args, **kwargs)
+                result = cls.__call__(module, *args, **kwargs)
         except Exception as error:  # a module may raise anything
             raise failed(path, error) from error
         finally:
             self._atoms -= 1
         self._leave(module)
         self._effects.accept()
-        self._noted(path, None, takes, found, before)
-        return found
+        self._noted(path, None, takes, result, before)
+        return result
 
     # -- functions
 
@@ -285,25 +285,25 @@ class Recorder(TorchFunctionMode):
             raise self._unfollowed(f"calls Tensor.{name}")
         before = versions((args, kwargs))
         takes = self._template((tuple(args), kwargs)) if before else None
-        found = func(*args, **kwargs)
-        has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(found))
-        changes = found is None and name != "__get__" and bool(before)
+        result = func(*args, **kwargs)
+        has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
+        changes = result is None and name != "__get__" and bool(before)
         if has_tensor or changes:
-            self._noted(None, func, takes or self._template((tuple(args), kwargs)), found, before)
-        if func is torch.rand and isinstance(found, Tensor):
-            self._unit[id(found)] = None
-        return found
+            self._noted(None, func, takes or self._template((tuple(args), kwargs)), result, before)
+        if func is torch.rand and isinstance(result, Tensor):
+            self._unit[id(result)] = None
+        return result
 
     def _of_draws(self, func: Any, name: str, args: Sequence[Any]) -> bool | None:
         """Knowledge about a number that was drawn from [0, 1): it is never negative."""
         if name in ("__lt__", "lt", "less") and len(args) == 2 and id(args[0]) in self._unit:
             limit = args[1]
             if isinstance(limit, (int, float)) and (limit <= 0 or limit >= 1):
-                found = func(*args)
-                self._alive.append(found)
-                self._unit[id(found)] = limit >= 1
-                self._origin[id(found)] = Ref(-2, 0)  # a tensor that nothing else may use
-                return found  # type: ignore[no-any-return]
+                result = func(*args)
+                self._alive.append(result)
+                self._unit[id(result)] = limit >= 1
+                self._origin[id(result)] = Ref(-2, 0)  # a tensor that nothing else may use
+                return result  # type: ignore[no-any-return]
         if name == "__bool__" and args and self._unit.get(id(args[0])) is not None:
             return self._unit[id(args[0])]
         return None
@@ -315,7 +315,7 @@ class Recorder(TorchFunctionMode):
         module: str | None,
         function: Callable[..., Any] | None,
         takes: Template,
-        found: Any,
+        result: Any,
         before: list[tuple[Tensor, int]],
     ) -> None:
         number = len(self._record.steps)
@@ -325,11 +325,11 @@ class Recorder(TorchFunctionMode):
                 raise self._unfollowed("changes a buffer or a parameter in place")
         if changes_saved_tensors():
             raise self._unfollowed("changes the tensors that autograd saves")
-        leaves = pytree.tree_leaves(found)
+        leaves = pytree.tree_leaves(result)
         gives: list[tuple[int, Ref]] = []
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                if isinstance(self._origin.get(id(leaf)), Held) and function is None:
+                if isinstance(self._origin.get(id(leaf)), Member) and function is None:
                     self._alive.append(leaf)
                     continue  # a module that returns one of its parameters
                 ref = Ref(number, len(gives))
@@ -363,14 +363,14 @@ class Recorder(TorchFunctionMode):
             return leaf
         raise self._unfollowed(f"passes a {type(leaf).__name__} to what it calls")
 
-    def _of_tensor(self, tensor: Tensor) -> Ref | Held:
+    def _of_tensor(self, tensor: Tensor) -> Ref | Member:
         known = self._origin.get(id(tensor))
         if known is None:
             if is_of_transform(tensor):
                 raise self._unfollowed("calls a transform of torch.func")
             if isinstance(tensor, FakeTensor):
                 raise self._unfollowed("uses a tensor of a call that is not traced")
-            known = Held(f"constant {len(self._record.constants)} of {self._mode}")
+            known = Member(f"constant {len(self._record.constants)} of {self._mode}")
             self._record.constants[known.name] = tensor
             self._origin[id(tensor)] = known
             self._alive.append(tensor)
@@ -398,16 +398,16 @@ class Recorder(TorchFunctionMode):
 
     def _leave(self, module: nn.Module) -> None:
         """Note the attributes with which a module, and those in it, is left."""
-        self._left |= {id(one): state_of(one) for one in module.modules()}
+        self._states_after |= {id(submodule): state_of(submodule) for submodule in module.modules()}
 
     def _refuse_switched(self, path: str, module: nn.Module) -> None:
         """Refuse an atom whose attributes the code around it has changed: no step repeats that change."""
-        for one in module.modules():
-            now = state_of(one)
-            before = self._left.get(id(one), now)
+        for submodule in module.modules():
+            now = state_of(submodule)
+            before = self._states_after.get(id(submodule), now)
             for name in now.keys() | before.keys():
                 if not same(now.get(name, ABSENT), before.get(name, ABSENT)):
-                    inside = self._paths.get(id(one), path)
+                    inside = self._paths.get(id(submodule), path)
                     if name.startswith(WEIGHT):
                         why = f"calls {inside!r} with another {name.removeprefix(WEIGHT)}"
                         raise Unfollowed(self._stack[-1], why, self._line(), opens=path)
@@ -428,7 +428,7 @@ class Recorder(TorchFunctionMode):
             self._record.reads.add((path, name))
         elif name == "__dict__" and not called_by_torch(2):  # vars(module)
             names = object.__getattribute__(module, name)
-            self._record.reads |= {(path, each) for each in names if each not in OF_TORCH}
+            self._record.reads |= {(path, attribute) for attribute in names if attribute not in OF_TORCH}
 
     @contextmanager
     def _costing(self, path: str) -> Iterator[None]:

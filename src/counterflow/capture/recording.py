@@ -30,7 +30,7 @@ from .recutting import Uncut, crossings_of, places_of
 from .sizes import Varies
 from .state import Plain, Unknown
 from .torch_private import saved_without_hooks, silent_fake_tensors
-from .unfollowed import Unfollowed, clear_frames
+from .untraceable import Unfollowed, clear_frames
 
 _CAPTURING = threading.Lock()
 """Held during a capture, because torch's symbolic sizes support only one thread at a time."""
@@ -110,8 +110,8 @@ class Recording:
         self._example, self._opened, self._mark = records.example, records.opened, records.mark
         self._grad = records.grad_in_evaluation
         self.current = [
-            Variant(reads, guards_of(model, reads, environment), its, record)
-            for record, its in zip((records.training, records.evaluation), parts, strict=True)
+            Variant(reads, guards_of(model, reads, environment), mode_parts, record)
+            for record, mode_parts in zip((records.training, records.evaluation), parts, strict=True)
             for reads in (self._reads(record, evaluates=record is records.evaluation),)
         ]
         if not model.training:
@@ -125,7 +125,7 @@ class Recording:
             {step.module for of_slot in parts for step in of_slot[number].steps}
             for number in range(len(parts[0]))
         ]
-        paths = {step.module for its in parts for part in its for step in part.steps} - {None}
+        paths = {step.module for mode_parts in parts for part in mode_parts for step in part.steps} - {None}
         self._called = {path: model.get_submodule(path) for path in paths if path is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -134,19 +134,19 @@ class Recording:
         twin = None if model is None else memo.get(id(model))
         if twin is None:
             return self
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        made._model = weakref.ref(twin)
-        made._called = {path: twin.get_submodule(path) for path in self._called}
-        made.current = list(map(copy.copy, self.current))
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._model = weakref.ref(twin)
+        copied._called = {path: twin.get_submodule(path) for path in self._called}
+        copied.current = list(map(copy.copy, self.current))
         for slot in Slot:
-            variant = made.current[slot]
+            variant = copied.current[slot]
             old, names = variant.guards, self.stale(slot, variant.guards.environment)
             variant.guards = guards_of(twin, variant.reads, old.environment)
             if names:
                 variant.guards = variant.guards.with_values(old, names)
-        made._variants = ([made.current[0]], [made.current[1]])
-        return made
+        copied._variants = ([copied.current[0]], [copied.current[1]])
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
@@ -224,11 +224,11 @@ class Recording:
                 variant.guards, variant.replaced = now, replaced
                 self.current[slot] = variant
                 return
-        found = self._of_evaluation(model, slot, environment)
-        if found is None:
+        recorded = self._of_evaluation(model, slot, environment)
+        if recorded is None:
             with capturing():
-                found = self._again(model, slot, environment, names)
-        variant = found
+                recorded = self._record(model, slot, environment, names)
+        variant = recorded
         variant.replaced = replaced
         self.current[slot] = variant
         self._variants[slot].append(variant)
@@ -247,7 +247,9 @@ class Recording:
         variant.guards = guards_of(model, variant.reads, environment)
         return variant
 
-    def _again(self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]) -> Variant:
+    def _record(
+        self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
+    ) -> Variant:
         try:
             record = record_again(
                 model,
@@ -287,7 +289,7 @@ class Recording:
             except Uncut:
                 continue
             parts = parts_of(record, self._example, places, model)
-            known = zip(*(each.crossings for each in self.current), strict=True)
+            known = zip(*(current.crossings for current in self.current), strict=True)
             if all(map(contains, known, crossings_of(record, parts))):
                 return parts
         raise Uncut
@@ -340,7 +342,7 @@ class Recording:
             if weight == old_weight:
                 continue
             tensor, old_tensor = getattr(weight, "value", None), getattr(old_weight, "value", None)
-            if not _alike(tensor, old_tensor):
+            if not _replaceable(tensor, old_tensor):
                 raise self._error(
                     f"{name!r} was replaced after the layers were found, and stages have the tensor that "
                     "they were made with; change it in place (copy_), or make another pipeline"
@@ -374,7 +376,7 @@ class Recording:
         return ConfigError(f"{type(self.model).__name__}: {text}")
 
 
-def _alike(tensor: object, before: object) -> bool:
+def _replaceable(tensor: object, before: object) -> bool:
     """Tell whether a tensor may be put in the place of a buffer."""
     return (
         isinstance(tensor, Tensor)
@@ -392,7 +394,9 @@ def _nothing() -> None:
 def recordings_of(layers: Sequence[nn.Module]) -> list[Recording]:
     """The recordings that layers share, each once."""
     recordings = [layer.recording for layer in layers if isinstance(layer, CapturedLayer)]
-    return list({id(each): each for each in recordings if isinstance(each, Recording)}.values())
+    return list(
+        {id(recording): recording for recording in recordings if isinstance(recording, Recording)}.values()
+    )
 
 
 def follow_model(layers: Sequence[nn.Module]) -> None:
@@ -401,14 +405,14 @@ def follow_model(layers: Sequence[nn.Module]) -> None:
     Raises:
         ConfigError: a model has changed, and cannot be recorded as it is.
     """
-    found = [layer for layer in layers if isinstance(layer, CapturedLayer)]
+    captured = [layer for layer in layers if isinstance(layer, CapturedLayer)]
     environment = Environment.current("cpu")
     for recording in recordings_of(layers):
         recording.settle()
         if names := recording.stale(Slot.TRAINING, environment):
             recording.refresh(Slot.TRAINING, environment, names)
-            for layer in found:
+            for layer in captured:
                 if layer.recording is recording:
                     layer.adopt(recording.current[Slot.TRAINING], Slot.TRAINING)
-    for layer in found:
+    for layer in captured:
         layer.follows = True

@@ -21,7 +21,7 @@ class Uncut(Exception):  # noqa: N818 - nothing is wrong with the model
 
 
 def crossings_of(record: Record, parts: Sequence[Part]) -> list[Crossing]:
-    """What crosses after each layer but the last."""
+    """Tensors that cross after each layer but the last."""
     return [(tuple(record.shapes[ref] for ref in part.gives), len(part.numbers)) for part in parts[:-1]]
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of a record depend on the free sizes of the example, by runs with other sizes.
+"""Numbers of a record that depend on the free sizes of the example, by runs with other sizes.
 
 A number that is the same in all runs is a constant; any other has to be a multiple of a product of sizes,
 plus a constant, in all runs. Nothing is assumed about how a module uses its sizes.
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .asked import Example
+from .example_call import Example
 from .record import Record, Step
 from .values import Size, Span, Template
 
@@ -55,7 +55,7 @@ def other_sizes(example: Example) -> list[dict[int, int]]:
     samples = {g for free in example.free for n, (dim, g) in enumerate(free) if not n}
     if not sizes:
         return []
-    found = []
+    candidates = []
     for run in (1, 2, 3):
         tried = {}
         for number, (group, size) in enumerate(sorted(sizes.items())):
@@ -64,8 +64,8 @@ def other_sizes(example: Example) -> list[dict[int, int]]:
             else:
                 shorter = (run + number) % 4
                 tried[group] = size - shorter if size > 4 else size + shorter
-        found.append(tried)
-    return found
+        candidates.append(tried)
+    return candidates
 
 
 def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Record:
@@ -78,9 +78,9 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
     if varying := _varying(records):
         raise Varies("it takes other steps", *varying)
     for record in records[1:]:
-        for step, other in zip(first.steps, record.steps, strict=False):
-            if (step.module, step.function, step.inside) != (other.module, other.function, other.inside):
-                deepest = max(step.inside, other.inside, key=len)
+        for step, second in zip(first.steps, record.steps, strict=False):
+            if (step.module, step.function, step.inside) != (second.module, second.function, second.inside):
+                deepest = max(step.inside, second.inside, key=len)
                 raise Varies("it takes other steps", deepest)
     if len({len(record.steps) for record in records}) > 1:
         raise Varies("it takes other steps")
@@ -97,14 +97,14 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
 
 def _varying(records: Sequence[Record]) -> set[str]:
     """Paths of all opened modules whose own steps differ between records."""
-    own = []
+    by_record = []
     for record in records:
         calls: dict[str, list[object]] = {}
         for step in record.steps:
             calls.setdefault(step.inside, []).append((step.module, step.function))
-        own.append(calls)
-    paths = set().union(*own)
-    return {path for path in paths if any(calls.get(path) != own[0].get(path) for calls in own)}
+        by_record.append(calls)
+    paths = set().union(*by_record)
+    return {path for path in paths if any(calls.get(path) != by_record[0].get(path) for calls in by_record)}
 
 
 class _Fit:
@@ -114,16 +114,16 @@ class _Fit:
         self._products = [part for n in range(1, len(groups) + 1) for part in combinations(groups, n)]
 
     def steps(self, of_records: Sequence[Sequence[Step]]) -> list[Step]:
-        found: list[Step] = []
+        steps: list[Step] = []
         errors: dict[str, str] = {}
         for same in zip(*of_records, strict=True):
             try:
-                found.append(self._step(same))
+                steps.append(self._step(same))
             except Varies as error:
                 errors.setdefault(same[0].inside, str(error))
         if errors:
             raise Varies(next(iter(errors.values())), *errors)
-        return found
+        return steps
 
     def _step(self, steps: Sequence[Step]) -> Step:
         first = steps[0]
@@ -136,19 +136,19 @@ class _Fit:
         first = templates[0]
         if any(t.spec != first.spec for t in templates):
             raise Varies("it returns another structure")
-        leaves = [self.leaf(each) for each in zip(*(t.parts for t in templates), strict=True)]
+        leaves = [self.leaf(leaves_at) for leaves_at in zip(*(t.parts for t in templates), strict=True)]
         return Template(leaves, first.spec)
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
         if len({len(shape) for shape in shapes}) > 1:
             raise Varies("a tensor has other dimensions")
-        found = []
-        for each in zip(*shapes, strict=True):
+        fitted = []
+        for sizes in zip(*shapes, strict=True):
             try:
-                found.append(self.leaf(each))
+                fitted.append(self.leaf(sizes))
             except Varies:
-                found.append(None)  # unused, or a step's number would vary as well
-        return tuple(found)
+                fitted.append(None)  # unused, or a step's number would vary as well
+        return tuple(fitted)
 
     def leaf(self, leaves: Sequence[Any]) -> Any:
         first = leaves[0]
@@ -159,29 +159,29 @@ class _Fit:
             return Span(*map(self.leaf, ends))
         if all(type(leaf) is int for leaf in leaves):
             for groups in self._products:
-                found = self._fitted(groups, leaves)
-                if found is not None:
-                    return found
+                size = self._fitted(groups, leaves)
+                if size is not None:
+                    return size
         raise Varies(f"{first!r} is {leaves[1]!r} for other sizes")
 
     def _fitted(self, groups: tuple[int, ...], numbers: Sequence[int]) -> Size | None:
         products = [prod(sizes[group] for group in groups) for sizes in self._sizes]
-        other = next((n for n, product in enumerate(products) if product != products[0]), None)
-        if other is None:
+        differing = next((n for n, product in enumerate(products) if product != products[0]), None)
+        if differing is None:
             return None
-        factor = Fraction(numbers[other] - numbers[0], products[other] - products[0])
+        factor = Fraction(numbers[differing] - numbers[0], products[differing] - products[0])
         more = numbers[0] - factor * products[0]
         if more.denominator != 1:
             return None
-        found = Size(groups, factor, int(more))
+        size = Size(groups, factor, int(more))
         exact = all(
             factor * product + more == number for product, number in zip(products, numbers, strict=True)
         )
-        return found if exact and factor else None
+        return size if exact and factor else None
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     try:
-        return bool(one == other) or one is other or one != one  # noqa: PLR0124 - NaN
+        return bool(first == second) or first is second or first != first  # noqa: PLR0124 - NaN
     except Exception:  # of a user's class
         return False

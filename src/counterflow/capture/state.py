@@ -197,9 +197,9 @@ class Slots:
 
     __slots__ = ("_names", "_object", "_values", "label")
 
-    def __init__(self, label: str, found: object, names: tuple[str, ...]) -> None:
-        self.label, self._object, self._names = label, found, names
-        self._values = tuple(getattr(found, name, ABSENT) for name in names)
+    def __init__(self, label: str, instance: object, names: tuple[str, ...]) -> None:
+        self.label, self._object, self._names = label, instance, names
+        self._values = tuple(getattr(instance, name, ABSENT) for name in names)
 
     def unchanged(self) -> bool:
         """Compare the entries with the saved ones, by identity."""
@@ -214,7 +214,7 @@ class Slots:
 
 
 class Trained:
-    """Whether parameters are trained.
+    """Flags of the parameters that are trained.
 
     Args:
         parameters: the parameters.
@@ -340,7 +340,7 @@ class State:
         """Containers whose entries are other objects than the saved ones."""
         return [watch for watch in self.watches if not watch.unchanged()]
 
-    def differences(self, other: State) -> list[str]:
+    def differences(self, state: State) -> list[str]:
         """Names whose values differ from those of another state."""
-        names = [*self.tokens, *(name for name in other.tokens if name not in self.tokens)]
-        return [n for n in names if self.tokens.get(n, ABSENT) != other.tokens.get(n, ABSENT)]
+        names = [*self.tokens, *(name for name in state.tokens if name not in self.tokens)]
+        return [n for n in names if self.tokens.get(n, ABSENT) != state.tokens.get(n, ABSENT)]

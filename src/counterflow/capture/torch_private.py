@@ -80,7 +80,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own. Without it: modules with hooks are not opened."""
+    """Check for hooks of a module. Without it: modules with hooks are not opened."""
     return any(vars(module).get(name) for name in _HOOKS)
 
 
@@ -102,8 +102,8 @@ def drop_hooks(module: nn.Module) -> None:
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own tensors and attributes. Without it: ``named_parameters`` and ``named_buffers``."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return own | module._buffers | module._parameters
+    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return attributes | module._buffers | module._parameters
 
 
 OF_TORCH = (frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))) - {"training", "forward"}
@@ -111,11 +111,11 @@ OF_TORCH = (frozenset(vars(nn.Module())) | frozenset(dir(nn.Module))) - {"traini
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What a module's own forward may depend on, besides its tensors. Without it: ``attributes_of``."""
-    found = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+    """Attributes that a module's forward may depend on, besides tensors. Without it: ``attributes_of``."""
+    attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
     hooks = {name: len(vars(module).get(name, ())) for name in _HOOKS}
     weights = {f"{WEIGHT}{name}": tensor for name, tensor in (module._buffers | module._parameters).items()}
-    return found | hooks | weights
+    return attributes | hooks | weights
 
 
 WEIGHT = "weight: "

@@ -1,4 +1,4 @@
-"""Why a model's forward cannot be traced, and where."""
+"""Reasons for which a model's forward cannot be traced, and their places."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DECIDES = ("DataDependentOutputException", "GuardOnDataDependentSymNode", "Dyna
 
 
 def failed(path: str, error: Exception) -> Unfollowed:
-    """What an error in an opened module, or in one that it calls, says of its forward."""
+    """Reason that an error in an opened module, or in one that it calls, gives."""
     line = line_of(traceback.extract_tb(error.__traceback__))
     if type(error).__name__ in _DECIDES:
         return Unfollowed(path, "decides by a tensor's values", line)

@@ -30,7 +30,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Member:
     """A parameter, a buffer or a constant of the model; ``name`` is its name in the model, or ``constant
     3``.
     """
@@ -83,39 +83,39 @@ class Around(NamedTuple):
 
     Attributes:
         values: existing tensors.
-        held: parameters, buffers and constants, by name.
+        members: parameters, buffers and constants, by name.
         sizes: size of each group of free dimensions.
         dtype: dtype of the weights.
         device: device of the layer.
     """
 
     values: Mapping[Ref, Tensor]
-    held: Mapping[str, Tensor]
+    members: Mapping[str, Tensor]
     sizes: Mapping[int, int]
     dtype: torch.dtype
     device: torch.device
 
 
-def _span(found: Span, around: Around) -> slice:
-    return slice(*(read(part, around) for part in (found.start, found.stop, found.step)))
+def _span(span: Span, around: Around) -> slice:
+    return slice(*(read(part, around) for part in (span.start, span.stop, span.step)))
 
 
 _READ: dict[type, Callable[[Any, Around], Any]] = {
-    Ref: lambda found, around: around.values[found],
-    Held: lambda found, around: around.held[found.name],
-    Size: lambda found, around: found.of(around.sizes),
-    OfDtype: lambda found, around: (
-        getattr(torch.finfo(around.dtype), found.limit) if found.limit else around.dtype
+    Ref: lambda leaf, around: around.values[leaf],
+    Member: lambda leaf, around: around.members[leaf.name],
+    Size: lambda leaf, around: leaf.of(around.sizes),
+    OfDtype: lambda leaf, around: (
+        getattr(torch.finfo(around.dtype), leaf.limit) if leaf.limit else around.dtype
     ),
     OfDevice: lambda _, around: around.device,
     Span: _span,
 }
 
 
-def read(found: Any, around: Around) -> Any:
+def read(leaf: Any, around: Around) -> Any:
     """Value of one leaf of a template."""
-    reads = _READ.get(type(found))
-    return found if reads is None else reads(found, around)
+    reads = _READ.get(type(leaf))
+    return leaf if reads is None else reads(leaf, around)
 
 
 class Template:

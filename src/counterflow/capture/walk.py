@@ -66,17 +66,17 @@ def is_library(name: str | None) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _loads(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     """Names of the globals that a function and its inner functions load or store, and all their names."""
-    found: dict[str, None] = {}
+    loaded: dict[str, None] = {}
     names = set(code.co_names)
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            found[instruction.argval] = None
+            loaded[instruction.argval] = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner, more = _loads(constant)
-            found |= dict.fromkeys(inner)
+            loaded |= dict.fromkeys(inner)
             names |= more
-    return tuple(found), frozenset(names)
+    return tuple(loaded), frozenset(names)
 
 
 class Walk:
@@ -108,29 +108,31 @@ class Walk:
 
     def attributes(self, path: str, module: nn.Module, names: Iterable[str]) -> None:
         """Walk some attributes of a module of the model, and the functions of its class that these are."""
-        own, self._path = vars(module), path
+        members, self._path = vars(module), path
         for name in names:
             label = f"{path}.{name}" if path else name
-            self._name(label, own, name)
-            if name in own:
-                self.value(label, own[name])
+            self._name(label, members, name)
+            if name in members:
+                self.value(label, members[name])
                 continue
-            table = next((own[t] for t in ("_parameters", "_buffers", "_modules") if name in own[t]), None)
+            table = next(
+                (members[t] for t in ("_parameters", "_buffers", "_modules") if name in members[t]), None
+            )
             if table is not None:
                 self._name(label, table, name)
-                tokens = self.state.tokens if table is own["_modules"] else self.weights
+                tokens = self.state.tokens if table is members["_modules"] else self.weights
                 tokens[label] = Same(table[name])
             else:
                 self._of_class(label, type(module), name)
 
     def members(self, label: str, owner: object, names: Iterable[str]) -> None:
         """Walk some attributes of an object, and the functions of its class that these are."""
-        own = vars(owner)
+        attributes = vars(owner)
         for name in names:
             member = f"{label}.{name}"
-            self._name(member, own, name)
-            if name in own:
-                self.value(member, own[name])
+            self._name(member, attributes, name)
+            if name in attributes:
+                self.value(member, attributes[name])
             else:
                 self._of_class(member, type(owner), name)
 
@@ -326,10 +328,10 @@ class Walk:
             self._identity(label, value)
             return
         self._token(label, Same(kind))
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict) and len(own) <= _LONGEST:
-            self.state.watches.append(Entries(label, own))
-            for name, attribute in own.items():
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and len(attributes) <= _LONGEST:
+            self.state.watches.append(Entries(label, attributes))
+            for name, attribute in attributes.items():
                 self.value(f"{label}.{name}", attribute)
         for base in kind.__mro__ if not is_library(kind.__module__) else ():
             if is_library(base.__module__):

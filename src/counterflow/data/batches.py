@@ -43,7 +43,7 @@ VALIDATION_STEP = _KEYS - 1
 
 _Bytes = npt.NDArray[np.uint8]
 _Tokens = npt.NDArray[np.int64]
-_Made = TypeVar("_Made")
+_Batch = TypeVar("_Batch")
 
 
 class Batches(Protocol):
@@ -76,8 +76,8 @@ class Batches(Protocol):
         """
 
 
-class _OfText(ABC, Generic[_Made]):
-    """Windows of a text, from which ``_made`` makes inputs and targets."""
+class _OfText(ABC, Generic[_Batch]):
+    """Windows of a text, from which ``_batch_of`` makes inputs and targets."""
 
     ahead: int
     """Number of bytes of a window beyond a sample's positions."""
@@ -100,20 +100,22 @@ class _OfText(ABC, Generic[_Made]):
         self._seed = in_range("seed", seed, 0)
         self.positions = positions
 
-    def batch(self, step: int, samples: int, *, replica: int = 0, replicas: int = 1) -> _Made:
+    def batch(self, step: int, samples: int, *, replica: int = 0, replicas: int = 1) -> _Batch:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
         in_range("step", step, 0, VALIDATION_STEP - 1)
         streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
-        return self._made(self._windows.at_random([int(drawn.random_raw()) for drawn in streams]), streams)
+        return self._batch_of(
+            self._windows.at_random([int(drawn.random_raw()) for drawn in streams]), streams
+        )
 
-    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> _Made:
+    def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> _Batch:
         """Windows evenly spread over the validation part, always the same; see ``Batches.validation``."""
         chosen = part_of(samples, replica, replicas)
         windows = self._windows.spread(chosen, samples * replicas)
-        return self._made(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
+        return self._batch_of(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])
 
     @abstractmethod
-    def _made(self, windows: _Tokens, streams: Sequence[np.random.PCG64]) -> _Made:
+    def _batch_of(self, windows: _Tokens, streams: Sequence[np.random.PCG64]) -> _Batch:
         """Inputs and targets of windows, from the random bits of each."""
 
 
@@ -129,7 +131,7 @@ class NextByte(_OfText[tuple[torch.Tensor, torch.Tensor]]):
 
     ahead, vocabulary = 1, BYTE_VALUES
 
-    def _made(
+    def _batch_of(
         self, windows: _Tokens, _streams: Sequence[np.random.PCG64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.from_numpy(windows)
@@ -149,7 +151,7 @@ class MaskedByte(_OfText[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
 
     ahead, vocabulary = 0, BYTE_VALUES + 1
 
-    def _made(
+    def _batch_of(
         self, windows: _Tokens, streams: Sequence[np.random.PCG64]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         targets = np.full_like(windows, IGNORED)

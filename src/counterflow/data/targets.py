@@ -56,15 +56,15 @@ class Masked:
         self, step: int, samples: int, *, replica: int = 0, replicas: int = 1
     ) -> tuple[Inputs, torch.Tensor]:
         """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
-        found = self._samples.batch(step, samples, replica=replica, replicas=replicas)
+        mini_batch = self._samples.batch(step, samples, replica=replica, replicas=replicas)
         streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
-        return self._masked(*found, streams)
+        return self._masked(*mini_batch, streams)
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> tuple[Inputs, torch.Tensor]:
         """Samples of the validation part, always masked in the same way; see ``Batches.validation``."""
-        found = self._samples.validation(samples, replica=replica, replicas=replicas)
+        samples_read = self._samples.validation(samples, replica=replica, replicas=replicas)
         streams = [stream(0, VALIDATION_STEP, sample) for sample in part_of(samples, replica, replicas)]
-        return self._masked(*found, streams)
+        return self._masked(*samples_read, streams)
 
     def _masked(
         self, inputs: Inputs, labels: torch.Tensor, streams: Sequence[np.random.PCG64]
@@ -121,14 +121,14 @@ def numbered(documents: Documents, names: Mapping[str, int], classes: int) -> np
     >>> numbered(found, {"bad": 0, "good": 1}, 2)
     array([0, 1])
     """
-    found: list[Any] = [
+    numbers: list[Any] = [
         names.get(label, label) if isinstance(label, str) else label for label in documents.labels
     ]
-    for number, label in zip(found, documents.labels, strict=True):
+    for number, label in zip(numbers, documents.labels, strict=True):
         if type(number) not in (int, bool) or not 0 <= number < classes:
             raise ConfigError(
                 f"the label {label!r} of a text is not one of the model's {classes} classes; give numbers "
                 "from "
                 f"0 to {classes - 1}, or their names in the model's config ({', '.join(map(repr, names))})"
             )
-    return np.array(found, np.int64)
+    return np.array(numbers, np.int64)

@@ -97,7 +97,7 @@ def entropy_of(numbers: npt.NDArray[Any]) -> float:
 
 def _files(folder: Path) -> list[Path]:
     """Every regular file below ``folder`` whose path has no hidden part, sorted by path."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
@@ -105,8 +105,8 @@ def _files(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = [Path(place, name) for name in names if not name.startswith(".")]
-        found += [file for file in files if file.is_file()]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+        paths += [file for file in files if file.is_file()]
+    return sorted(paths, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _bytes(path: Path) -> bytes:

@@ -70,10 +70,10 @@ class Documents:
     @cached_property
     def digest(self) -> str:
         """Digest of the tokens, the beginnings of texts, and the labels."""
-        found = hashlib.blake2b(np.ascontiguousarray(self.tokens).data, digest_size=16)
-        found.update(np.ascontiguousarray(self.starts).data)
-        found.update(repr(self.labels).encode())
-        return found.hexdigest()
+        digest = hashlib.blake2b(np.ascontiguousarray(self.tokens).data, digest_size=16)
+        digest.update(np.ascontiguousarray(self.starts).data)
+        digest.update(repr(self.labels).encode())
+        return digest.hexdigest()
 
     @cached_property
     def entropy(self) -> float:
@@ -130,8 +130,8 @@ def _tokenized(
     datasets = imported("datasets")
     kinds = {_KINDS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
-        found = "files of several kinds" if len(kinds) > 1 else "no file that can be read"
-        raise ConfigError(f"{path}: has {found}; give files of one kind, one of {', '.join(_KINDS)}")
+        problem = "files of several kinds" if len(kinds) > 1 else "no file that can be read"
+        raise ConfigError(f"{path}: has {problem}; give files of one kind, one of {', '.join(_KINDS)}")
     (kind,) = kinds
     options = {"sample_by": "document"} if kind == "text" else {}
     shown = datasets.utils.logging.is_progress_bar_enabled()
@@ -153,8 +153,8 @@ def _tokenized(
             fn_kwargs={"tokenizer": tokenizer, "column": column, "end": end},
         )
     except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
-        told = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: cannot be read as {kind}: {told}") from None
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: cannot be read as {kind}: {reason}") from None
     finally:
         if shown:
             datasets.utils.logging.enable_progress_bar()
@@ -173,10 +173,10 @@ def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | Non
     texts = rows[column]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{column!r} of a row is not a text")
-    found = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
         "input_ids"
     ]
-    ended = [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in found]
+    ended = [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
     return {"tokens": [np.array(ids, np.int32) for ids in ended], "bytes": [len(t.encode()) for t in texts]}
 
 
@@ -265,7 +265,7 @@ class Packed(_Samples):
 
     @cached_property
     def _has_parts(self) -> bool:
-        """Whether a sample has parts of several documents that are separated."""
+        """Check whether a sample has parts of several documents that are separated."""
         inside = self._documents.starts[:-1]
         used = inside[inside < self._count() * self.positions]
         return self._causal and bool((used % self.positions).any())
@@ -280,8 +280,8 @@ class Packed(_Samples):
             ids[row] = labels[row] = self._documents.tokens[first : first + length]
             if not self._causal:
                 continue
-            found = np.searchsorted(starts, [first, first + length])
-            for start in starts[found[0] : found[1]] - first:
+            bounds = np.searchsorted(starts, [first, first + length])
+            for start in starts[bounds[0] : bounds[1]] - first:
                 labels[row, start] = IGNORED
                 places[row, start:] = np.arange(length - start)
         inputs = {"input_ids": torch.from_numpy(ids)}
@@ -323,11 +323,11 @@ class Padded(_Samples):
         starts = self._documents.starts
         for row, number in enumerate(numbers):
             tokens = self._documents.tokens[starts[number] : starts[number + 1]]
-            kept = min(len(tokens), self.positions)
-            ids[row, :kept] = tokens[:kept]
+            length = min(len(tokens), self.positions)
+            ids[row, :length] = tokens[:length]
             if not self._causal:
-                ids[row, kept - 1] = tokens[-1]
-            labels[row, :kept] = ids[row, :kept]
+                ids[row, length - 1] = tokens[-1]
+            labels[row, :length] = ids[row, :length]
         inputs = {"input_ids": torch.from_numpy(ids)}
         if not self._causal:
             inputs["attention_mask"] = torch.from_numpy((labels != IGNORED).astype(np.int64))

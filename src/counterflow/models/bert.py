@@ -116,9 +116,9 @@ class BERTEmbedding(Embedding):
     def forward(self, inputs: tuple[Tensor, ...]) -> Hidden:
         """Add the vectors of tokens, positions and segments and normalise."""
         if not isinstance(inputs, tuple) or len(inputs) not in (2, 3):
-            given = f"a tuple of {len(inputs)}" if isinstance(inputs, tuple) else type(inputs).__name__
+            received = f"a tuple of {len(inputs)}" if isinstance(inputs, tuple) else type(inputs).__name__
             raise ConfigError(
-                f"BERT's input is {given}: give (token ids, segment ids) or (token ids, segment ids, mask)"
+                f"BERT's input is {received}: give (token ids, segment ids) or (token ids, segment ids, mask)"
             )
         tokens, segments = inputs[:2]
         hidden = self.dropout(self.norm(self.placed(tokens) + self.segments(segments)))

@@ -39,9 +39,9 @@ def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
     losses = functional.cross_entropy(
         output.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORED
     ).view(target.shape)
-    whole = whole_target(target)
-    counted = (whole != IGNORED).sum(dim=1).clamp(min=1)
-    return (losses.sum(dim=1) / counted).mean() * (whole.shape[1] / target.shape[1])
+    full_target = whole_target(target)
+    counted = (full_target != IGNORED).sum(dim=1).clamp(min=1)
+    return (losses.sum(dim=1) / counted).mean() * (full_target.shape[1] / target.shape[1])
 
 
 def masked_token_loss(

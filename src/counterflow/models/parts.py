@@ -123,8 +123,8 @@ class Embedding(nn.Module):
                 "legal"
             )
         place = torch.arange(before, before + length, device=tokens.device)
-        found: Tensor = self.tokens(tokens) + self.positions(place)
-        return found
+        embedded: Tensor = self.tokens(tokens) + self.positions(place)
+        return embedded
 
 
 class Output(nn.Module):

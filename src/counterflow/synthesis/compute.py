@@ -211,7 +211,7 @@ class _Run:
 
     @property
     def _provable(self) -> bool:
-        """Whether the exact method is worth trying, and installed."""
+        """Check whether the exact method is worth trying, and installed."""
         from .exact.solve import tractable  # noqa: PLC0415
 
         return tractable(self._problem) and solver_is_there()

@@ -197,7 +197,7 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _borders(counts: Iterable[int]) -> Ints:
-    """Where consecutive runs of the given lengths begin, and where the last one ends."""
+    """Begins of consecutive runs of the given lengths, and the end of the last one."""
     return np.cumsum([0, *counts]).astype(np.int64)
 
 
@@ -219,7 +219,7 @@ def words_of(flat: Flat) -> Words:
 
 
 class Scratch(NamedTuple):
-    """What a play fills in.
+    """Arrays that a play fills in.
 
     Attributes:
         arrivals: by slot of an edge and number of an op, when a message is there that had to queue.
@@ -375,7 +375,7 @@ In the steady state all workers take equally long, so that none can be the only 
 
 @compiled
 def worth(n: Any, s: Any, flat: Any, begin: Floats, steady: bool) -> float:
-    """How long the words take, with a small part for what workers other than the last could gain.
+    """Duration of the words, with a small part for what workers other than the last could gain.
 
     Whatever ``begin`` is, the steady step is at most the longest time from a worker's ``begin`` to its end:
     the next step can do everything just so much later.

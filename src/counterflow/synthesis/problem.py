@@ -177,7 +177,7 @@ class Problem:
 
     @property
     def steady(self) -> bool:
-        """Whether the steady step is minimised instead of the makespan."""
+        """Flag: whether the steady step is minimised instead of the makespan."""
         return self.objective is Objective.STEADY
 
     @property
@@ -197,7 +197,7 @@ class Problem:
         return tuple(n for n, letter in enumerate(self.letters) if letter.worker == worker)
 
     def fits(self, words: Words) -> bool:
-        """Whether each worker's word keeps all limits (except for rounding)."""
+        """Check that each worker's word keeps all limits (except for rounding)."""
         return all(
             peak <= store.allowed(worker)
             for store in self.stores

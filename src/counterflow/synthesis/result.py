@@ -75,7 +75,7 @@ class Synthesis:
 
     @property
     def proved(self) -> bool:
-        """Whether no schedule is better."""
+        """Return whether no schedule is better."""
         return self.value <= self.bound.seconds * (1 + PROVED)
 
     @property

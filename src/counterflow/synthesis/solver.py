@@ -14,7 +14,7 @@ from counterflow.extras import imported
 
 
 def solver_is_there() -> bool:
-    """Whether OR-tools is installed."""
+    """Check whether OR-tools is installed."""
     return find_spec("ortools") is not None
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.added_loss import added_losses
-from counterflow.capture.asked import Call
+from counterflow.capture.example_call import Call
 from counterflow.capture.recording import follow_model
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import read_loss

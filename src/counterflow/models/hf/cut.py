@@ -26,8 +26,8 @@ from .masks import widened
 from .plans import plan_of, refuse, unwrapped
 from .recurrence import LINEAR, recurring
 from .shells import disable_extras, has, has_weights, shell_of
-from .slices import CAUSAL, EVERY, FULL, Seen, attending
-from .stand_ins import HIDDEN, Held, unfollowed
+from .slices import CAUSAL, EVERY_LAYER, FULL, Seen, attending
+from .stand_ins import HIDDEN, SavedInput, unfollowed
 from .weights import Filling, Layer
 
 if TYPE_CHECKING:
@@ -48,30 +48,32 @@ def layers(model: nn.Module) -> list[nn.Module]:
     Raises:
         ConfigError: the model has no plan, or a pipeline does not support it.
     """
-    whole = unwrapped(model)
-    base: PreTrainedModel = whole.base_model
-    plan = plan_of(whole, base)
-    refuse(whole)
-    prefix = next(f"{name}." if name else "" for name, module in whole.named_modules() if module is base)
+    unwrapped_model = unwrapped(model)
+    base: PreTrainedModel = unwrapped_model.base_model
+    plan = plan_of(unwrapped_model, base)
+    refuse(unwrapped_model)
+    prefix = next(
+        f"{name}." if name else "" for name, module in unwrapped_model.named_modules() if module is base
+    )
     path = prefix + plan.repeated
-    repeated = list(whole.get_submodule(path).children())
-    kinds = _kinds(whole, len(repeated))
+    repeated = list(unwrapped_model.get_submodule(path).children())
+    kinds = _kinds(unwrapped_model, len(repeated))
     after = [prefix + name for name in plan.after if has(base, name)]
-    heads = [name for name, child in whole.named_children() if prefix and child is not base]
-    filling = Filling(whole, getattr(model, "peft_config", None) or {})
-    first = First(whole, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
+    heads = [name for name, child in unwrapped_model.named_children() if prefix and child is not base]
+    filling = Filling(unwrapped_model, getattr(model, "peft_config", None) or {})
+    first = First(unwrapped_model, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
     window = getattr(base.config, "sliding_window", None)
     blocks = [Block(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
-    found = [first, *blocks, Last(whole, path, [*after, *heads], prefix)]
-    for layer in found:
+    listed = [first, *blocks, Last(unwrapped_model, path, [*after, *heads], prefix)]
+    for layer in listed:
         layer.fill_with(filling)
-    return [*found]
+    return [*listed]
 
 
 def _kinds(model: PreTrainedModel, count: int) -> list[str]:
     """Kind of each repeated layer; layers of one kind accept the same arguments."""
-    told = getattr(model.config, "layer_types", None)
-    return list(told) if told is not None and len(told) == count else [EVERY] * count
+    types = getattr(model.config, "layer_types", None)
+    return list(types) if types is not None and len(types) == count else [EVERY_LAYER] * count
 
 
 class Block(Layer):
@@ -97,7 +99,7 @@ class Block(Layer):
         return {**value, HIDDEN: hidden}
 
     def _carried(self, seen: Seen) -> AbstractContextManager[dict[str, Any]]:
-        """Around the block on a slice, or in a model that is trained in slices; gives further arguments."""
+        """Wrap the block on a slice, or in a model that is trained in slices; yield further arguments."""
         if self.kind != LINEAR:
             return attending(self.carry, self.block, self.window, seen)
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})
@@ -108,15 +110,17 @@ class Last(Layer):
 
     def __init__(self, model: PreTrainedModel, path: str, after: list[str], prefix: str) -> None:
         super().__init__()
-        self.held: list[Tensor] = []
+        self.saved_input: list[Tensor] = []
         replaced: dict[str, nn.Module] = {
-            path: nn.ModuleList(Held(self.held, block) for block in model.get_submodule(path).children())
+            path: nn.ModuleList(
+                SavedInput(self.saved_input, block) for block in model.get_submodule(path).children()
+            )
         }
         for parent in _leading_to(path, prefix):
             for name, child in model.get_submodule(parent.rstrip(".")).named_children():
-                if any(_leads(parent + name, other) for other in (path, *after)) or _is_looked_into(child):
+                if any(_leads(parent + name, target) for target in (path, *after)) or _is_looked_into(child):
                     continue
-                replaced[parent + name] = Held(self.held, child, embeds=True)
+                replaced[parent + name] = SavedInput(self.saved_input, child, embeds=True)
         self.model = shell_of(model, replaced)
         disable_extras(self.model)
 
@@ -128,27 +132,27 @@ class Last(Layer):
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         # A finished mask is not made again.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden.device)
-        self.held[:] = [hidden]
+        self.saved_input[:] = [hidden]
         try:
             return self.model(input_ids=ids, attention_mask=mask)
         finally:
-            del self.held[:]
+            del self.saved_input[:]
 
 
 def _is_looked_into(module: nn.Module) -> bool:
-    """Whether it is a list of modules without weights, such as rotary embeddings, over which a model
+    """Check for a list of modules without weights, such as rotary embeddings, over which a model
     iterates.
     """
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_weights(module)
 
 
-def _leads(path: str, other: str) -> bool:
-    """Whether a path equals another one or leads to it.
+def _leads(path: str, target: str) -> bool:
+    """Check whether a path equals another one or leads to it.
 
     >>> _leads("encoder", "encoder.layer"), _leads("enc", "encoder.layer")
     (True, False)
     """
-    return other == path or other.startswith(f"{path}.")
+    return target == path or target.startswith(f"{path}.")
 
 
 def _leading_to(path: str, prefix: str) -> Iterator[str]:

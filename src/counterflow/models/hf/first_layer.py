@@ -55,26 +55,26 @@ class First(Layer):
 
     def forward(self, inputs: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Token ids, or inputs of the model, to the arguments of all layers."""
-        given = {**_as_kwargs(inputs), **kwargs}
-        if "num_items_in_batch" in given:
+        arguments = {**_as_kwargs(inputs), **kwargs}
+        if "num_items_in_batch" in arguments:
             raise ConfigError(
                 "num_items_in_batch is among the inputs; leave it out, because hf.loss divides by the count "
                 "of "
                 "the whole mini-batch, over replicas too"
             )
-        if "labels" in given:
+        if "labels" in arguments:
             raise ConfigError(
                 "labels are among the inputs; give them to the pipeline's step as targets, for the last stage"
             )
         plain = self.before.expects_slices
         """Whether masks go nowhere, as all attention is causal and sees to it itself."""
-        seen = self._seen(given) if plain else Seen()
+        seen = self._seen(arguments) if plain else Seen()
         # A mask that these samples do not need is made for others: stages pass on the same structure for all.
-        made = any(given.get(name) is not None for name in ("attention_mask", "position_ids"))
+        needed = any(arguments.get(name) is not None for name in ("attention_mask", "position_ids"))
         del self.notes[:]
-        with masks_made(self.model, made=made), self._all_called():
+        with masks_made(self.model, required=needed), self._all_called():
             try:
-                self.model(**given)
+                self.model(**arguments)
             except Called:
                 pass
             else:
@@ -83,52 +83,58 @@ class First(Layer):
         del self.notes[:]
         if len(notes) != len(self.kinds):
             raise unfollowed("does not call each of its repeated layers once")
-        taken: dict[str, Any] = {}
+        layer_arguments: dict[str, Any] = {}
         for kind, (_, args, keywords) in zip(self.kinds, notes, strict=True):
-            if not _same(taken.setdefault(kind, (args, keywords)), (args, keywords)):
+            if not _same(layer_arguments.setdefault(kind, (args, keywords)), (args, keywords)):
                 raise unfollowed(f"calls its repeated layers ({kind}) with other arguments each")
         hidden = notes[0][0]
-        if LINEAR in taken:
-            args, keywords = taken[LINEAR]
-            taken[LINEAR] = args, _with_mask(keywords, given.get("attention_mask"), hidden)
+        if LINEAR in layer_arguments:
+            args, keywords = layer_arguments[LINEAR]
+            layer_arguments[LINEAR] = args, _with_mask(keywords, arguments.get("attention_mask"), hidden)
         if plain:
-            self._refuse_masks(hidden, taken, seen, given.get("position_ids"))
-            taken = pytree.tree_map(lambda leaf: None if is_mask(leaf, *hidden.shape[:2]) else leaf, taken)
-        names = frozenset(name for name, value in given.items() if value is not None)
-        for kind, its in taken.items():
-            narrow = partial(
-                self._narrow, hidden=hidden, kind=kind, names=names, positions=given.get("position_ids")
+            self._refuse_masks(hidden, layer_arguments, seen, arguments.get("position_ids"))
+            layer_arguments = pytree.tree_map(
+                lambda leaf: None if is_mask(leaf, *hidden.shape[:2]) else leaf, layer_arguments
             )
-            taken[kind] = pytree.tree_map(narrow, its)
-        ids = {"input_ids": given.get("input_ids")} if self.wants_ids else {}
-        return {HIDDEN: hidden, "taken": taken, **ids, **({CAUSAL: seen} if plain else {})}
+        names = frozenset(name for name, value in arguments.items() if value is not None)
+        for kind, kind_arguments in layer_arguments.items():
+            narrow = partial(
+                self._narrow, hidden=hidden, kind=kind, names=names, positions=arguments.get("position_ids")
+            )
+            layer_arguments[kind] = pytree.tree_map(narrow, kind_arguments)
+        ids = {"input_ids": arguments.get("input_ids")} if self.wants_ids else {}
+        return {HIDDEN: hidden, "taken": layer_arguments, **ids, **({CAUSAL: seen} if plain else {})}
 
-    def _seen(self, given: dict[str, Any]) -> Seen:
-        """What positions see of each other; says where in its sequence a slice is.
+    def _seen(self, arguments: dict[str, Any]) -> Seen:
+        """Limits of what positions see of each other; says where in its sequence a slice is.
 
         As in transformers, documents are packed where position ids do not count on, if there is no mask.
 
         Args:
-            given: what the model takes; a slice is given its position ids.
+            arguments: what the model takes; a slice is given its position ids.
 
         Raises:
             ConfigError: a mask or position ids are not by sample and position.
         """
-        of = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        of = (
+            arguments.get("input_ids")
+            if arguments.get("input_ids") is not None
+            else arguments.get("inputs_embeds")
+        )
         if not isinstance(of, Tensor):
             raise unfollowed("takes neither input_ids nor inputs_embeds")
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        for name, its in (("attention_mask", mask), ("position_ids", positions)):
-            if its is not None and its.shape != of.shape[:2]:
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        for name, value in (("attention_mask", mask), ("position_ids", positions)):
+            if value is not None and value.shape != of.shape[:2]:
                 raise ConfigError(
-                    f"{name} of shape {(*its.shape,)} is among the inputs, and in slices it is to be of "
+                    f"{name} of shape {(*value.shape,)} is among the inputs, and in slices it is to be of "
                     f"{of.shape[0]} samples with {of.shape[1]} positions; give padding and packed documents "
                     "in that form, or train without slices"
                 )
         start, last, document = self.before.take((0, None, 0))
         documents = None
         if positions is None and self.before.sliced:
-            given["position_ids"] = torch.arange(start, start + of.shape[1], device=of.device)[None]
+            arguments["position_ids"] = torch.arange(start, start + of.shape[1], device=of.device)[None]
         elif positions is not None and mask is None:
             follows = positions[:, :1] == (positions[:, :1] if last is None else last + 1)
             documents = texts_of(positions) + document + (~follows).to(torch.int64)
@@ -137,7 +143,7 @@ class First(Layer):
         return Seen(documents, None if mask is None else mask.bool())
 
     def _refuse_masks(
-        self, hidden: Tensor, taken: Mapping[str, Any], seen: Seen, positions: Tensor | None
+        self, hidden: Tensor, layer_arguments: Mapping[str, Any], seen: Seen, positions: Tensor | None
     ) -> None:
         """Refuse masks that are not what slices have in their place, of which a slice's says only a part.
 
@@ -148,20 +154,20 @@ class First(Layer):
         """
         forms = ["causal", *(f"causal {window}" for window in self.windows if window)]
         documents, keys = seen
-        beside = frozenset(name for name, its in seen._asdict().items() if its is not None)
-        for kind, its in taken.items():
-            key = kind, hidden.shape[1], beside
+        extras = frozenset(name for name, value in seen._asdict().items() if value is not None)
+        for kind, kind_arguments in layer_arguments.items():
+            key = kind, hidden.shape[1], extras
             if key in self.causal:
                 continue
-            masks = [leaf for leaf in pytree.tree_leaves(its) if is_mask(leaf, *hidden.shape[:2])]
+            masks = [leaf for leaf in pytree.tree_leaves(kind_arguments) if is_mask(leaf, *hidden.shape[:2])]
             texts = None if documents is None else positions
             known = kind in KINDS and all(
                 any(narrowed(mask, form, texts, keys=keys) is not None for form in forms) for mask in masks
             )
-            if not known or (beside and not masks and kind != LINEAR):
+            if not known or (extras and not masks and kind != LINEAR):
                 raise ConfigError(
                     f"layers of kind {kind} have masks that are neither causal nor causal within a window"
-                    f"{', with padding and packed documents' if beside else ''}, which slices do not have; "
+                    f"{', with padding and packed documents' if extras else ''}, which slices do not have; "
                     "train without slices"
                 )
             if (documents is None or bool((documents != documents[:, :1]).any())) and not (
@@ -207,11 +213,11 @@ class First(Layer):
         known = self.forms[key]
         if known is None:
             return leaf
-        form, apart = known
-        found = narrowed(leaf, form, positions if apart else None, trusted=True)
-        if found is None:
+        form, separate = known
+        narrow = narrowed(leaf, form, positions if separate else None, trusted=True)
+        if narrow is None:
             raise unfollowed("makes its masks in different ways")
-        return found
+        return narrow
 
 
 def _as_kwargs(inputs: Any) -> dict[str, Any]:
@@ -231,11 +237,11 @@ def _with_mask(keywords: dict[str, Any], mask: Tensor | None, hidden: Tensor) ->
     return {**keywords, "attention_mask": mask} if idle else keywords
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two trees contain the same tensors and equal values."""
-    leaves, spec = pytree.tree_flatten(one)
-    others, other_spec = pytree.tree_flatten(other)
-    return spec == other_spec and all(
+def _same(first: Any, second: Any) -> bool:
+    """Check whether two trees contain the same tensors and equal values."""
+    leaves, spec = pytree.tree_flatten(first)
+    second_leaves, second_spec = pytree.tree_flatten(second)
+    return spec == second_spec and all(
         a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b)
-        for a, b in zip(leaves, others, strict=True)
+        for a, b in zip(leaves, second_leaves, strict=True)
     )

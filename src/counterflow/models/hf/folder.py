@@ -47,11 +47,11 @@ def save(
     transport = pipeline.transport
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mine: dict[str, Tensor] = pipeline.model_state_dict(local=True, ema=ema)
+        tensors: dict[str, Tensor] = pipeline.model_state_dict(local=True, ema=ema)
         if hasattr(model, "peft_config"):
-            _save_adapters(model, _kept_for_adapters(mine), transport, folder)
+            _save_adapters(model, _kept_for_adapters(tensors), transport, folder)
         else:
-            _save_shards(model, mine, transport, folder)
+            _save_shards(model, tensors, transport, folder)
         if transport.rank == 0 and tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:
@@ -59,13 +59,13 @@ def save(
     transport.gather([])  # everything is written
 
 
-def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
+def _save_shards(model: Any, tensors: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
     names = _written(model)
-    sizes = {name: tensor.nbytes for name, tensor in mine.items() if name in names}
-    held = transport.gather_objects(sizes)
-    owners = _shared_out(held)
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items() if name in names}
+    sizes_by_rank = transport.gather_objects(sizes)
+    owners = _shared_out(sizes_by_rank)
     writers = sorted(set(owners.values()))
     files = {
         rank: SINGLE if len(writers) == 1 else f"model-{number:05}-of-{len(writers):05}.safetensors"
@@ -76,14 +76,14 @@ def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder:
             old.unlink(missing_ok=True)
     transport.gather([])
     if transport.rank in files:
-        part = {n: tensor.contiguous() for n, tensor in mine.items() if owners.get(n) == transport.rank}
+        part = {n: tensor.contiguous() for n, tensor in tensors.items() if owners.get(n) == transport.rank}
         save_file(part, folder / files[transport.rank], metadata={"format": "pt"})
     if transport.rank:
         return
-    dtypes = {tensor.dtype for tensor in mine.values() if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     _save_config(model, folder, dtypes.pop() if len(dtypes) == 1 else None)
     if len(writers) > 1:
-        total = sum(held[rank][name] for name, rank in owners.items())
+        total = sum(sizes_by_rank[rank][name] for name, rank in owners.items())
         index = {
             "metadata": {"total_size": total},
             "weight_map": {name: files[rank] for name, rank in sorted(owners.items())},
@@ -91,18 +91,20 @@ def _save_shards(model: Any, mine: Mapping[str, Tensor], transport: Any, folder:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _shared_out(held: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _shared_out(sizes_by_rank: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """The writer of each tensor among its holders: the one with the least to write so far.
 
     >>> _shared_out([{"a": 3, "b": 2}, {"a": 3, "b": 2, "c": 1}])
     {'a': 0, 'b': 1, 'c': 1}
     """
-    load = [0] * len(held)
+    load = [0] * len(sizes_by_rank)
     owners: dict[str, int] = {}
-    for row in held:
+    for row in sizes_by_rank:
         for name, size in row.items():
             if name not in owners:
-                owners[name] = min((r for r, other in enumerate(held) if name in other), key=load.__getitem__)
+                owners[name] = min(
+                    (r for r, sizes in enumerate(sizes_by_rank) if name in sizes), key=load.__getitem__
+                )
                 load[owners[name]] += size
     return owners
 
@@ -127,33 +129,33 @@ def _written(model: PreTrainedModel) -> set[str]:
     return {next((n for n in names if n not in tied), names[0]) for names in same.values()}
 
 
-def _kept_for_adapters(mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in mine.items() if any(part in name for part in _ADAPTERS)}
+def _kept_for_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if any(part in name for part in _ADAPTERS)}
 
 
-def _save_adapters(model: Any, mine: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
+def _save_adapters(model: Any, tensors: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
     """Save the adapters, which are small: one worker gathers them all."""
     peft = imported("peft")
     from safetensors.torch import save_file  # noqa: PLC0415
 
-    rows = transport.gather_objects(dict(mine))
+    rows = transport.gather_objects(dict(tensors))
     if transport.rank:
         return
-    whole = {name: tensor for row in rows for name, tensor in row.items()}
+    gathered = {name: tensor for row in rows for name, tensor in row.items()}
     model.create_or_update_model_card(str(folder))
     for adapter, config in model.peft_config.items():
         place = folder if adapter == "default" else folder / adapter
         place.mkdir(exist_ok=True)
         state = peft.get_peft_model_state_dict(
-            model, state_dict=whole, adapter_name=adapter, save_embedding_layers=False
+            model, state_dict=gathered, adapter_name=adapter, save_embedding_layers=False
         )
         save_file(
             {name: tensor.clone().contiguous() for name, tensor in state.items()},
             place / "adapter_model.safetensors",
             metadata={"format": "pt"},
         )
-        kept = copy.copy(config)
-        kept.inference_mode = True  # in the form that peft writes
-        if kept.base_model_name_or_path is None:
-            kept.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
-        kept.save_pretrained(str(place))
+        adapter_config = copy.copy(config)
+        adapter_config.inference_mode = True  # in the form that peft writes
+        if adapter_config.base_model_name_or_path is None:
+            adapter_config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
+        adapter_config.save_pretrained(str(place))

@@ -60,10 +60,10 @@ def narrowed(
     flags = mask if mask.dtype is torch.bool else mask == 0
     added = "" if mask.dtype is torch.bool else str(mask.dtype).removeprefix("torch.")
     texts = None if positions is None else texts_of(positions.expand(len(mask), -1))
-    found = NarrowMask(flags.any(2)[:, 0] if keys is None else keys, texts, form, added)
+    narrow = NarrowMask(flags.any(2)[:, 0] if keys is None else keys, texts, form, added)
     if trusted and mask.is_cuda:  # the host would wait for the answer
-        return found
-    return found if torch.equal(_made(found), mask) else None
+        return narrow
+    return narrow if torch.equal(_expanded(narrow), mask) else None
 
 
 def forms_of(windows: Iterable[int | None], *, packed: bool) -> Iterator[tuple[str, bool]]:
@@ -73,11 +73,11 @@ def forms_of(windows: Iterable[int | None], *, packed: bool) -> Iterator[tuple[s
     wide = [window for window in windows if window]
     for kind in ("all", *(f"near {w}" for w in wide), "causal", *(f"causal {w}" for w in wide)):
         likely = packed and kind.startswith("causal")
-        yield from ((kind, apart) for apart in (likely, not likely))
+        yield from ((kind, separate) for separate in (likely, not likely))
 
 
 def is_mask(leaf: Any, samples: int, length: int) -> bool:
-    """Whether a value exists for each pair of positions."""
+    """Check whether a value exists for each pair of positions."""
     return (
         isinstance(leaf, Tensor)
         and leaf.shape == (samples, 1, length, length)
@@ -90,22 +90,22 @@ def is_mask(leaf: Any, samples: int, length: int) -> bool:
 def widened(tree: Any) -> Any:
     """A tree with expanded masks in place of narrow ones; each is made once for all layers that use it."""
 
-    def whole(leaf: Any) -> Any:
+    def widen(leaf: Any) -> Any:
         if not isinstance(leaf, NarrowMask):
             return leaf
         keys: Any = leaf.keys
-        made = getattr(keys, "masks", None)
-        if made is None:
-            made = keys.masks = {}
+        cache = getattr(keys, "masks", None)
+        if cache is None:
+            cache = keys.masks = {}
         kind = leaf.form, leaf.added, leaf.texts is None
-        if kind not in made:
-            made[kind] = _made(leaf)
-        return made[kind]
+        if kind not in cache:
+            cache[kind] = _expanded(leaf)
+        return cache[kind]
 
-    return pytree.tree_map(whole, tree, is_leaf=lambda leaf: isinstance(leaf, NarrowMask))
+    return pytree.tree_map(widen, tree, is_leaf=lambda leaf: isinstance(leaf, NarrowMask))
 
 
-def _made(narrow: NarrowMask) -> Tensor:
+def _expanded(narrow: NarrowMask) -> Tensor:
     keys, texts = narrow.keys, narrow.texts
     length = keys.shape[1]
     flags = keys[:, None, None, :].expand(-1, 1, length, -1)
@@ -132,13 +132,13 @@ _MASKS = "counterflow_"
 
 
 @contextmanager
-def masks_made(shell: nn.Module, *, made: bool) -> Iterator[None]:
-    """Within this context a model makes its masks even if these samples need none.
+def masks_made(shell: nn.Module, *, required: bool) -> Iterator[None]:
+    """Let a model make its masks within this context even if these samples need none.
 
     Stages pass on values of one structure for all samples of a shape, but transformers omits a mask if no
     sample has padding.
     """
-    if not made:
+    if not required:
         yield
         return
     configs = [vars(module)["config"] for module in shell.modules() if "config" in vars(module)]

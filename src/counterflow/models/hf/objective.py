@@ -63,10 +63,10 @@ def _classified(logits: Tensor, labels: Tensor) -> LossSum:
     probabilities.
     """
     if logits.shape[1] == 1:
-        found = functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype), reduction="sum")
-        return LossSum(found, float(len(labels)))
+        loss_sum = functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype), reduction="sum")
+        return LossSum(loss_sum, float(len(labels)))
     if not labels.is_floating_point():
-        found = functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
-        return LossSum(found, (labels != IGNORED).sum())
-    found = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-    return LossSum(found, float(labels.numel()))
+        loss_sum = functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return LossSum(loss_sum, (labels != IGNORED).sum())
+    loss_sum = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    return LossSum(loss_sum, float(labels.numel()))

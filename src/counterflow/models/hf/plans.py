@@ -1,4 +1,4 @@
-"""Where models of transformers are cut, and which of them are refused, as a pipeline runs them differently.
+"""Cuts of models of transformers, and refusals of those that a pipeline runs differently.
 
 transformers defines which of a model's modules repeat, and which come after them (``base_model_pp_plan``,
 ``_pp_plan``); a small table does so for models without such a plan.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a model is cut.
+    """Cut of a model.
 
     Attributes:
         repeated: the path in the base model of the list of its repeated layers.
@@ -82,21 +82,21 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             "own "
             "that lists its layers"
         )
-    found: PreTrainedModel = inner
-    return found
+    base: PreTrainedModel = inner
+    return base
 
 
 def plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
-    """Where a model is cut: by the plan of transformers for its base model, or by the table.
+    """Find the cut of a model: by the plan of transformers for its base model, or by the table.
 
     Raises:
         ConfigError: neither has a plan for it.
     """
-    told: Mapping[str, Any] | None = getattr(base.config, "base_model_pp_plan", None)
+    pipeline_plan: Mapping[str, Any] | None = getattr(base.config, "base_model_pp_plan", None)
     config = base.config
     composite = getattr(config, "sub_configs", None)
-    if told and not composite and config.model_type not in _PLANS:
-        names = list(told)
+    if pipeline_plan and not composite and config.model_type not in _PLANS:
+        names = list(pipeline_plan)
         lists = [
             name for name in names if has(base, name) and isinstance(base.get_submodule(name), nn.ModuleList)
         ]

@@ -29,7 +29,7 @@ LINEAR = "linear_attention"
 
 
 class _Before(threading.local):
-    """What runs in this thread."""
+    """State of the layer that runs in this thread."""
 
     cache: _Cache | None = None
 
@@ -38,7 +38,7 @@ _now = _Before()
 
 
 class _Cache:
-    """What one layer saw of earlier slices, by the interface of transformers' caches.
+    """State of one layer after earlier slices, by the interface of transformers' caches.
 
     It says that it has nothing, so the layer takes the path for sequences; what it has enters there.
     """
@@ -56,9 +56,9 @@ class _Cache:
         """The inputs, [samples, channels, positions], behind those that the convolution still sees."""
         size = conv_kernel_size - 1
         edge = inputs.new_zeros(*inputs.shape[:2], size) if self.edge is None else self.edge
-        whole = torch.cat([edge, inputs], -1)
-        self.edge = whole[..., whole.shape[-1] - size :].clone()
-        return whole
+        joined = torch.cat([edge, inputs], -1)
+        self.edge = joined[..., joined.shape[-1] - size :].clone()
+        return joined
 
     def update_recurrent_state(self, state: Tensor, *_: object, **__: object) -> Tensor:
         """Note the state after the slice."""
@@ -68,7 +68,7 @@ class _Cache:
 
 @contextmanager
 def recurring(carry: Carry, block: nn.Module) -> Iterator[dict[str, Any]]:
-    """Around a layer that runs on a slice; gives what the layer is called with.
+    """Wrap a layer that runs on a slice; yield what the layer is called with.
 
     Args:
         carry: the layer's own.
@@ -91,7 +91,7 @@ def recurring(carry: Carry, block: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _name_of_cache(block: nn.Module) -> str:
-    """What a layer calls its cache: transformers names it ``cache`` from 5.24 on."""
+    """Name of a layer's cache: transformers names it ``cache`` from 5.24 on."""
     return "cache" if "cache" in inspect.signature(block.forward).parameters else "cache_params"
 
 
@@ -104,25 +104,25 @@ def _intercept(module: str) -> bool:
     """
     names = _SCANS.keys() & vars(sys.modules[module]).keys()
     for name in names:
-        own = getattr(sys.modules[module], name)
-        ours = functools.partial(_scan, _SCANS[name], own)
-        setattr(sys.modules[module], name, torch.compiler.disable(ours))
+        original = getattr(sys.modules[module], name)
+        replacement = functools.partial(_scan, _SCANS[name], original)
+        setattr(sys.modules[module], name, torch.compiler.disable(replacement))
     return bool(names)
 
 
-def _scan(ours: Callable[..., Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _scan(replacement: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cache = _now.cache
     if cache is None:
-        return own(*args, **kwargs)
-    return ours(own, cache.state, *args, **kwargs)
+        return original(*args, **kwargs)
+    return replacement(original, cache.state, *args, **kwargs)
 
 
-def _by_chunks(own: Callable[..., Any], state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **{**kwargs, "initial_states": state})
+def _by_chunks(original: Callable[..., Any], state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "initial_states": state})
 
 
 def _selective(  # noqa: PLR0917 - transformers' own
-    own: Callable[..., Any],
+    original: Callable[..., Any],
     state: Tensor | None,
     hidden_states: Tensor,
     dt: Tensor,
@@ -140,7 +140,9 @@ def _selective(  # noqa: PLR0917 - transformers' own
     Kernels return a last state that has no gradient, so it is summed up here.
     """
     kwargs["return_last_state"] = False
-    found = own(hidden_states, dt, A, B, C, delta_bias=delta_bias, delta_softplus=delta_softplus, **kwargs)
+    outputs = original(
+        hidden_states, dt, A, B, C, delta_bias=delta_bias, delta_softplus=delta_softplus, **kwargs
+    )
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
@@ -150,9 +152,9 @@ def _selective(  # noqa: PLR0917 - transformers' own
     last = (torch.exp(A[..., None] * (until[..., -1:] - until)) * entered).sum(-1)
     if state is not None:
         decayed = torch.exp(A[..., None] * until) * state[..., None]
-        found = found + (decayed * C[:, None]).sum(2).to(found.dtype)
+        outputs = outputs + (decayed * C[:, None]).sum(2).to(outputs.dtype)
         last = last + decayed[..., -1]
-    return found if z is None else found * functional.silu(z), last
+    return outputs if z is None else outputs * functional.silu(z), last
 
 
 _SCANS = {"mamba_selective_scan": _selective, "mamba2_chunk_scan": _by_chunks}

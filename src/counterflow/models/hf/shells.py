@@ -53,15 +53,15 @@ def disable_extras(shell: nn.Module) -> None:
 
 
 def has(module: nn.Module, path: str) -> bool:
-    """Whether a module contains one at a path."""
+    """Check whether a module contains one at a path."""
     for name in path.split("."):
-        found = module._modules.get(name)
-        if found is None:
+        child = module._modules.get(name)
+        if child is None:
             return False
-        module = found
+        module = child
     return True
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Whether a module, or one within it, has parameters."""
+    """Check whether a module, or one within it, has parameters."""
     return any(True for _ in module.parameters())

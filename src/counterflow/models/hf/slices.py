@@ -28,12 +28,12 @@ from .recurrence import LINEAR
 CAUSAL = "causal"
 """The key of what goes from layer to layer that says so."""
 
-EVERY = "every_layer"
+EVERY_LAYER = "every_layer"
 """The kind of the layers of models whose layers are all of one kind."""
 
 FULL = "full_attention"
 
-KINDS = EVERY, FULL, "sliding_attention", LINEAR
+KINDS = EVERY_LAYER, FULL, "sliding_attention", LINEAR
 """The kinds of layers that can run in slices, if their masks are causal, or causal within a window."""
 
 _SDPA = "sdpa"
@@ -43,7 +43,7 @@ _IGNORED = {"sliding_window", "position_ids", "use_cache", "position_embeddings"
 
 
 class Seen(NamedTuple):
-    """What slices' positions see of each other, beside what is causal; each [samples, positions] or None.
+    """Limits of what positions see of each other, besides causality; each [samples, positions] or None.
 
     Attributes:
         documents: as of ``attend``.
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
 
 
 class _Now(threading.local):
-    """What runs in this thread."""
+    """State of the layer that runs in this thread."""
 
     carry: Carry | None = None
     window: int | None = None
@@ -68,7 +68,7 @@ _now = _Now()
 
 @contextmanager
 def attending(carry: Carry, block: nn.Module, window: int | None, seen: Seen) -> Iterator[dict[str, Any]]:
-    """Around a layer that runs on a slice; gives what the layer is called with.
+    """Wrap a layer that runs on a slice; yield what the layer is called with.
 
     Args:
         carry: the layer's own.
@@ -98,14 +98,14 @@ def _intercept() -> None:
     """Put ours in the place of transformers' own, which all other layers get."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
-    own = ALL_ATTENTION_FUNCTIONS[_SDPA]
-    ours = functools.partial(_attention, own)
-    ALL_ATTENTION_FUNCTIONS.register(_SDPA, torch.compiler.disable(ours))
+    original = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    replacement = functools.partial(_attention, original)
+    ALL_ATTENTION_FUNCTIONS.register(_SDPA, torch.compiler.disable(replacement))
 
 
-def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attention(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _now.carry is None:
-        return own(module, *args, **kwargs)
+        return original(module, *args, **kwargs)
     return _of_slice(_now.carry, module, *args, **kwargs)
 
 
@@ -126,19 +126,21 @@ def _of_slice(  # noqa: PLR0917 - transformers' own
     """Attention of a slice, in place of transformers' own, whose mask is of this slice alone."""
     del attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    others = sorted(
-        name for name, its in kwargs.items() if its is not None and its is not False and name not in _IGNORED
+    unsupported = sorted(
+        name
+        for name, option in kwargs.items()
+        if option is not None and option is not False and name not in _IGNORED
     )
-    if not causal or others or sliding_window != _now.window:
-        what = f"has {', '.join(others)}" if others else "looks at both sides of a position"
-        if causal and not others:
+    if not causal or unsupported or sliding_window != _now.window:
+        what = f"has {', '.join(unsupported)}" if unsupported else "looks at both sides of a position"
+        if causal and not unsupported:
             what = f"has a window of {sliding_window}, where its config says {_now.window}"
         raise ConfigError(
             f"the attention of a {type(module).__name__} {what}, which slices do not have; train "
             "without slices"
         )
     _now.calls += 1
-    found = attend(
+    output = attend(
         carry, query, key, value, dropout=dropout, scale=scaling, window=sliding_window, **_now.seen._asdict()
     )
-    return found.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None

@@ -59,24 +59,24 @@ class Note(nn.Module):
         return hidden
 
 
-class Held(nn.Module):
-    """Replaces modules before the end: returns a held value for any arguments.
+class SavedInput(nn.Module):
+    """Replaces modules before the end: returns a saved input for any arguments.
 
     Args:
-        held: the value to return.
+        saved_input: the value to return.
         module: the module that it replaces.
         embeds: whether the module precedes the repeated layers, so a model may make several streams of it.
     """
 
-    def __init__(self, held: list[Tensor], module: nn.Module, *, embeds: bool = False) -> None:
+    def __init__(self, saved_input: list[Tensor], module: nn.Module, *, embeds: bool = False) -> None:
         super().__init__()
         _told_of(self, module)
-        self.held = held
+        self.saved_input = saved_input
         self.embeds = embeds
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        """Return the held value."""
-        hidden = self.held[0]
+        """Return the saved input."""
+        hidden = self.saved_input[0]
         return hidden.flatten(2, -2)[:, :, 0] if self.embeds and hidden.dim() > 3 else hidden
 
 

@@ -108,16 +108,16 @@ class Folder:
 
         for file_name in sorted({self.files[name] for name in tensors}):
             with safe_open(self.path / file_name, "pt") as file:
-                for name, tensor in ((n, t) for n, every in tensors.items() for t in every):
+                for name, tensor in ((n, t) for n, copies in tensors.items() for t in copies):
                     if self.files[name] == file_name:
-                        found = file.get_tensor(name)
-                        if found.shape != tensor.shape:
+                        stored = file.get_tensor(name)
+                        if stored.shape != tensor.shape:
                             raise ConfigError(
-                                f"{self.path}: {name} has shape {tuple(found.shape)}, but "
+                                f"{self.path}: {name} has shape {tuple(stored.shape)}, but "
                                 f"{tuple(tensor.shape)} in the model; give the config that belongs to the "
                                 "weights"
                             )
-                        tensor.copy_(found)
+                        tensor.copy_(stored)
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse a folder without all tensors of the base model; a head may be new if it has another class.
@@ -170,7 +170,7 @@ def load(
     folder = local_folder(path, weights=weights) if weights else None
     if auto is None:
         names = config.architectures or []
-        auto = next((found for name in names if (found := getattr(transformers, name, None))), None)
+        auto = next((candidate for name in names if (candidate := getattr(transformers, name, None))), None)
         auto = auto or transformers.AutoModelForCausalLM
     chosen = getattr(config, "dtype", None) if dtype == "auto" else dtype
     make = auto.from_config if hasattr(auto, "from_config") else auto._from_config
@@ -195,8 +195,8 @@ def read_config(path: Path | str, **options: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(path), **options)
     except (OSError, ValueError, KeyError) as error:
-        told = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: is not a model that transformers can read: {told}") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: is not a model that transformers can read: {reason}") from None
 
 
 _PADDED_POSITIONS = "camembert", "roberta", "xlm-roberta"
@@ -224,8 +224,10 @@ def local_folder(path: Path | str, *, weights: bool = True) -> Path:
     try:
         return Path(hub.snapshot_download(str(path), allow_patterns=wanted))
     except Exception as error:
-        told = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: is not a folder, and cannot be downloaded from the hub: {told}") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{path}: is not a folder, and cannot be downloaded from the hub: {reason}"
+        ) from None
 
 
 class Filling:
@@ -236,12 +238,12 @@ class Filling:
         adapters: peft's configs, by adapter.
     """
 
-    def __init__(self, whole: PreTrainedModel, adapters: Mapping[str, Any]) -> None:
-        self.meta = any(tensor.is_meta for tensor in whole.parameters())
-        self.folder: Folder | None = vars(whole).get(_SOURCE)
+    def __init__(self, model: PreTrainedModel, adapters: Mapping[str, Any]) -> None:
+        self.meta = any(tensor.is_meta for tensor in model.parameters())
+        self.folder: Folder | None = vars(model).get(_SOURCE)
         self.adapters = adapters
-        self.names = _names(whole) if self.meta else {}
-        self.rules = _without_modules(whole)
+        self.names = _names(model) if self.meta else {}
+        self.rules = _without_modules(model)
         for adapter, config in adapters.items() if self.meta else ():
             how = getattr(config, "init_lora_weights", True)
             if config.peft_type != "LORA" or how not in (True, False, "gaussian"):
@@ -257,8 +259,8 @@ class Filling:
 
     def of(self, layer: nn.Module) -> dict[str, tuple[str, ...]]:
         """For each tensor of the layer its names in the model."""
-        every = layer.state_dict(keep_vars=True)
-        return {name: self.names[id(tensor)] for name, tensor in every.items() if id(tensor) in self.names}
+        tensors = layer.state_dict(keep_vars=True)
+        return {name: self.names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in self.names}
 
     def fill(self, layer: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
         """Give all tensors of a layer their values.
@@ -267,7 +269,7 @@ class Filling:
             ConfigError: no rule defines a tensor.
         """
         tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
-        with torch.no_grad(), _unset(tensors) as left:
+        with torch.no_grad(), _unset(tensors) as unset:
             read: dict[
                 str, list[Tensor]
             ] = {}  # peft has a copy of modules that are trained in addition to adapters
@@ -281,9 +283,9 @@ class Filling:
                 del tensor._is_hf_initialized  # type: ignore[attr-defined]
             if self.folder is not None:
                 self.folder.copy_to(read)
-        if left:
+        if unset:
             raise ConfigError(
-                f"{left[0]} of a {type(self.rules).__name__} is on the meta device, but its "
+                f"{unset[0]} of a {type(self.rules).__name__} is on the meta device, but its "
                 "_init_weights does not make it; build the model on a real device"
             )
 
@@ -301,13 +303,13 @@ def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     marks = {name: _mark(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.fill_(marks[name])
-    left: list[str] = []
-    yield left
+    unset: list[str] = []
+    yield unset
     for name, tensor in tensors.items():
         mark = marks[name]
         odd = tensor.isnan() if mark != mark else tensor == mark  # noqa: PLR0124
         if tensor.dtype is not torch.bool and odd.any():
-            left.append(name)
+            unset.append(name)
 
 
 def _mark(tensor: Tensor) -> Any:
@@ -326,15 +328,15 @@ def _stored(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """
     conversion = importlib.import_module("transformers.conversion_mapping")
     loading = importlib.import_module("transformers.core_model_loading")
-    every = conversion.get_model_conversion_mapping(model)
-    renamed = [one for one in every if isinstance(one, loading.WeightRenaming)]
-    changed = [one for one in every if isinstance(one, loading.WeightConverter)]
-    found: dict[str, str] = {}
+    rules = conversion.get_model_conversion_mapping(model)
+    renamed = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    changed = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    stored: dict[str, str] = {}
     for name in sorted(names):
         known, converter = loading.rename_source_key(name, renamed, changed)
         if converter is None:
-            found[known] = name
-    return found
+            stored[known] = name
+    return stored
 
 
 def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -343,10 +345,10 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     >>> _names(nn.Sequential(nn.Linear(1, 1, bias=False))).values()
     dict_values([('0.weight',)])
     """
-    found: dict[int, list[str]] = {}
+    by_id: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), []).append(original_name(name))
-    return {key: tuple(names) for key, names in found.items()}
+        by_id.setdefault(id(tensor), []).append(original_name(name))
+    return {key: tuple(names) for key, names in by_id.items()}
 
 
 def original_name(name: str) -> str:
@@ -358,13 +360,13 @@ def original_name(name: str) -> str:
     'lm_head.weight'
     """
     parts = iter(name.split("."))
-    kept = []
+    remaining = []
     for part in parts:
         if part == "modules_to_save":
             next(parts, None)
         elif part not in ("base_layer", "original_module"):
-            kept.append(part)
-    return ".".join(kept)
+            remaining.append(part)
+    return ".".join(remaining)
 
 
 def _without_modules(model: PreTrainedModel) -> Any:

@@ -290,7 +290,7 @@ def _peak(numbers: Any, cut: Any, store: int, worker: int) -> float:
 
 @compiled
 def has_room(numbers: Any, cut: Any, worker: int) -> bool:
-    """Whether a worker keeps its limits."""
+    """Check that a worker keeps its limits."""
     fits = True
     for store in range(len(numbers.most)):
         fits = fits and _peak(numbers, cut, store, worker) <= numbers.most[store, worker]

@@ -31,7 +31,7 @@ _PARTS = 1_000_000
 
 
 class Wanted(StrEnum):
-    """Which block of a period is the best: of the shortest way, of the least memory, or any."""
+    """Objective among the blocks of a period: of the shortest way, of the least memory, or any."""
 
     SHORT = "short"
     SMALL = "small"

@@ -285,7 +285,7 @@ def _pass(n: Any, x: Any, letter: int) -> None:
 
 @compiled
 def _fits(n: Any, x: Any, letter: int) -> bool:
-    """Whether an op can run now, followed by all earlier ones, within the limits."""
+    """Check whether an op can run now, followed by all earlier ones, within the limits."""
     worker = n.worker[letter]
     for store in range(len(n.most)):
         takes, net = n.takes[store, letter], n.net[store, letter]

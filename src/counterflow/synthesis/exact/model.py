@@ -322,7 +322,7 @@ class Model:
 
 
 class _Before:
-    """Which op of a worker precedes which: a constant, or a literal of the model."""
+    """Order of each two ops of a worker: a constant, or a literal of the model."""
 
     def __init__(self, model: Any, start: dict[tuple[int, int], Any], takes: dict[int, int]) -> None:
         self._model, self._start, self._takes = model, start, takes
@@ -331,7 +331,7 @@ class _Before:
         self.free: dict[tuple[int, int, int, int], Any] = {}
 
     def literal(self, a: int, j: int, b: int, k: int) -> Any:
-        """Whether the j-th op of letter a precedes the k-th of b."""
+        """Return whether the j-th op of letter a precedes the k-th of b."""
         if a > b:
             opposite = self.literal(b, k, a, j)
             return 1 - opposite if isinstance(opposite, int) else ~opposite
@@ -387,13 +387,13 @@ class _Before:
 
 def _whole_sizes(store: Store, letters: set[int], most: float) -> tuple[dict[int, int], dict[int, int], int]:
     """Sizes as whole numbers of some unit, exact if few digits suffice; otherwise rounded in favour."""
-    pairs = {n: (Fraction(repr(store.at_start[n])), Fraction(repr(store.at_end[n]))) for n in letters}
-    denominator = math.lcm(*(part.denominator for pair in pairs.values() for part in pair))
-    numerators = [int(part * denominator) for pair in pairs.values() for part in pair]
+    fractions = {n: (Fraction(repr(store.at_start[n])), Fraction(repr(store.at_end[n]))) for n in letters}
+    denominator = math.lcm(*(part.denominator for pair in fractions.values() for part in pair))
+    numerators = [int(part * denominator) for pair in fractions.values() for part in pair]
     unit = Fraction(math.gcd(*numerators) or 1, denominator)
-    largest = max((abs(part) for pair in pairs.values() for part in pair), default=Fraction(0))
+    largest = max((abs(part) for pair in fractions.values() for part in pair), default=Fraction(0))
     if largest / unit > MOST_UNITS:
         unit = largest / MOST_UNITS
-    starts = {n: math.floor(pair[0] / unit) for n, pair in pairs.items()}
-    ends = {n: math.floor(pair[1] / unit) for n, pair in pairs.items()}
+    starts = {n: math.floor(pair[0] / unit) for n, pair in fractions.items()}
+    ends = {n: math.floor(pair[1] / unit) for n, pair in fractions.items()}
     return starts, ends, math.floor(Fraction(most) * (1 + Fraction(CLOSE)) / unit)

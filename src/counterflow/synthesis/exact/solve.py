@@ -46,12 +46,12 @@ class Solved:
 
     @property
     def proved(self) -> bool:
-        """Whether no order is better than the best known one."""
+        """Return whether no order is better than the best known one."""
         return self.value <= self.bound * (1 + CLOSE)
 
 
 def tractable(problem: Problem) -> bool:
-    """Whether the exact method is worth trying."""
+    """Check whether the exact method is worth trying."""
     return pairs(problem) <= MOST_PAIRS
 
 

@@ -98,7 +98,7 @@ def _fill(n: Any, flat: Any, x: Any) -> None:
 
 @compiled
 def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
-    """Whether a moved op still follows the op of its own stage that it needs, and precedes those that need
+    """Check that a moved op still follows the op of its own stage that it needs, and precedes those that need
     it.
     """
     letter, k = flat.word[source], x.how_many[source]
@@ -116,7 +116,7 @@ def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 @compiled
 def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
-    """Whether the worker keeps its limits."""
+    """Check that the worker keeps its limits."""
     letter = flat.word[source]
     worker = n.worker[letter]
     for store in range(len(n.most)):
