@@ -159,7 +159,6 @@ def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
 
 
 def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
-    """The lanes, and the lane of each (pipe, stage)."""
     placement = schedule.placement
     placed_stages = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
     if placement.pipes > 1:

@@ -105,8 +105,6 @@ def make_figure(charts: Sequence[Chart], look: Look = USUAL) -> Figure:
 
 
 class _Panel:
-    """One chart on the figure."""
-
     def __init__(self, figure: Figure, sheet: Sheet, chart: Chart, index: int) -> None:
         self.figure, self.sheet, self.chart, self.index = figure, sheet, chart, index
         self.height = sheet.rows_height(chart)
@@ -163,7 +161,6 @@ class _Panel:
         self._legend(axes, (0, 1 + above), axes.transAxes)
 
     def _rows(self, axes: Axes, height: float, middle: float) -> None:
-        """A row for each worker on a time axis."""
         sheet, workers = self.sheet, self.chart.workers
         axes.set_xlim(0, sheet.end)
         axes.set_ylim(workers, 0)
@@ -376,7 +373,6 @@ class _Panel:
         axes.text(x, above, "peak", size=8, va="bottom", color=palette.FAINT, transform=by)
 
     def _scale(self, scale: LinearSegmentedColormap, most: str, top: float) -> None:
-        """The heat scale, at the right end of the caption's line."""
         sheet = self.sheet
         width, height = 1.3, 0.1
         right = LEFT + sheet.plot_width - 0.9

@@ -59,8 +59,6 @@ class _Marked(Patch):
 
 
 class _MarkedHandler(HandlerPatch):
-    """Draws a ``_Marked`` in a legend."""
-
     def create_artists(
         self, legend: Any, orig_handle: Any, xdescent: float, ydescent: float, *size: Any
     ) -> list[Any]:

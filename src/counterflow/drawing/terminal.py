@@ -234,7 +234,6 @@ def _dominant(boxes: Sequence[Box], width: int, slot: float) -> Iterator[Box | N
 
 
 def _filling(box: Box, width: int, grid: Grid) -> str:
-    """Text in a box of ``width`` characters."""
     if box.kind is BoxKind.SYNC:
         label = box.label if len(box.label) + 2 <= width else ""
         return f"={label}".ljust(width, "=")
@@ -304,7 +303,6 @@ def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
 
 
 def _axis(grid: Grid) -> Iterator[Text]:
-    """Times under the columns in which they begin."""
     unit = shared_unit(grid.charts)
     span = grid.end / unit.seconds
     step = nice_step(span, max(1, grid.width // (len(f"{span:.4g}") + 3)))
@@ -348,7 +346,6 @@ def _level(share: float, levels: str) -> str:
 
 
 def _legend(chart: Chart, grid: Grid) -> Iterator[Text]:
-    """The legend, in as many lines as it needs."""
     line = Text()
     for entry in _legend_entries(chart, grid):
         if line and len(line) + 3 + len(entry) > grid.margin + grid.room:

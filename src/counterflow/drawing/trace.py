@@ -44,7 +44,6 @@ def trace_events(charts: Sequence[Chart]) -> Iterator[Event]:
 
 
 def _meta(process: int, what: str, thread: int, **args: object) -> Event:
-    """Name of a process or a thread."""
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 

@@ -120,7 +120,6 @@ def _answers(path: str, model: type[_Model], answer: Callable[[_Model], Any]) ->
 
 
 def _attached(content: str | bytes, media: str, name: str) -> Response:
-    """An answer that a browser saves as a file."""
     attached = {"Content-Disposition": f'attachment; filename="{name}"'}
     return Response(content, media_type=media, headers=attached)
 
@@ -200,8 +199,6 @@ def _followed(runs: Runs) -> list[Route]:
 
 
 def _ending(jobs: Jobs) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Searches end with the server."""
-
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
@@ -329,7 +326,7 @@ class _Guard:
 
 @lru_cache(maxsize=100)
 def _host(text: str) -> str:
-    """A host without its port.
+    """Host without its port.
 
     >>> _host("localhost:8000"), _host("[::1]:80"), _host("[x")
     ('localhost', '::1', '[x')

@@ -72,14 +72,12 @@ _KINDS = {str: "text", float: "number", int: "number", bool: "flag"}
 
 
 def _group(cost: AskedField) -> str:
-    """The part of the form that a cost stands in."""
     if cost.record is ByteCosts:
         return "bytes"
     return "seconds" if cost.asked.metavar == "SECONDS" else "modes"
 
 
 def _words(kind: Any) -> list[list[str]]:
-    """Choices of a cost, as pairs of the sent and the displayed text."""
     if kind is bool:
         return [["true", "overlap compute"], ["false", "stop compute"]]
     return [] if kind in _KINDS else [[word.value, word.value] for word in kind]

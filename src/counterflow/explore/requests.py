@@ -53,7 +53,6 @@ _FORMS: dict[type, Any] = {str: Text, int: Annotated[int, Field(le=10**6)]}
 
 
 def _form(kind: type) -> Any:
-    """Type of the values that a form sends for a cost."""
     return _FORMS.get(kind, Annotated[kind, Field(strict=False)] if issubclass(kind, Enum) else kind)
 
 

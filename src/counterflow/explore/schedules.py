@@ -288,7 +288,6 @@ def _note(shown: Sequence[_Shown]) -> str:
 
 
 def _model_seconds(item: _Shown) -> float:
-    """Seconds of a forward and a backward of one micro-batch in all stages."""
     both = ("forward", item.costs.forward), ("backward", item.costs.backward)
     return sum(sum(per_stage(name, value, item.schedule.stages)) for name, value in both)
 
@@ -392,7 +391,6 @@ def _workers(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) 
 
 
 def _csv(charts: Sequence[Chart]) -> str:
-    """Every op and gradient sync with its times."""
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(["schedule", "worker", "op", "what", "stage", "start", "end"])

@@ -92,7 +92,6 @@ def layout(
 
 
 def _print(result: Rederived) -> None:
-    """The layout, then what each rank's stages have."""
     from rich.text import Text
 
     out = console(WIDE)
@@ -131,7 +130,6 @@ def _in_words(stage: Stage) -> str:
 
 
 def _translate(path: Path, text: str | None, changes: Changes, *, as_json: bool) -> None:
-    """Print a job of torchtitan as a config's sections."""
     arguments = {
         "LAYOUT": text,
         "--mtp": changes.mtp,

@@ -179,7 +179,6 @@ def _print_layout(best: Plan) -> None:
 
 
 def _note_written(best: Plan, out: Path, order: Path | None) -> None:
-    """Say how a plan that was written is run."""
     order_text = f", its order in {order}" if order else ""
     note(f"The best plan is in {out}{order_text}; run it: counterflow train {out}")
     if not best.play.schedule.synchronous:

@@ -93,7 +93,6 @@ def _numbers(text: str) -> list[int]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, on a terminal only."""
     from rich.progress import Progress
 
     from ..output.screen import Screen

@@ -87,7 +87,6 @@ def simulate(
 
 
 def _changed(schedule: Schedule, target: Schedule) -> str:
-    """Flags of the options in which another schedule of the scheme differs."""
     old, new = dict(schedule.options), dict(target.options)
     turned_off = [flag_of(name, False) for name in old if name not in new]
     return " ".join([*(flag_of(name, v) for name, v in new.items() if old.get(name) != v), *turned_off])
@@ -264,7 +263,6 @@ def _messages(result: Simulation) -> Any:
 
 
 def _shown_costs(result: Simulation, costs: CostOptions) -> dict[str, Any]:
-    """The costs that are always shown, and those that were given."""
     shown = {}
     for name in dict.fromkeys(("forward", "backward", "p2p", *costs.set_values())):
         cost = COSTS[name]

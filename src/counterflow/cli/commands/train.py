@@ -285,7 +285,6 @@ def _pair(pair: Pair) -> tuple[float, float]:
 
 
 def _grouped(pairs: tuple[Row, ...]) -> list[tuple[str, Row]]:
-    """Rows in which workers with the same figures are grouped."""
     return [(f"worker{'s' if '–' in name else ''} {name}", pair) for name, pair in merge_equal_rows(pairs)]
 
 

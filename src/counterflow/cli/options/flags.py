@@ -164,7 +164,6 @@ class SchemeOptions(Flags):
 
 
 def _scheme_flag(name: str, known: Mapping[str, Option]) -> Any:
-    """The flag of an option that these schemes share."""
     option = next(iter(known.values()))
     about, names, metavar = _SIZES.get(name) or _sentence(registry.about(known)), (flag(name),), None
     kind: Any = int
@@ -294,7 +293,6 @@ class ModelCostOptions(CostOptions):
 
 
 def _is_split(schedule: Schedule) -> bool:
-    """Check that some backward of the schedule is split into two ops."""
     return any(op.kind.rest is not None for op in schedule.ops())
 
 

@@ -137,7 +137,6 @@ _RIGHT = ("difference",)
 
 
 def _rows(lines: Sequence[Line]) -> Any:
-    """A table of published values; misses are marked."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -142,7 +142,6 @@ _TELLING = 0.001
 
 
 def _of_best(plan_found: Plan) -> Iterator[str]:
-    """Details of the best plan: memory by worker, cuts, notes."""
     best = plan_found.play.prediction()
     plan = best.configuration
     divided = f"tensor parallelism over {plan.tensor_parallel}, " if plan.tensor_parallel > 1 else ""
@@ -185,7 +184,6 @@ _MESH_TOLD = 32
 
 
 def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
-    """Print the best plans with and without slices by length, and from which length slices win."""
     table = table_of(
         *("positions", "whole sequences", "step", "in slices", "slices", "step", "times as fast"),
         left=("whole sequences", "in slices", "slices"),
@@ -219,7 +217,6 @@ def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
 
 
 def _print_orders(out: Console, orders: Orders) -> None:
-    """Print the computed orders, what they gain, and the bound."""
     named = _short(orders.named.play.prediction())
     if orders.best is None:
         summary = f"Computed orders: none is quicker than {named}, {_seconds(orders.named.seconds)}"
@@ -325,7 +322,6 @@ def _is_data_parallel(prediction: Prediction) -> bool:
 
 
 def _rest(plan: Configuration) -> str:
-    """Micro-batch, options and recomputation of a configuration."""
     recomputation = f"recompute {plan.recompute.value}" if plan.recompute is not Recompute.NONE else ""
     return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), recomputation]))
 

@@ -119,7 +119,6 @@ class Checkpoints(Base):  # type: ignore[misc]
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _weights_of(self, folder: str) -> dict[str, Tensor]:
-        """The model's weights in the form of a checkpoint."""
         from safetensors.torch import load_file  # noqa: PLC0415
 
         adapters = hasattr(self.model, "peft_config")

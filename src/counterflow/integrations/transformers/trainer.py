@@ -136,12 +136,10 @@ class PipelineTrainerMixin(Checkpoints):
         )
 
     def _timed(self, schedule: Schedule) -> Pipeline:
-        """A pipeline of a copy of the model, to be timed."""
         model, layers = copy.deepcopy((self.model, self._layers))
         return self._pipeline_of(schedule, model, layers)
 
     def _step_inputs(self, batch: Mapping[str, Any], items: Any, schedule: Schedule) -> tuple[Any, Tensor]:
-        """Inputs and targets of a step whose micro-batches are copies of a batch."""
         times = schedule.micro_batches
         inputs = pytree.tree_map_only(
             Tensor, lambda tensor: torch.cat([tensor] * times), self._inputs(batch, items)
@@ -150,7 +148,6 @@ class PipelineTrainerMixin(Checkpoints):
         return inputs, weights(samples, factor=1.0, per_sample=0.0, weight=1 / samples)
 
     def _optimizer_of(self, parameters: Parameters) -> Optimizer:
-        """The optimiser of a stage, made in the trainer's way."""
         if self.optimizer_cls_and_kwargs is not None:
             make, options = self.optimizer_cls_and_kwargs
         else:
@@ -165,7 +162,6 @@ class PipelineTrainerMixin(Checkpoints):
         return optimizer
 
     def _inputs(self, batch: Mapping[str, Any], items: Any) -> dict[str, Any]:
-        """Inputs of an objective from a batch."""
         batch = _unpacked(batch)
         samples = _samples(batch)
         halves = [n for n, v in batch.items() if isinstance(v, Tensor) and v.dim() and 2 * len(v) == samples]
@@ -211,7 +207,6 @@ class PipelineTrainerMixin(Checkpoints):
         return nothing + float(self._step.loss)
 
     def _counts_replicas(self) -> bool:
-        """Check that the loss's divisor is counted over all replicas."""
         return bool(self.args.average_tokens_across_devices)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +328,6 @@ class PipelineTrainerMixin(Checkpoints):
         return loss, logits[0] if len(logits) == 1 else logits, told_labels
 
     def _takes_labels(self) -> bool:
-        """Check that the loss is the model's, so batches need labels."""
         return type(self).compute_loss is transformers.Trainer.compute_loss
 
     def _labelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,7 +382,6 @@ def _unpacked(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples(inputs: Mapping[str, Any]) -> int:
-    """Number of samples of a batch."""
     return max(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
 
 
