@@ -48,17 +48,17 @@ def test_unknown_command(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "completion"),
     [("simulate --mi", "--micro-batches"), ("show chim", "chimera"), ("train --scheme han", "hanayo")],
 )
-def test_a_shell_completes_commands_flags_and_schemes(words: str, found: str) -> None:
+def test_a_shell_completes_commands_flags_and_schemes(words: str, completion: str) -> None:
     shell = {
         "_COUNTERFLOW_COMPLETE": "complete_bash",
         "COMP_WORDS": f"counterflow {words}",
         "COMP_CWORD": str(len(words.split())),
     }
     answer = CliRunner(env=shell).invoke(application(), [], prog_name="counterflow")
-    assert answer.stdout.split() == [found]
+    assert answer.stdout.split() == [completion]
 
 
 def _fail(error: Exception) -> Callable[..., None]:

@@ -149,8 +149,10 @@ def test_a_file_that_is_wrong_but_can_be_played(run: Run, wrong: Path, command: 
 @pytest.mark.parametrize("command", READERS)
 def test_no_such_file(refused: Refused, tmp_path: Path, command: str) -> None:
     path = tmp_path / "nowhere.json"
-    told = refused(f"{command} {path}")
-    assert told.startswith(f"Error: {path}: no such file or folder; give a scheme of 'counterflow schemes'")
+    message = refused(f"{command} {path}")
+    assert message.startswith(
+        f"Error: {path}: no such file or folder; give a scheme of 'counterflow schemes'"
+    )
     assert refused(f"{command} nowhere.json").startswith("Error: nowhere.json: no such file")
 
 

@@ -29,7 +29,7 @@ SENSELESS = [
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where the values of a file are."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [found for key, part in items for found in [(*path, key), *places(part, (*path, key))]]
+    return [path_ for key, part in items for path_ in [(*path, key), *places(part, (*path, key))]]
 
 
 def put(data: Any, place: tuple[Any, ...], value: object) -> Any:

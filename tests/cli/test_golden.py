@@ -16,7 +16,7 @@ import pytest
 
 from .conftest import Run
 
-KEPT = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 COMMANDS = {
     "simulate": "simulate chimera --stages 4 --micro-batches 4 --p2p 0.1 --sync 0.5 --replicas 2 "
@@ -41,31 +41,33 @@ COMMANDS = {
 def test_json_stays_as_it_was(run: Run, name: str) -> None:
     answer = run(f"{COMMANDS[name]} --json")
     assert answer.code == 0, answer.err
-    kept = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
-    assert list(differences(answer.json, kept, "")) == []
+    expected = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    assert list(differences(answer.json, expected, "")) == []
 
 
-def differences(found: Any, kept: Any, place: str) -> Iterator[str]:
+def differences(actual: Any, expected: Any, place: str) -> Iterator[str]:
     """Where two answers differ; computed numbers may differ in their last digits from machine to machine."""
-    if isinstance(found, dict) and isinstance(kept, dict):
-        for key in sorted({*found, *kept}):
-            if key not in found or key not in kept:
-                yield f"{place}.{key}: {'gone' if key in kept else 'new'}"
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        for key in sorted({*actual, *expected}):
+            if key not in actual or key not in expected:
+                yield f"{place}.{key}: {'gone' if key in expected else 'new'}"
             else:
-                yield from differences(found[key], kept[key], f"{place}.{key}")
-    elif isinstance(found, list) and isinstance(kept, list) and len(found) == len(kept):
-        for index, (one, other) in enumerate(zip(found, kept, strict=True)):
-            yield from differences(one, other, f"{place}[{index}]")
-    elif type(found) is not type(kept) or not (
-        math.isclose(found, kept, rel_tol=1e-9, abs_tol=1e-12) if isinstance(found, float) else found == kept
+                yield from differences(actual[key], expected[key], f"{place}.{key}")
+    elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        for index, (actual_item, expected_item) in enumerate(zip(actual, expected, strict=True)):
+            yield from differences(actual_item, expected_item, f"{place}[{index}]")
+    elif type(actual) is not type(expected) or not (
+        math.isclose(actual, expected, rel_tol=1e-9, abs_tol=1e-12)
+        if isinstance(actual, float)
+        else actual == expected
     ):
-        yield f"{place}: {found!r} in place of {kept!r}"
+        yield f"{place}: {actual!r} in place of {expected!r}"
 
 
 def test_differences_are_found() -> None:
-    kept = {"a": [1, 2.0], "b": "x"}
-    assert list(differences({"a": [1, 2.0 + 1e-12], "b": "x"}, kept, "")) == []
-    assert list(differences({"a": [1.0, 2.1], "c": 1}, kept, "")) == [
+    expected = {"a": [1, 2.0], "b": "x"}
+    assert list(differences({"a": [1, 2.0 + 1e-12], "b": "x"}, expected, "")) == []
+    assert list(differences({"a": [1.0, 2.1], "c": 1}, expected, "")) == [
         ".a[0]: 1.0 in place of 1",
         ".a[1]: 2.1 in place of 2.0",
         ".b: gone",

@@ -88,9 +88,9 @@ def test_messages_of_many_words_are_short(refused: Refused) -> None:
 def test_numbers_that_toml_does_not_have(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(f"[schedule]\nmicro_batches = 0x{'f' * 9000}\n")
-    told = "a whole number has more than 64 bits"
-    assert refused(f"train {path}").endswith(f"cannot be read as TOML: {told}\n")
-    assert told in refused(f"plan --example chimera-bert48 --cluster {path}")
+    message = "a whole number has more than 64 bits"
+    assert refused(f"train {path}").endswith(f"cannot be read as TOML: {message}\n")
+    assert message in refused(f"plan --example chimera-bert48 --cluster {path}")
 
 
 def test_numbers_in_files(run: Run, refused: Refused, tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def commands_of(text: str) -> list[str]:
     """The commands in the code blocks of a page; a line that goes on ends with a backslash."""
     blocks = re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [line.removeprefix("$ ") for line in lines]
-    return [line for line in found if re.match(r"(counterflow|torchrun|python|make|pip) ", line)]
+    commands = [line.removeprefix("$ ") for line in lines]
+    return [line for line in commands if re.match(r"(counterflow|torchrun|python|make|pip) ", line)]
 
 
 def _fewer(text: str) -> str:
@@ -153,8 +153,8 @@ def _quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "draw_charts", drawn)
     monkeypatch.setattr("counterflow.training.loop._VALIDATION_SAMPLES", 16)
     monkeypatch.setattr("counterflow.training.loop._REPEATS", 1)
-    found = _a_figure()
-    monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: found)
+    figure = _a_figure()
+    monkeypatch.setattr("counterflow.papers.figures.reproduction.reproduce", lambda *_: figure)
 
 
 def run_all(run: Run, lines: Sequence[str], folder: Path) -> None:

@@ -41,10 +41,10 @@ def test_bars_marks_and_texts() -> None:
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_the_same_bars_give_the_same_file(tmp_path: Path, ending: str) -> None:
-    one, two = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
-    draw_bars(BARS, one)
-    draw_bars(BARS, two)
-    assert one.read_bytes() == two.read_bytes()
+    first, second = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
+    draw_bars(BARS, first)
+    draw_bars(BARS, second)
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

@@ -134,14 +134,14 @@ def test_split_backwards_are_kinds_of_their_own() -> None:
         (BoxKind.WEIGHT_GRADIENTS, "weight gradients of micro-batch 1"),
     ]
     assert ways(split) == "forward | input gradient | weight gradients"
-    whole = chart_of(simulated("dapple", stages=2, micro_batches=2))
-    assert ways(whole) == "forward | backward"
-    again = chart_of(simulated("dapple", Costs(recompute="stage"), stages=2, micro_batches=2))
-    assert ways(again) == "forward | backward | recomputation"
+    plain = chart_of(simulated("dapple", stages=2, micro_batches=2))
+    assert ways(plain) == "forward | backward"
+    recomputed = chart_of(simulated("dapple", Costs(recompute="stage"), stages=2, micro_batches=2))
+    assert ways(recomputed) == "forward | backward | recomputation"
     bands = {kind: band_of(kind, marked=False) for kind in BoxKind}
     assert {kind for kind, band in bands.items() if band is not None} == {BoxKind.RECOMPUTATION}
     assert band_of(BoxKind.INPUT_GRADIENT, marked=True) is Shade.LIGHT
-    assert [marks_input_gradients(charts) for charts in ([split], [whole], [split, whole])] == [
+    assert [marks_input_gradients(charts) for charts in ([split], [plain], [split, plain])] == [
         False,
         False,
         True,

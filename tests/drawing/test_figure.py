@@ -93,8 +93,8 @@ def test_boxes_and_bubbles_have_their_colours(schedule: Schedule) -> None:
 def test_svg_has_one_shape_an_op(tmp_path: Path) -> None:
     result = simulated("chimera", Costs(sync=1), stages=4, micro_batches=8)
     draw(result, tmp_path / "x.svg")
-    found = groups(tmp_path / "x.svg")
-    assert found == {
+    paths = groups(tmp_path / "x.svg")
+    assert paths == {
         "chart-0-forward-0": 16,
         "chart-0-backward-0": 16,
         "chart-0-forward-1": 16,
@@ -117,10 +117,10 @@ def test_svg_tells_of_each_op_and_bubble(tmp_path: Path) -> None:
 def test_same_file_each_time(tmp_path: Path) -> None:
     result = simulated("wpipe", workers=2, micro_batches=2, periods=4)
     for suffix in ("svg", "pdf", "png"):
-        one, other = tmp_path / f"one.{suffix}", tmp_path / f"other.{suffix}"
-        draw(result, one)
-        draw(result, other)
-        assert one.read_bytes() == other.read_bytes()
+        first, second = tmp_path / f"one.{suffix}", tmp_path / f"other.{suffix}"
+        draw(result, first)
+        draw(result, second)
+        assert first.read_bytes() == second.read_bytes()
     assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
 
 
@@ -214,7 +214,9 @@ def test_a_timeline_on_axes_of_ones_own() -> None:
     assert axes.get_xlim() == (0, result.makespan)
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["0", "1", "2", "3"]
     boxes = sum(
-        len(each.get_paths()) for each in axes.collections if "chart-0-bub" not in str(each.get_gid())
+        len(collection.get_paths())
+        for collection in axes.collections
+        if "chart-0-bub" not in str(collection.get_gid())
     )
     assert boxes >= len(list(result.schedule.ops()))
     legend = axes.get_legend()

@@ -62,7 +62,7 @@ def test_a_large_schedule_shows_the_begin_of_its_orders() -> None:
 def test_a_simulation_is_drawn_with_its_memory() -> None:
     schedule = replace(cf.schemes.chimera(2, 2), scheme=EVIL)
     costs = cf.Costs(memory=cf.ByteCosts(activations=2.0**20))
-    plain, with_memory = (shown(cf.simulate(schedule, given)) for given in (None, costs))
+    plain, with_memory = (shown(cf.simulate(schedule, costs_)) for costs_ in (None, costs))
     assert "MiB" in with_memory
     assert len(plain) < len(with_memory)
 
@@ -77,8 +77,8 @@ def test_a_check_shows_every_rule() -> None:
 
 
 def test_a_computed_order_shows_its_bound() -> None:
-    found = cf.synthesize(cf.schemes.dapple(2, 2).workload, moves=0)
-    html = shown(found)
+    synthesis = cf.synthesize(cf.schemes.dapple(2, 2).workload, moves=0)
+    html = shown(synthesis)
     assert "<td>no order below</td><td>9</td>" in html
     assert "<svg" in html
 
@@ -92,8 +92,8 @@ def test_plans_are_tables() -> None:
         "<td>chimera</td><td>4</td><td>8</td><td>1</td><td>8</td><td>8</td><td>none</td><td>eager-opt</td>"
         in html
     )
-    found = search(
+    result = search(
         *(task.model, task.profile, task.cluster, task.mini_batch),
         Constraints(schemes=("chimera", "dapple"), depths=(4,)),
     )
-    assert shown(found).count("<tr>") == 1 + 2
+    assert shown(result).count("<tr>") == 1 + 2

@@ -22,9 +22,9 @@ def simulated(name: str, costs: Costs | None = None, **options: OptionValue) -> 
 
 
 def embedded(text: str) -> Any:
-    found = re.search(r"^const DATA = (.*);$", text, re.MULTILINE)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r"^const DATA = (.*);$", text, re.MULTILINE)
+    assert match
+    return json.loads(match[1])
 
 
 class Tags(HTMLParser):
@@ -62,8 +62,8 @@ def test_kinds_and_their_shades() -> None:
     assert all(len(hue) == 3 for hue in [*data["hues"], data["neutral"], data["ink"]])
     split = embedded(page([chart_of(simulate(schemes.zb_h1(stages=2, micro_batches=3)))]))
     assert [split["bands"][kind] for kind in split["charts"][0]["kinds"]] == [None] * 3
-    again = embedded(page([chart_of(simulate(schemes.gpipe(2, 2), Costs(recompute="stage")))]))
-    assert [again["bands"][kind] for kind in again["charts"][0]["kinds"]] == [None, None, 1]
+    recomputed = embedded(page([chart_of(simulate(schemes.gpipe(2, 2), Costs(recompute="stage")))]))
+    assert [recomputed["bands"][kind] for kind in recomputed["charts"][0]["kinds"]] == [None, None, 1]
 
 
 def test_needs_and_causes_reach_the_page() -> None:
@@ -75,8 +75,8 @@ def test_needs_and_causes_reach_the_page() -> None:
         ("forward of micro-batch 1", 0),
         ("backward of micro-batch 1", 1),
     ]
-    told = [[worker, start, end, chart["texts"][cause]] for worker, start, end, cause in chart["bubbles"]]
-    assert told == [[gap.worker, gap.start, gap.end, gap.cause.value] for gap in result.gaps]
+    bubbles = [[worker, start, end, chart["texts"][cause]] for worker, start, end, cause in chart["bubbles"]]
+    assert bubbles == [[gap.worker, gap.start, gap.end, gap.cause.value] for gap in result.gaps]
     assert chart["split"].startswith("bubbles 40 %: ")
 
 
@@ -111,10 +111,10 @@ def test_titles_are_text() -> None:
 
 def test_charts_share_the_end_and_the_scale_of_memory() -> None:
     costs = Costs(memory=ByteCosts(activations=2**30))
-    one = simulated("dapple", costs, stages=4, micro_batches=8)
-    other = simulated("chimera", costs, stages=4, micro_batches=8)
-    data = embedded(page([chart_of(one, memory=True), chart_of(other, memory=True)]))
-    assert data["end"] == one.makespan
+    dapple = simulated("dapple", costs, stages=4, micro_batches=8)
+    chimera = simulated("chimera", costs, stages=4, micro_batches=8)
+    data = embedded(page([chart_of(dapple, memory=True), chart_of(chimera, memory=True)]))
+    assert data["end"] == dapple.makespan
     assert {chart["memory"]["most"] for chart in data["charts"]} == {4 * 2**30}
     assert data["charts"][0]["memory"]["peaks"] == ["4 GiB", "3 GiB", "2 GiB", "1 GiB"]
 

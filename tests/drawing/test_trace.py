@@ -21,8 +21,8 @@ def simulated(name: str, costs: Costs | None = None, **options: OptionValue) -> 
 def events(path: Path) -> list[dict[str, Any]]:
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert set(trace) == {"displayTimeUnit", "traceEvents"}
-    found: list[dict[str, Any]] = trace["traceEvents"]
-    return found
+    trace_events: list[dict[str, Any]] = trace["traceEvents"]
+    return trace_events
 
 
 def test_one_complete_event_an_op(tmp_path: Path) -> None:
@@ -78,16 +78,18 @@ def test_every_kind_has_its_letter(tmp_path: Path) -> None:
 def test_names_and_counters(tmp_path: Path) -> None:
     costs = Costs(memory=ByteCosts(weights=10, activations=100))
     result = simulated("dapple", costs, stages=2, micro_batches=2)
-    other = simulated("gems", costs, stages=2, micro_batches=2)
-    draw(result, tmp_path / "x.trace.json", compare=other, memory=True)
-    found = events(tmp_path / "x.trace.json")
-    processes = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    gems = simulated("gems", costs, stages=2, micro_batches=2)
+    draw(result, tmp_path / "x.trace.json", compare=gems, memory=True)
+    trace_events = events(tmp_path / "x.trace.json")
+    processes = {e["pid"]: e["args"]["name"] for e in trace_events if e["name"] == "process_name"}
     assert processes[1].startswith("dapple  D=2, N=2 — makespan 9 F")
     assert processes[2].startswith("gems  D=2, N=2 — makespan 11 F")
-    labels = [e["args"]["labels"] for e in found if e["name"] == "process_labels"]
+    labels = [e["args"]["labels"] for e in trace_events if e["name"] == "process_labels"]
     assert labels[0] == "bubbles 33.3 %: warm-up 5.56 %, dependency 16.7 %, drain 11.1 %"
-    threads = [e["args"]["name"] for e in found if e["name"] == "thread_name" and e["pid"] == 1]
+    threads = [e["args"]["name"] for e in trace_events if e["name"] == "thread_name" and e["pid"] == 1]
     assert threads == ["worker 0", "worker 1"]
-    counters = [e for e in found if e["ph"] == "C" and e["pid"] == 1 and e["name"] == "worker 0 memory"]
+    counters = [
+        e for e in trace_events if e["ph"] == "C" and e["pid"] == 1 and e["name"] == "worker 0 memory"
+    ]
     assert max(e["args"]["bytes"] for e in counters) == 220
     assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)

@@ -19,11 +19,11 @@ ASKS = {HEADER: "page"}
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    with TestClient(application(), base_url="http://127.0.0.1:8765", headers=ASKS) as found:
-        yield found
+    with TestClient(application(), base_url="http://127.0.0.1:8765", headers=ASKS) as test_client:
+        yield test_client
 
 
-def asked(client: TestClient, path: str, body: Any) -> Any:
+def post(client: TestClient, path: str, body: Any) -> Any:
     """The answer to a request that is right."""
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text

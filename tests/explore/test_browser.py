@@ -44,11 +44,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(runs: Path) -> Iterator[str]:
-    with listening("127.0.0.1", 0) as taken:
+    with listening("127.0.0.1", 0) as server_socket:
         served = uvicorn.Server(uvicorn.Config(application(places=[runs]), log_level="error"))
-        thread = threading.Thread(target=served.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [server_socket]}, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+        yield f"http://127.0.0.1:{server_socket.getsockname()[1]}"
         served.should_exit = True
         thread.join(10)
 
@@ -56,9 +56,9 @@ def server(runs: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as play:
-        found = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 SIZE: Any = {"width": 1280, "height": 900}
@@ -111,8 +111,8 @@ def seen(page: Page) -> None:
     """What axe-core finds serious on the page as it is: nothing. And it is not wider than the window."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found: dict[str, Any] = Axe().run(page).response
-    serious = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
+    report: dict[str, Any] = Axe().run(page).response
+    serious = [v for v in report["violations"] if v["impact"] in ("serious", "critical")]
     assert serious == [], [(v["id"], [n["html"] for n in v["nodes"]][:3]) for v in serious]
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -257,10 +257,10 @@ HIDE = "hidden => Object.defineProperty(document, 'hidden', { get: () => hidden,
 
 def test_a_hidden_page_asks_nothing(page: Page, server: str) -> None:
     """Neither for a run nor for a search; once it is seen again it goes on."""
-    asked: list[str] = []
+    urls: list[str] = []
 
     def noted(request: Any) -> None:
-        asked.append(request.url)
+        urls.append(request.url)
 
     page.on("request", noted)
     page.route("**/api/plan", lambda route: route.fulfill(json={"job": "x"}))
@@ -272,11 +272,11 @@ def test_a_hidden_page_asks_nothing(page: Page, server: str) -> None:
             pass
         page.evaluate(HIDE, True)
         for _ in range(20):  # what was asked before may take its time
-            asked.clear()
+            urls.clear()
             page.wait_for_timeout(1200)
-            if not asked:
+            if not urls:
                 break
-        assert asked == []
+        assert urls == []
         page.evaluate(HIDE, False)
         with page.expect_request(f"**{path}"):
             page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
@@ -303,10 +303,10 @@ def _the_timeline_first(page: Page, server: str) -> None:
     place = page.locator("canvas").bounding_box()
     assert place is not None
     assert place["y"] < 500
-    (_, _, right), (_, left, _) = page.evaluate(
+    (_, _, right), (_, left_edge, _) = page.evaluate(
         "written.filter(one => /full row|^peak$/.test(one[0])).slice(-2)"
     )
-    assert right < left
+    assert right < left_edge
     expect(page.get_by_label("scheme")).to_be_hidden()
     page.get_by_text("Schedule, costs, limits").click()
     expect(page.get_by_label("scheme")).to_be_visible()

@@ -22,11 +22,11 @@ def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
-            told = re.fullmatch(
+            address = re.fullmatch(
                 r"Open http://127\.0\.0\.1:(\d+)/runs \(Ctrl-C ends\)\n", process.stderr.readline()
             )
-            assert told is not None
-            connection = HTTPConnection("127.0.0.1", int(told[1]), timeout=60)
+            assert address is not None
+            connection = HTTPConnection("127.0.0.1", int(address[1]), timeout=60)
             connection.request("GET", "/schedules")
             assert connection.getresponse().status == 200
             connection.close()

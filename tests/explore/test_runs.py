@@ -22,7 +22,7 @@ from counterflow.simulation import ByteCosts, Costs, Span, simulate
 from counterflow.training.supervision import events
 from counterflow.training.timeline import Timeline
 
-from .conftest import ASKS, asked, refused
+from .conftest import ASKS, post, refused
 
 
 def timeline(slower: float = 1.0) -> Timeline:
@@ -59,7 +59,7 @@ def server(place: Path) -> TestClient:
 
 
 def look(server: TestClient, *runs: Path, **more: Any) -> Any:
-    return asked(server, "/api/run", {"runs": [{"name": str(run)} for run in runs], **more})
+    return post(server, "/api/run", {"runs": [{"name": str(run)} for run in runs], **more})
 
 
 def test_no_run_yet(server: TestClient, place: Path) -> None:
@@ -76,17 +76,17 @@ def test_a_run_that_goes_on(server: TestClient, place: Path) -> None:
     assert first["runs"][0]["curves"]["loss"] == [[1, 2, 3], [3, 1.5, 1]]
     assert first["timeline"]["step"] == 3
     seen = {"name": str(run), "metrics": first["runs"][0]["metrics"]}
-    again = asked(server, "/api/run", {"runs": [seen], "timeline": first["version"]})
-    assert again["runs"][0]["curves"] is None
-    assert again["timeline"] is None
+    second = post(server, "/api/run", {"runs": [seen], "timeline": first["version"]})
+    assert second["runs"][0]["curves"] is None
+    assert second["timeline"] is None
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0.5, "seconds": 0.4}\n{"step": 5, "lo')
-    (more,) = asked(server, "/api/run", {"runs": [seen]})["runs"]
+    (more,) = post(server, "/api/run", {"runs": [seen]})["runs"]
     assert more["added"] is True
     assert more["curves"]["loss"] == [[4], [0.5]]
-    (whole,) = look(server, run)["runs"]
-    assert whole["added"] is False
-    assert whole["curves"]["loss"] == [[1, 2, 3, 4], [3, 1.5, 1, 0.5]]
+    (curve,) = look(server, run)["runs"]
+    assert curve["added"] is False
+    assert curve["curves"]["loss"] == [[1, 2, 3, 4], [3, 1.5, 1, 0.5]]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ss": 0.25, "seconds": 0.5}\n')
     assert look(server, run)["runs"][0]["curves"]["loss"][1][-1] == 0.25
@@ -101,8 +101,8 @@ def test_a_run_that_goes_on(server: TestClient, place: Path) -> None:
 def test_who_has_something_else_gets_the_whole_curve(server: TestClient, place: Path, had: str) -> None:
     run = run_at(place / "one")
     name = look(server, run)["runs"][0]["metrics"].split(".")[0]
-    (again,) = asked(server, "/api/run", {"runs": [{"name": str(run), "metrics": had.format(name)}]})["runs"]
-    assert (again["added"], again["curves"]["loss"]) == (False, [[1, 2, 3], [3, 1.5, 1]])
+    (answer,) = post(server, "/api/run", {"runs": [{"name": str(run), "metrics": had.format(name)}]})["runs"]
+    assert (answer["added"], answer["curves"]["loss"]) == (False, [[1, 2, 3], [3, 1.5, 1]])
 
 
 def test_pages_that_ask_alike_share_an_answer(place: Path) -> None:
@@ -114,11 +114,11 @@ def test_pages_that_ask_alike_share_an_answer(place: Path) -> None:
     first = runs.answer(body, RunsRequest.model_validate_json(body))
     shutil.rmtree(run)
     assert runs.cached_answer(body) == first
-    told = json.loads(first)
-    assert [row["name"] for row in told["list"]] == [str(run)]
-    assert json.loads(runs.listed())["runs"] == told["list"]
-    other = RunsRequest.model_validate({"runs": [{"name": str(run)}], "listed": told["listed"]})
-    assert json.loads(runs.answer(b"other", other))["list"] is None
+    document = json.loads(first)
+    assert [row["name"] for row in document["list"]] == [str(run)]
+    assert json.loads(runs.listed())["runs"] == document["list"]
+    request = RunsRequest.model_validate({"runs": [{"name": str(run)}], "listed": document["listed"]})
+    assert json.loads(runs.answer(b"other", request))["list"] is None
 
 
 def test_timelines_take_no_more_than_their_share(place: Path) -> None:
@@ -130,8 +130,8 @@ def test_timelines_take_no_more_than_their_share(place: Path) -> None:
         seen = []
         for slower in (1, 2):
             (run / "live.json").write_text(timeline(slower=slower).dumps())
-            found = json.loads(runs.answer(b"", wanted))
-            seen.append(found["timeline"]["picture"]["charts"][0]["makespan"])
+            document = json.loads(runs.answer(b"", wanted))
+            seen.append(document["timeline"]["picture"]["charts"][0]["makespan"])
         assert seen == makespans
 
 
@@ -146,13 +146,13 @@ def test_where_the_difference_is(server: TestClient, place: Path) -> None:
     """Worker 1 takes twice as long: its ops are slow, and worker 0 waits for it."""
     run = run_at(place / "one", timeline__json=timeline(slower=2).dumps(), summary__json="{}")
     assert state_of(run) == "ended"
-    found = look(server, run)["timeline"]
-    assert found["figures"] == [["measured", "15 s"], ["predicted", "9 s"], ["difference", "6 s"]]
-    assert found["parts"][0] == ["computing", "9 s", "6 s", "3 s"]
-    assert [row["slow"] for row in found["rows"]] == [False, True]
-    assert found["remark"] == ""
-    assert [row["saved"] for row in found["rows"]] == ["200 B", "100 B"]
-    assert [chart["makespan"] for chart in found["picture"]["charts"]] == [15, 9]
+    shown = look(server, run)["timeline"]
+    assert shown["figures"] == [["measured", "15 s"], ["predicted", "9 s"], ["difference", "6 s"]]
+    assert shown["parts"][0] == ["computing", "9 s", "6 s", "3 s"]
+    assert [row["slow"] for row in shown["rows"]] == [False, True]
+    assert shown["remark"] == ""
+    assert [row["saved"] for row in shown["rows"]] == ["200 B", "100 B"]
+    assert [chart["makespan"] for chart in shown["picture"]["charts"]] == [15, 9]
 
 
 def test_a_worker_is_slow_beside_its_prediction_and_not_beside_another() -> None:
@@ -160,7 +160,7 @@ def test_a_worker_is_slow_beside_its_prediction_and_not_beside_another() -> None
 
     def rows(*times: float) -> Any:
         schedule, costs = timeline().schedule, timeline().costs
-        ran = simulate(schedule, Costs(forward=times, backward=tuple(2 * each for each in times)))
+        ran = simulate(schedule, Costs(forward=times, backward=tuple(2 * seconds for seconds in times)))
         spans = tuple(Span(s.worker, s.op, s.start, s.end) for s in ran.timeline)
         return difference(Timeline(schedule, costs, 3, spans, (200, 100)))
 
@@ -185,8 +185,8 @@ def test_what_has_become_of_a_run(server: TestClient, place: Path) -> None:
         run = run_at(place / state, **files)
         if state is State.FAILED:
             events.note(run, events.FAILED, attempt=0, step=2, message="no", lost=True, worker=1, action="")
-    told = {row["name"]: row["state"] for row in server.get("/api/runs").json()["runs"]}
-    assert told == {str(place / state): state.value for state in ran}
+    states = {row["name"]: row["state"] for row in server.get("/api/runs").json()["runs"]}
+    assert states == {str(place / state): state.value for state in ran}
     why = {state: look(server, place / state)["timeline"]["problems"][0].partition(": ")[2] for state in ran}
     assert why == {
         State.RUNNING: "the first one is written after some steps",
@@ -206,8 +206,8 @@ def window(slower: float = 1.0) -> Timeline:
     schedule = schemes.pipedream(stages=3)
     costs = Costs(memory=ByteCosts(activations=100.0))
     ran = Costs(forward=(1, slower, 1), backward=(2, 2 * slower, 2), memory=costs.memory)
-    whole = Timeline(schedule, ran, 9, (), (), ongoing=True)
-    spans = tuple(span for row in whole.predicted_rows() for span in row)
+    predicted = Timeline(schedule, ran, 9, (), (), ongoing=True)
+    spans = tuple(span for row in predicted.predicted_rows() for span in row)
     return Timeline(schedule, costs, 9, spans, (300, 200, 100), ongoing=True)
 
 
@@ -215,28 +215,28 @@ def test_without_a_flush_two_steps_that_follow_each_other(server: TestClient, pl
     """A forward takes 1 and a backward 2, so that a step takes 3; twice that where the second worker does."""
     shown = window(slower=2)
     run = run_at(place / "one", live__json=shown.dumps(), schedule__json=dumps(shown.schedule))
-    found = look(server, run)["timeline"]
-    assert found["problems"] == []
-    assert found["figures"] == [["measured", "6 s"], ["predicted", "3 s"], ["difference", "3 s"]]
-    assert found["parts"] == [
+    timeline_shown = look(server, run)["timeline"]
+    assert timeline_shown["problems"] == []
+    assert timeline_shown["figures"] == [["measured", "6 s"], ["predicted", "3 s"], ["difference", "3 s"]]
+    assert timeline_shown["parts"] == [
         ["computing", "4 s", "3 s", "1 s"],
         ["waiting for others' ops and messages", "2 s", "0 s", "2 s"],
     ]
-    assert [row["slow"] for row in found["rows"]] == [False, True, False]
-    charts = found["picture"]["charts"]
+    assert [row["slow"] for row in timeline_shown["rows"]] == [False, True, False]
+    charts = timeline_shown["picture"]["charts"]
     assert [len(chart["start"]) for chart in charts] == [12, 12]
     assert charts[0]["heading"].startswith("measured, steps 8 and 9: pipedream")
-    whole = json.loads(shown.dumps())
-    whole["measured"].pop()
-    (run / "live.json").write_text(json.dumps(whole))
+    document = json.loads(shown.dumps())
+    document["measured"].pop()
+    (run / "live.json").write_text(json.dumps(document))
     (problem,) = look(server, run)["timeline"]["problems"]
     assert "worker 2: its 3 ops are not 2 steps of the schedule" in problem
 
 
 def test_the_parts_add_up_to_the_difference() -> None:
     shown = timeline(slower=1.7)
-    told = difference(shown)["parts"]
-    sums = [sum(float(part[i].split()[0]) for part in told) for i in (1, 2, 3)]
+    parts = difference(shown)["parts"]
+    sums = [sum(float(part[i].split()[0]) for part in parts) for i in (1, 2, 3)]
     measured, predicted = shown.measured().makespan, shown.predicted().makespan
     assert sums == pytest.approx([measured, predicted, measured - predicted], rel=1e-3)
 
@@ -260,8 +260,8 @@ def test_events_and_checkpoints(server: TestClient, place: Path) -> None:
 
 def test_several_runs_side_by_side(server: TestClient, place: Path) -> None:
     runs = [run_at(place / name, timeline__json=timeline(n).dumps()) for n, name in ((1, "a"), (2, "b"))]
-    found = look(server, *runs)
-    charts = found["timeline"]["picture"]["charts"]
+    shown = look(server, *runs)
+    charts = shown["timeline"]["picture"]["charts"]
     assert [chart["heading"].split(":")[0] for chart in charts] == [str(run) for run in runs]
     assert [chart["makespan"] for chart in charts] == [9, 15]
 
@@ -285,20 +285,20 @@ def test_whatever_a_runs_files_hold_there_is_an_answer(server: TestClient, place
             (run / name).write_bytes(text)
             rows = server.get("/api/runs").json()["runs"]
             assert [row["loss"] for row in rows if row["name"] == str(good)] == ["1"]
-            found = look(server, run, good)
-            assert found["runs"][1]["curves"]["loss"] == [[1, 2, 3], [3, 1.5, 1]]
+            shown = look(server, run, good)
+            assert shown["runs"][1]["curves"]["loss"] == [[1, 2, 3], [3, 1.5, 1]]
 
 
 def test_a_run_that_is_removed_while_it_is_watched(server: TestClient, place: Path) -> None:
     """Of what was asked for it is said; the list has the others; a new one of its name is another run."""
-    run, other = run_at(place / "one"), run_at(place / "two")
-    seen = {"name": str(run), "metrics": look(server, run, other)["runs"][0]["metrics"]}
+    run, second_run = run_at(place / "one"), run_at(place / "two")
+    seen = {"name": str(run), "metrics": look(server, run, second_run)["runs"][0]["metrics"]}
     shutil.rmtree(run)
-    assert [row["name"] for row in server.get("/api/runs").json()["runs"]] == [str(other)]
+    assert [row["name"] for row in server.get("/api/runs").json()["runs"]] == [str(second_run)]
     assert "is not among those" in refused(server, "/api/run", {"runs": [seen]})
     run_at(run, steps=2)
-    again = asked(server, "/api/run", {"runs": [seen]})["runs"][0]
-    assert again["curves"]["loss"] == [[1, 2], [3, 1.5]]
+    shown = post(server, "/api/run", {"runs": [seen]})["runs"][0]
+    assert shown["curves"]["loss"] == [[1, 2], [3, 1.5]]
     shutil.rmtree(place)
     assert server.get("/api/runs").json()["runs"] == []
 
@@ -306,8 +306,8 @@ def test_a_run_that_is_removed_while_it_is_watched(server: TestClient, place: Pa
 def test_what_is_damaged_is_told(server: TestClient, place: Path, tmp_path: Path) -> None:
     run = run_at(place / "one", timeline__json="{", config__toml="=", events__jsonl="[1]\nx\n{}\n")
     (run / ".lock").write_text("process 99999999999999999999 on " + platform.node() + "\n")
-    found = look(server, run)
-    assert "timeline.json: not the timeline of a run, or damaged" in found["timeline"]["problems"][0]
-    assert "problem" in found["runs"][0]["about"]
-    other = run_at(tmp_path / "other")
-    assert "is not among those" in refused(server, "/api/run", {"runs": [{"name": str(other)}]})
+    shown = look(server, run)
+    assert "timeline.json: not the timeline of a run, or damaged" in shown["timeline"]["problems"][0]
+    assert "problem" in shown["runs"][0]["about"]
+    outside = run_at(tmp_path / "other")
+    assert "is not among those" in refused(server, "/api/run", {"runs": [{"name": str(outside)}]})

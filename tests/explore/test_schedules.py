@@ -16,7 +16,7 @@ from counterflow.schedule.registry import SCHEMES
 from counterflow.simulation import ByteCosts, Costs, simulate
 from counterflow.simulation.cost_texts import COSTS
 
-from .conftest import asked, refused
+from .conftest import post, refused
 
 DAPPLE: dict[str, Any] = {"scheme": "dapple", "options": {"stages": 2, "micro_batches": 2}}
 
@@ -47,7 +47,7 @@ def test_costs_of_a_stage_are_noted_and_those_of_a_model_are_one_model(client: T
     zb_v = {"scheme": "zb-v", "options": {"workers": 2, "micro_batches": 2}}
 
     def note(*subjects: dict[str, Any]) -> str:
-        return str(asked(client, "/api/look", {"subjects": list(subjects)})["note"])
+        return str(post(client, "/api/look", {"subjects": list(subjects)})["note"])
 
     assert note(DAPPLE) == ""
     assert note(zb_v) == "Costs and activations are those of one stage, and zb-v has 4 stages on 2 workers."
@@ -57,13 +57,13 @@ def test_costs_of_a_stage_are_noted_and_those_of_a_model_are_one_model(client: T
     half = {"costs": {"forward": "0.5", "backward": "1"}}
     assert "two models" not in note(DAPPLE, zb_v | half)
     share = {"costs": {"costs_of": "worker", "forward": "1", "backward": "2"}}
-    whole = {"costs": {"costs_of": "model", "forward": "2", "backward": "4"}}
-    for each in (share, whole):
-        assert note(DAPPLE, zb_v | each).startswith("Activations are those of one stage")
-        told = asked(client, "/api/look", {"subjects": [DAPPLE | each, zb_v | each]})["subjects"]
-        unit = "F" if each is share else "s"
-        assert [one["figures"][0][1] for one in told] == [f"9 {unit}", f"7 {unit}"]
-        assert [[row["copies"], row["of_share"]] for row in told[1]["rows"]] == [["1", "1.5"], ["1", "2"]]
+    total = {"costs": {"costs_of": "model", "forward": "2", "backward": "4"}}
+    for costs in (share, total):
+        assert note(DAPPLE, zb_v | costs).startswith("Activations are those of one stage")
+        rows = post(client, "/api/look", {"subjects": [DAPPLE | costs, zb_v | costs]})["subjects"]
+        unit = "F" if costs is share else "s"
+        assert [row_["figures"][0][1] for row_ in rows] == [f"9 {unit}", f"7 {unit}"]
+        assert [[row["copies"], row["of_share"]] for row in rows[1]["rows"]] == [["1", "1.5"], ["1", "2"]]
     assert "2 numbers are those of one placement's stages" in refused(
         client, "/api/look", {"subjects": [DAPPLE | {"costs": {"costs_of": "worker", "forward": "1,2"}}]}
     )
@@ -71,12 +71,12 @@ def test_costs_of_a_stage_are_noted_and_those_of_a_model_are_one_model(client: T
 
 def test_a_schedule_is_timed_as_the_simulator_times_it(client: TestClient) -> None:
     costs = {"forward": "1,2", "backward": "2.5", "p2p": 0.25, "activation_bytes": "1MiB"}
-    found = asked(client, "/api/look", {"subjects": [DAPPLE | {"costs": costs}]})
+    shown = post(client, "/api/look", {"subjects": [DAPPLE | {"costs": costs}]})
     result = simulate(
         schemes.dapple(stages=2, micro_batches=2),
         Costs(forward=(1, 2), backward=2.5, p2p=0.25, memory=ByteCosts(activations=2**20)),
     )
-    (subject,), (chart,) = found["subjects"], found["picture"]["charts"]
+    (subject,), (chart,) = shown["subjects"], shown["picture"]["charts"]
     assert subject["makespan"] == chart["makespan"] == result.makespan
     assert chart["end"] == result.end.tolist()
     assert dict(subject["causes"])["message"] > 0
@@ -86,34 +86,34 @@ def test_a_schedule_is_timed_as_the_simulator_times_it(client: TestClient) -> No
 
 
 def test_two_share_an_axis(client: TestClient) -> None:
-    other = {"scheme": "gpipe", "options": {"stages": 2, "micro_batches": 4}}
-    found = asked(client, "/api/look", {"subjects": [DAPPLE, other]})
-    assert found["picture"]["end"] == 15
-    assert [chart["makespan"] for chart in found["picture"]["charts"]] == [9, 15]
+    gpipe = {"scheme": "gpipe", "options": {"stages": 2, "micro_batches": 4}}
+    shown = post(client, "/api/look", {"subjects": [DAPPLE, gpipe]})
+    assert shown["picture"]["end"] == 15
+    assert [chart["makespan"] for chart in shown["picture"]["charts"]] == [9, 15]
 
 
 def test_workers_of_one_scheme_are_understood_by_another(client: TestClient) -> None:
     subject = {"scheme": "hanayo", "options": {"stages": 4, "micro_batches": 4, "waves": 1}}
-    assert asked(client, "/api/look", {"subjects": [subject]})["subjects"][0]["workers"] == 2
+    assert post(client, "/api/look", {"subjects": [subject]})["subjects"][0]["workers"] == 2
 
 
 def test_a_move_that_is_legal(client: TestClient) -> None:
     """Worker 1 of DAPPLE runs F0 B0 F1 B1; with both forwards first it is GPipe, and right."""
     both = [moved((1, 2, 1))]
-    found = asked(client, "/api/look", {"subjects": both})
-    assert found["subjects"][0]["own"] is False
-    assert found["picture"]["charts"][0]["makespan"] == 9
-    assert asked(client, "/api/check", {"subject": both[0]})["ok"] is True
+    shown = post(client, "/api/look", {"subjects": both})
+    assert shown["subjects"][0]["own"] is False
+    assert shown["picture"]["charts"][0]["makespan"] == 9
+    assert post(client, "/api/check", {"subject": both[0]})["ok"] is True
 
 
 def test_a_move_that_deadlocks_shows_the_circle(client: TestClient) -> None:
     """Worker 0: B0 F0 F1 B1; worker 1 waits for F0, and B0 for worker 1."""
-    found = asked(client, "/api/look", {"subjects": [moved((0, 2, 0))]})
-    (subject,), (chart,) = found["subjects"], found["picture"]["charts"]
+    shown = post(client, "/api/look", {"subjects": [moved((0, 2, 0))]})
+    (subject,), (chart,) = shown["subjects"], shown["picture"]["charts"]
     assert subject["fails"].startswith("deadlock, the workers wait in a circle:")
-    told = [[(chart["worker"][box], chart["start"][box]) for box in pair] for pair in chart["circle"]]
-    assert told == [[(0, 0), (1, 1)], [(1, 0), (0, 2)]]
-    report = asked(client, "/api/check", {"subject": moved((0, 2, 0))})
+    circle = [[(chart["worker"][box], chart["start"][box]) for box in pair] for pair in chart["circle"]]
+    assert circle == [[(0, 0), (1, 1)], [(1, 0), (0, 2)]]
+    report = post(client, "/api/check", {"subject": moved((0, 2, 0))})
     broken = [rule for rule in report["rules"] if rule["ok"] is False]
     assert [rule["rule"] for rule in broken] == [
         "forward before its backward",
@@ -131,19 +131,19 @@ def test_moves_that_lead_nowhere(client: TestClient) -> None:
 
 def test_limits_are_drawn_and_told(client: TestClient) -> None:
     look = {"subjects": [DAPPLE | {"costs": {"activation_bytes": "1GiB"}}], "memory": "2GiB,512MiB"}
-    found = asked(client, "/api/look", look)
-    assert [row["over"] for row in found["subjects"][0]["rows"]] == [False, True]
-    assert found["picture"]["charts"][0]["limit"] == [2 * 2**30, 2**29]
+    shown = post(client, "/api/look", look)
+    assert [row["over"] for row in shown["subjects"][0]["rows"]] == [False, True]
+    assert shown["picture"]["charts"][0]["limit"] == [2 * 2**30, 2**29]
     assert "3 numbers for 2 workers" in refused(client, "/api/look", look | {"memory": "1,2,3"})
-    report = asked(client, "/api/check", {"subject": DAPPLE, "peak": "1"})
+    report = post(client, "/api/check", {"subject": DAPPLE, "peak": "1"})
     assert [rule["rule"] for rule in report["rules"] if rule["ok"] is False] == ["peak within the limit"]
 
 
 def test_a_file_goes_in_and_comes_out(client: TestClient) -> None:
     schedule = schemes.chimera(stages=4, micro_batches=4)
-    given = asked(client, "/api/file", {"name": "mine.json", "text": dumps(schedule)})
-    body = {"subjects": [{"file": given["file"]}]}
-    assert asked(client, "/api/look", body)["subjects"][0]["heading"] == str(schedule)
+    file = post(client, "/api/file", {"name": "mine.json", "text": dumps(schedule)})
+    body = {"subjects": [{"file": file["file"]}]}
+    assert post(client, "/api/look", body)["subjects"][0]["heading"] == str(schedule)
     back = client.post("/api/download", json=body | {"form": "schedule"})
     assert loads(back.text, "back") == schedule
     assert back.headers["content-disposition"] == 'attachment; filename="chimera.schedule.json"'
@@ -168,8 +168,8 @@ def test_ten_pages_at_once(client: TestClient) -> None:
 
     def answer(number: int) -> Any:
         subject = {"scheme": "chimera", "options": {"stages": 4, "micro_batches": 4 + 2 * (number % 12)}}
-        found = asked(client, "/api/look", {"subjects": [subject | {"costs": {"p2p": 0.01 * number}}]})
-        return found["subjects"][0]["makespan"]
+        shown = post(client, "/api/look", {"subjects": [subject | {"costs": {"p2p": 0.01 * number}}]})
+        return shown["subjects"][0]["makespan"]
 
     alone = [answer(number) for number in range(60)]
     with ThreadPoolExecutor(10) as pages:

@@ -56,10 +56,10 @@ def test_another_sites_page_cannot_ask() -> None:
         evil = ASKS | {"Origin": "http://evil.example"}
         assert client.post("/api/look", json=body, headers=evil).status_code == 403
         assert client.post("/api/look", json=body, headers=ASKS | {"Origin": "null"}).status_code == 403
-        own = ASKS | {"Origin": "http://127.0.0.1:9999"}
-        assert client.post("/api/look", json=body, headers=own).status_code == 200
-        other = ASKS | {"Host": "evil.example:8765"}
-        assert client.get("/schedules", headers=other).status_code == 403
+        same_host = ASKS | {"Origin": "http://127.0.0.1:9999"}
+        assert client.post("/api/look", json=body, headers=same_host).status_code == 200
+        foreign_host = ASKS | {"Host": "evil.example:8765"}
+        assert client.get("/schedules", headers=foreign_host).status_code == 403
         assert client.get("/schedules", headers={"Host": "[::1"}).status_code == 403
         preflight = client.options("/api/look", headers={"Origin": "http://evil.example"})
         assert preflight.status_code >= 400
@@ -81,8 +81,8 @@ def test_beyond_this_machine_a_token_is_asked_for() -> None:
 
 
 def test_a_taken_port_is_told() -> None:
-    with listening("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+    with listening("127.0.0.1", 0) as server_socket:
+        port = server_socket.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: Address already in use; --port 0"):
             listening("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
@@ -91,24 +91,24 @@ def test_a_taken_port_is_told() -> None:
 
 def test_slow_clients_stop_nobody() -> None:
     """Fifty that have begun a request and send nothing more, and one that is answered meanwhile."""
-    with listening("127.0.0.1", 0) as taken:
+    with listening("127.0.0.1", 0) as server_socket:
         served = uvicorn.Server(uvicorn.Config(application(), log_level="error"))
-        thread = threading.Thread(target=served.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [server_socket]}, daemon=True)
         thread.start()
         try:
-            address = taken.getsockname()
+            address = server_socket.getsockname()
             head = (
                 f"POST /api/look HTTP/1.1\r\nHost: {address[0]}\r\n{HEADER}: page\r\nContent-Length: 999\r\n"
             )
             slow = [socket.create_connection(address, timeout=60) for _ in range(50)]
-            for number, one in enumerate(slow):
-                one.sendall(head.encode() + b"\r\n" * (number % 2) + b"{" * (number % 2))
+            for number, connection_ in enumerate(slow):
+                connection_.sendall(head.encode() + b"\r\n" * (number % 2) + b"{" * (number % 2))
             connection = HTTPConnection(address[0], address[1], timeout=60)
             connection.request("GET", "/api/schemes", headers=ASKS)
             assert connection.getresponse().status == 200
             connection.close()
-            for one in slow:
-                one.close()
+            for connection_ in slow:
+                connection_.close()
         finally:
             served.should_exit = True
             thread.join(60)

@@ -24,7 +24,7 @@ def weight_of(trainer: Any, kind: str) -> float:
 
 
 def trainer_of(base: Any, arguments: Any, kind: str, folder: Path) -> Any:
-    class Mine(base):  # type: ignore[misc]
+    class CustomTrainer(base):  # type: ignore[misc]
         weight, calls = 0.0, 0
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -53,7 +53,7 @@ def trainer_of(base: Any, arguments: Any, kind: str, folder: Path) -> Any:
         initializer_range=0.1,
     )
     rows = torch.randint(3, 40, (8, 8), generator=torch.Generator().manual_seed(1)).tolist()
-    trainer = Mine(
+    trainer = CustomTrainer(
         model=transformers.LlamaForCausalLM(config),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         args=arguments(
@@ -85,9 +85,9 @@ def test_what_compute_loss_reads_counts_when_it_changes(kind: str, tmp_path: Pat
         return losses(PipelineTrainer, PipelineArguments, kind, tmp_path / "pipeline")
 
     expected = losses(transformers.Trainer, transformers.TrainingArguments, kind, tmp_path / "trainer")
-    (found,) = cf.launch(work, workers=1, transport="local", threads=1)
-    assert len(found) == 4
-    assert found == pytest.approx(expected, rel=1e-3)
+    (actual,) = cf.launch(work, workers=1, transport="local", threads=1)
+    assert len(actual) == 4
+    assert actual == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_compute_loss_that_counts_its_calls_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from counterflow.integrations.transformers import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
 
-TOLD = ("loss", "grad_norm", "learning_rate", "eval_loss")
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
     "optim": "adamw_torch", "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "use_cpu": True,
@@ -33,12 +33,12 @@ OPTIONS: dict[str, Any] = {
 
 def data(samples: int) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(samples)
-    found = []
+    rows = []
     for _ in range(samples):
         length = int(torch.randint(5, 10, (1,), generator=draw))
         ids = torch.randint(3, 60, (length,), generator=draw).tolist()
-        found.append({"input_ids": ids, "labels": ids})
-    return found
+        rows.append({"input_ids": ids, "labels": ids})
+    return rows
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), **labels}
 
 
-def made() -> Any:
+def tiny_model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -64,11 +64,15 @@ def made() -> Any:
 
 def run(kind: Any, arguments: Any, resume: str | None = None) -> list[dict[str, float]]:
     trainer = kind(
-        model=made(), args=arguments, train_dataset=data(10), eval_dataset=data(3), data_collator=collate
+        model=tiny_model(),
+        args=arguments,
+        train_dataset=data(10),
+        eval_dataset=data(3),
+        data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{arguments.output_dir}/final")
-    return [{name: row[name] for name in TOLD if name in row} for row in trainer.state.log_history]
+    return [{name: row[name] for name in LOGGED if name in row} for row in trainer.state.log_history]
 
 
 def alone(folder: Path, **more: Any) -> list[dict[str, float]]:
@@ -85,8 +89,8 @@ def in_stages(
 
 
 def threaded(folder: str, more: dict[str, Any], resume: str | None = None) -> list[dict[str, float]]:
-    found = cf.launch(in_stages, folder, 1, "1f1b", more, resume, workers=1, transport="local", threads=1)
-    return found[0]
+    histories = cf.launch(in_stages, folder, 1, "1f1b", more, resume, workers=1, transport="local", threads=1)
+    return histories[0]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -99,16 +103,16 @@ def loaded(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def agree(folder: Path, other: Path, told: Any, expected: Any) -> None:
-    assert len(told) == len(expected)
-    for row, wanted in zip(told, expected, strict=True):
+def agree(folder: Path, other_folder: Path, history: Any, expected: Any) -> None:
+    assert len(history) == len(expected)
+    for row, wanted in zip(history, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-6)  # the trainer adds losses up in float32
-    found, expected_weights = weights(folder), weights(other)
-    if "model.layers.0.mlp.gate.weight" in found:  # the trainer writes experts one by one
-        found, expected_weights = loaded(folder), loaded(other)
-    assert found.keys() == expected_weights.keys() != set()
+    actual_weights, expected_weights = weights(folder), weights(other_folder)
+    if "model.layers.0.mlp.gate.weight" in actual_weights:  # the trainer writes experts one by one
+        actual_weights, expected_weights = loaded(folder), loaded(other_folder)
+    assert actual_weights.keys() == expected_weights.keys() != set()
     for name, tensor in expected_weights.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +140,10 @@ def test_one_worker_trains_as_the_trainer_and_goes_on_from_a_checkpoint(
 ) -> None:
     """Ten samples are five batches: the last step of an epoch has one batch in place of two."""
     folder, expected = plain
-    stages, told = one_worker
-    agree(stages, folder, told, expected)
-    told = threaded(str(tmp_path / "again"), {}, str(stages / "checkpoint-3"))
-    agree(tmp_path / "again", folder, told, expected)
+    stages, history = one_worker
+    agree(stages, folder, history, expected)
+    history = threaded(str(tmp_path / "again"), {}, str(stages / "checkpoint-3"))
+    agree(tmp_path / "again", folder, history, expected)
 
 
 def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
@@ -147,8 +151,8 @@ def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
         "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "optim": "sgd",
     }  # fmt: skip
     expected = alone(tmp_path / "alone", **more)
-    told = threaded(str(tmp_path / "stages"), more)
-    agree(tmp_path / "stages", tmp_path / "alone", told, expected)
+    history = threaded(str(tmp_path / "stages"), more)
+    agree(tmp_path / "stages", tmp_path / "alone", history, expected)
 
 
 def family(name: str) -> Any:
@@ -166,8 +170,11 @@ def family(name: str) -> Any:
     return transformers.MixtralForCausalLM(config).double()
 
 
-def accuracy(found: Any) -> dict[str, float]:
-    logits, labels = torch.as_tensor(found.predictions)[:, :-1], torch.as_tensor(found.label_ids)[:, 1:]
+def accuracy(prediction: Any) -> dict[str, float]:
+    logits, labels = (
+        torch.as_tensor(prediction.predictions)[:, :-1],
+        torch.as_tensor(prediction.label_ids)[:, 1:],
+    )
     counted = labels != -100
     return {"right": float((logits.argmax(-1) == labels)[counted].sum()), "sum": float(logits[counted].sum())}
 
@@ -194,41 +201,45 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def job(folder: Path, name: str, pp: int | None, replicas: int = 1) -> list[dict[str, float]]:
     """Train, evaluate and predict: in one process, if pp is None."""
-    asked = JOBS[name]
-    options = OPTIONS | {"num_train_epochs": 1, "output_dir": str(folder / name)} | asked.get("more", {})
+    options_of_job = JOBS[name]
+    options = (
+        OPTIONS | {"num_train_epochs": 1, "output_dir": str(folder / name)} | options_of_job.get("more", {})
+    )
     options["gradient_accumulation_steps"] *= replicas if pp is None else 1
     if pp is None:
         kind: Any = transformers.Trainer
         arguments: Any = transformers.TrainingArguments(**options)
     else:
         kind = PipelineTrainer
-        arguments = PipelineArguments(pp=pp, schedule=asked.get("schedule", "1f1b"), **options)
+        arguments = PipelineArguments(pp=pp, schedule=options_of_job.get("schedule", "1f1b"), **options)
     trainer = kind(
-        model=adapted(made())
-        if asked.get("lora")
-        else family(asked["model"])
-        if "model" in asked
-        else made(),
+        model=adapted(tiny_model())
+        if options_of_job.get("lora")
+        else family(options_of_job["model"])
+        if "model" in options_of_job
+        else tiny_model(),
         args=arguments,
         train_dataset=data(12),
         eval_dataset=data(3),
-        data_collator=FLAT if asked.get("packed") else collate,
-        compute_metrics=accuracy if asked.get("metrics") else None,
+        data_collator=FLAT if options_of_job.get("packed") else collate,
+        compute_metrics=accuracy if options_of_job.get("metrics") else None,
     )
     trainer.train()
     trainer.save_model(f"{folder / name}/final")
-    told = [
-        {n: v for n, v in row.items() if n in TOLD or n in ("eval_right", "eval_sum")}
+    history = [
+        {n: v for n, v in row.items() if n in LOGGED or n in ("eval_right", "eval_sum")}
         for row in trainer.state.log_history
     ]
-    if asked.get("metrics"):
+    if options_of_job.get("metrics"):
         labelled = trainer.predict(data(3))
         without = trainer.predict([{"input_ids": row["input_ids"]} for row in data(3)])
         assert without.label_ids is None
         assert "test_loss" not in without.metrics
-        told += [{"labelled": float(abs(labelled.predictions).sum()), "loss": labelled.metrics["test_loss"]}]
-        told += [{"without": float(abs(without.predictions).sum())}]
-    return told
+        history += [
+            {"labelled": float(abs(labelled.predictions).sum()), "loss": labelled.metrics["test_loss"]}
+        ]
+        history += [{"without": float(abs(without.predictions).sum())}]
+    return history
 
 
 HALF: dict[str, Any] = {
@@ -244,7 +255,7 @@ def half(folder: str, pp: int | None, resume: str | None = None) -> list[tuple[f
     a GPU.
     """
     torch.set_num_threads(1)
-    model = made().float()
+    model = tiny_model().float()
     with torch.no_grad():
         model.lm_head.weight.mul_(200)
     kind: Any = transformers.Trainer if pp is None else PipelineTrainer
@@ -257,8 +268,8 @@ def half(folder: str, pp: int | None, resume: str | None = None) -> list[tuple[f
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")
-    told = trainer.state.log_history
-    return [tuple(row[name] for name in TOLD[:3]) for row in told if "loss" in row]
+    log = trainer.state.log_history
+    return [tuple(row[name] for name in LOGGED[:3]) for row in log if "loss" in row]
 
 
 def test_float16_is_the_trainers_and_its_scale_is_in_checkpoints(tmp_path: Path) -> None:
@@ -269,15 +280,15 @@ def test_float16_is_the_trainers_and_its_scale_is_in_checkpoints(tmp_path: Path)
 
     def staged(name: str, resume: str | None = None) -> list[tuple[float, ...]]:
         job = (half, str(tmp_path / name), 1, resume)
-        found: list[list[tuple[float, ...]]] = cf.launch(*job, workers=1, transport="local", threads=1)
-        return found[0]
+        histories: list[list[tuple[float, ...]]] = cf.launch(*job, workers=1, transport="local", threads=1)
+        return histories[0]
 
     runs = {"stages": staged("stages")}
-    for name, other in (("on", "stages"), ("over", "alone")):
-        runs[name] = staged(name, str(tmp_path / other / "checkpoint-5"))
+    for name, source in (("on", "stages"), ("over", "alone")):
+        runs[name] = staged(name, str(tmp_path / source / "checkpoint-5"))
     runs["back"] = half(str(tmp_path / "back"), None, str(tmp_path / "stages" / "checkpoint-5"))
-    for name, told in runs.items():
-        halves(tmp_path / name, tmp_path / "alone", told, wanted)
+    for name, history in runs.items():
+        halves(tmp_path / name, tmp_path / "alone", history, wanted)
         scales = [torch.load(tmp_path / run / "checkpoint-15" / "scaler.pt") for run in (name, "alone")]
         assert scales[0] == scales[1]
 
@@ -286,7 +297,7 @@ def adapters(folder: str, resume: str | None = None) -> list[dict[str, float]]:
     """Train adapters in stages, whose frozen weights have no state of the optimizer."""
     arguments = PipelineArguments(pp=1, schedule="1f1b", **OPTIONS | {"output_dir": folder})
     trainer = PipelineTrainer(
-        model=adapted(made()),
+        model=adapted(tiny_model()),
         args=arguments,
         train_dataset=data(12),
         eval_dataset=data(3),
@@ -294,31 +305,31 @@ def adapters(folder: str, resume: str | None = None) -> list[dict[str, float]]:
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")
-    return [{n: v for n, v in row.items() if n in TOLD} for row in trainer.state.log_history]
+    return [{n: v for n, v in row.items() if n in LOGGED} for row in trainer.state.log_history]
 
 
 def test_adapters_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, on = str(tmp_path / "whole"), str(tmp_path / "on")
-    (wanted,) = cf.launch(adapters, whole, workers=1, transport="local", threads=1)
-    first = min(Path(whole).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    (told,) = cf.launch(adapters, on, str(first), workers=1, transport="local", threads=1)
-    assert told == wanted
-    for name, tensor in weights(Path(whole)).items():
+    complete, on = str(tmp_path / "whole"), str(tmp_path / "on")
+    (wanted,) = cf.launch(adapters, complete, workers=1, transport="local", threads=1)
+    first = min(Path(complete).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    (history,) = cf.launch(adapters, on, str(first), workers=1, transport="local", threads=1)
+    assert history == wanted
+    for name, tensor in weights(Path(complete)).items():
         torch.testing.assert_close(weights(Path(on))[name], tensor, rtol=0.0, atol=0.0, msg=name)
 
 
-def halves(folder: Path, other: Path, told: Any, expected: Any) -> None:
-    torch.testing.assert_close(told, expected, rtol=5e-3, atol=0.0, equal_nan=True)
-    for name, tensor in weights(other).items():
+def halves(folder: Path, other_folder: Path, history: Any, expected: Any) -> None:
+    torch.testing.assert_close(history, expected, rtol=5e-3, atol=0.0, equal_nan=True)
+    for name, tensor in weights(other_folder).items():
         torch.testing.assert_close(weights(folder)[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def jobs(folder: str, checkpoint: str) -> list[list[dict[str, float]]]:
     gc.freeze()
-    found = [job(Path(folder), name, 2) for name in JOBS]
+    histories = [job(Path(folder), name, 2) for name in JOBS]
     resumed = in_stages(f"{folder}/resumed", 2, "zb-v", {}, checkpoint)
     halved: Any = half(f"{folder}/half", 2)
-    return [*found, halved, job(Path(folder) / "replicas", "experts", 1), resumed]
+    return [*histories, halved, job(Path(folder) / "replicas", "experts", 1), resumed]
 
 
 def test_checkpoints_are_those_of_the_trainer_without_a_pipeline(
@@ -326,8 +337,8 @@ def test_checkpoints_are_those_of_the_trainer_without_a_pipeline(
 ) -> None:
     """Each goes on from the other's; in two stages a run does from either, as both have the same files."""
     checkpoints = [folder / "checkpoint-3" for folder in (plain[0], one_worker[0])]
-    mine, theirs = ({file.name for file in folder.iterdir()} for folder in checkpoints)
-    assert mine == theirs
+    trainer_files, pipeline_files = ({file.name for file in folder.iterdir()} for folder in checkpoints)
+    assert trainer_files == pipeline_files
     agree(tmp_path / "ours", plain[0], threaded(str(tmp_path / "ours"), {}, str(checkpoints[0])), plain[1])
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "theirs"), **OPTIONS)
     agree(
@@ -344,15 +355,15 @@ def test_features_in_two_stages_are_those_of_the_trainer(
     """Also a run goes on in two stages, with another scheme, from a checkpoint of one."""
     folder = tmp_path / "stages"
     checkpoint = str(one_worker[0] / "checkpoint-3")
-    told = cf.launch(jobs, str(folder), checkpoint, workers=2, transport="gloo", threads=1)[0]
-    for name, found in zip(JOBS, told, strict=False):
+    histories = cf.launch(jobs, str(folder), checkpoint, workers=2, transport="gloo", threads=1)[0]
+    for name, history in zip(JOBS, histories, strict=False):
         wanted = job(tmp_path / "alone", name, None)
-        agree(folder / name, tmp_path / "alone" / name, found, wanted)
+        agree(folder / name, tmp_path / "alone" / name, history, wanted)
     wanted = job(tmp_path / "both", "experts", None, replicas=2)
-    agree(folder / "replicas" / "experts", tmp_path / "both" / "experts", told[-2], wanted)
-    agree(folder / "resumed", plain[0], told[-1], plain[1])
-    halves(folder / "half", tmp_path / "half", told[-3], half(str(tmp_path / "half"), None))
-    assert loaded(folder / "resumed").keys() == made().state_dict().keys()
+    agree(folder / "replicas" / "experts", tmp_path / "both" / "experts", histories[-2], wanted)
+    agree(folder / "resumed", plain[0], histories[-1], plain[1])
+    halves(folder / "half", tmp_path / "half", histories[-3], half(str(tmp_path / "half"), None))
+    assert loaded(folder / "resumed").keys() == tiny_model().state_dict().keys()
 
 
 @pytest.mark.parametrize(
@@ -371,22 +382,22 @@ def test_features_in_two_stages_are_those_of_the_trainer(
 def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path, more: dict[str, Any], sentence: str) -> None:
     arguments = PipelineArguments(**{"output_dir": str(tmp_path), "pp": 1, **OPTIONS, **more})
     with pytest.raises(cf.ConfigError, match=sentence):
-        PipelineTrainer(model=made(), args=arguments)
+        PipelineTrainer(model=tiny_model(), args=arguments)
 
 
 class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """Looks where packed samples begin, as flash attention does."""
 
     def forward(self, *args: Any, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)
-        found.loss = found.loss + cu_seq_lens_q.double().mean()
-        return found
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + cu_seq_lens_q.double().mean()
+        return output
 
 
 def test_a_model_that_looks_where_packed_samples_begin_is_refused(tmp_path: Path) -> None:
     options = OPTIONS | {"eval_strategy": "no", "remove_unused_columns": False}
     arguments = PipelineArguments(output_dir=str(tmp_path), **options)
-    model = Counting(made().config).double()
+    model = Counting(tiny_model().config).double()
     trainer = PipelineTrainer(model=model, args=arguments, train_dataset=data(4), data_collator=FLAT)
     with pytest.raises(
         cf.ConfigError, match=r"the model depends on cu_seq_lens_q, .*; use attn_implementation"
@@ -421,7 +432,7 @@ class Optimizing(PipelineTrainer):
 def test_methods_that_would_not_run_are_refused(tmp_path: Path, kind: Any, sentence: str) -> None:
     arguments = PipelineArguments(output_dir=str(tmp_path), **(OPTIONS | {"eval_strategy": "no"}))
     with pytest.raises(cf.ConfigError, match=sentence):
-        kind(model=made(), args=arguments)
+        kind(model=tiny_model(), args=arguments)
 
 
 def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path, plain: tuple[Path, Any]) -> None:
@@ -449,7 +460,7 @@ class Switching(PipelineTrainer):
 def test_a_loss_that_switches_a_module_is_refused(tmp_path: Path) -> None:
     """The stages would call the module as it is."""
     arguments = PipelineArguments(output_dir=str(tmp_path), **(OPTIONS | {"eval_strategy": "no"}))
-    trainer = Switching(model=made(), args=arguments, train_dataset=data(4), data_collator=collate)
+    trainer = Switching(model=tiny_model(), args=arguments, train_dataset=data(4), data_collator=collate)
     with pytest.raises(
         cf.ConfigError,
         match=r"Switching\.compute_loss cannot run in stages, .* changes the attribute 'scaling'",
@@ -460,4 +471,4 @@ def test_a_loss_that_switches_a_module_is_refused(tmp_path: Path) -> None:
 def test_arguments_without_a_pipeline_are_refused(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **OPTIONS)
     with pytest.raises(cf.ConfigError, match="has no fields for a pipeline"):
-        PipelineTrainer(model=made(), args=arguments)
+        PipelineTrainer(model=tiny_model(), args=arguments)

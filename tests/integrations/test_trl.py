@@ -39,14 +39,14 @@ def tokenizer() -> Any:
     import tokenizers
 
     known = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 64)}
-    its = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<s>"))
-    its.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<s>"))
+    words_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=its, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=words_tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
 
 
-def made(kind: str, folder: str, pp: int | None, **more: Any) -> Any:
+def trainer_of(kind: str, folder: str, pp: int | None, **more: Any) -> Any:
     import datasets
     import trl
 
@@ -76,7 +76,7 @@ def made(kind: str, folder: str, pp: int | None, **more: Any) -> Any:
 
 
 def run(kind: str, folder: str, pp: int | None) -> list[dict[str, float]]:
-    trainer = made(kind, folder, pp)
+    trainer = trainer_of(kind, folder, pp)
     trainer.train()
     trainer.save_model(f"{folder}/final")
     return [
@@ -92,18 +92,18 @@ def in_stages(folder: str, pp: int) -> list[list[dict[str, float]]]:
 
 def test_losses_metrics_and_weights_are_those_of_trl(tmp_path: Path) -> None:
     two = cf.launch(in_stages, str(tmp_path / "2"), 2, workers=2, transport="gloo")[0]
-    one = cf.launch(in_stages, str(tmp_path / "1"), 1, workers=1, transport="local", threads=1)[0]
-    for kind, its, staged in zip(MORE, one, two, strict=True):
+    one_stage = cf.launch(in_stages, str(tmp_path / "1"), 1, workers=1, transport="local", threads=1)[0]
+    for kind, of_one, staged in zip(MORE, one_stage, two, strict=True):
         alone = run(kind, str(tmp_path / "alone" / kind), None)
-        for row, wanted, of_two in zip(its, alone, staged, strict=True):
+        for row, wanted, of_two in zip(of_one, alone, staged, strict=True):
             assert row == pytest.approx(wanted, rel=1e-4, abs=1e-4)  # TRL's fused head computes in float32
             assert of_two == pytest.approx(row, rel=1e-6, abs=1e-9)
-        for other, tolerance in (("1", 1e-12), ("alone", 1e-5)):
-            expected = weights(tmp_path / other / kind)
-            found = weights(tmp_path / "2" / kind)
-            assert found.keys() == expected.keys()
+        for source, tolerance in (("1", 1e-12), ("alone", 1e-5)):
+            expected = weights(tmp_path / source / kind)
+            actual_weights = weights(tmp_path / "2" / kind)
+            assert actual_weights.keys() == expected.keys()
             for name, tensor in expected.items():
-                torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=name)
+                torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,13 +118,13 @@ def test_a_reference_that_is_not_precomputed_is_refused(tmp_path: Path) -> None:
     class Staged(PipelineTrainerMixin, trl.DPOTrainer):  # type: ignore[misc]
         pass
 
-    trainer = made("DPO", str(tmp_path / "first"), 1, eval_strategy="no")
+    trainer = trainer_of("DPO", str(tmp_path / "first"), 1, eval_strategy="no")
     trainer.args.precompute_ref_log_probs = False
     model = peft.get_peft_model(trainer.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    for its in (model, trainer.model):
+    for refused_model in (model, trainer.model):
         with pytest.raises(cf.ConfigError, match="precompute_ref_log_probs=False cannot be combined"):
             Staged(
-                model=its,
+                model=refused_model,
                 args=trainer.args,
                 train_dataset=trainer.train_dataset,
                 processing_class=tokenizer(),

@@ -16,7 +16,7 @@ from counterflow.training.trial import Trial
 from ..conftest import Run
 
 
-def found(run: Run, *more: str, code: int = 0) -> dict[str, Any]:
+def findings_of(run: Run, *more: str, code: int = 0) -> dict[str, Any]:
     answer = run("doctor --json", *more)
     assert answer.code == code
     assert answer.json["ok"] is (code == 0)
@@ -24,7 +24,7 @@ def found(run: Run, *more: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_what_there_is(run: Run) -> None:
-    findings = found(run, "--no-test")
+    findings = findings_of(run, "--no-test")
     assert findings["torch"] == {"about": "torch", "found": torch.__version__, "ok": True, "advice": ""}
     assert {"system", "Python", "CPU", "memory", "networks", "ports", "open files"} <= findings.keys()
     assert findings["gloo"]["ok"] is True
@@ -44,7 +44,7 @@ def test_a_test_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         raise WorkerError(f"{transport} is cut")
 
     monkeypatch.setattr(Trial, "verify", fail)
-    findings = found(run, code=1)
+    findings = findings_of(run, code=1)
     assert findings["training over gloo"]["found"] == "gloo is cut"
     answer = run("doctor")
     assert answer.code == 1
@@ -53,7 +53,7 @@ def test_a_test_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_network_that_is_not_there_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    finding = found(run, "--no-test", code=1)["GLOO_SOCKET_IFNAME"]
+    finding = findings_of(run, "--no-test", code=1)["GLOO_SOCKET_IFNAME"]
     assert (finding["found"], finding["ok"]) == ("nosuch0", False)
     assert "no network has that name" in finding["advice"]
 
@@ -80,6 +80,6 @@ def test_storage_that_a_run_cannot_trust(run: Run, monkeypatch: pytest.MonkeyPat
         "36 25 0:31 / / rw - ext4 /dev/vda rw\n52 36 0:45 / /data rw - fuse.gcsfuse bucket rw\n"
     )
     monkeypatch.setattr(storage, "MOUNTS", mounts)
-    assert found(run, "--no-test")["storage of runs"]["ok"] is True
-    told = found(run, "/data/runs", "--no-test", code=1)["storage of runs"]
-    assert told["found"].startswith("fuse.gcsfuse, at /data: an object store, whose renames are copies")
+    assert findings_of(run, "--no-test")["storage of runs"]["ok"] is True
+    finding = findings_of(run, "/data/runs", "--no-test", code=1)["storage of runs"]
+    assert finding["found"].startswith("fuse.gcsfuse, at /data: an object store, whose renames are copies")

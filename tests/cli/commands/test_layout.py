@@ -40,9 +40,15 @@ def test_a_layout_is_rederived(run: Run) -> None:
 
 
 def test_every_stage_is_in_json(run: Run) -> None:
-    found = run("layout --pp 4 --json", "E|t*3|(t|)*3tt|m|L").json
-    assert (found["pp"], found["vpp"], found["layers"], found["mtp"], found["changed"]) == (4, 2, 8, 1, False)
-    assert [(stage["rank"], stage["chunk"], stage["layers"]) for stage in found["stages"]] == [
+    result = run("layout --pp 4 --json", "E|t*3|(t|)*3tt|m|L").json
+    assert (result["pp"], result["vpp"], result["layers"], result["mtp"], result["changed"]) == (
+        4,
+        2,
+        8,
+        1,
+        False,
+    )
+    assert [(stage["rank"], stage["chunk"], stage["layers"]) for stage in result["stages"]] == [
         *((rank, 0, layers) for rank, layers in enumerate(["E", "ttt", "t", "t"])),
         *((rank, 1, layers) for rank, layers in enumerate(["t", "tt", "m", "L"])),
     ]
@@ -70,8 +76,8 @@ def test_a_job_of_torchtitan(run: Run, tmp_path: Path) -> None:
     sections = tomllib.loads(answer.out)
     assert sections["pipeline"] == {"cuts": "Et*3|t*3,L"}
     assert "pipeline_parallel_schedul: no such key of torchtitan is known" in answer.err
-    found = run(f"layout --torchtitan {job} --layers 6 --json").json
-    assert (found["sections"], found["layout"], len(found["notes"])) == (sections, "Et*3|t*3,L", 2)
+    result = run(f"layout --torchtitan {job} --layers 6 --json").json
+    assert (result["sections"], result["layout"], len(result["notes"])) == (sections, "Et*3|t*3,L", 2)
 
 
 @given(st.text("EtmL|()*123, x-", max_size=16), st.integers(-1, 6), st.integers(-1, 4), st.integers(-1, 20))
@@ -93,8 +99,8 @@ def test_plan_takes_and_prints_layouts(run: Run, tmp_path: Path) -> None:
     shown = run(f"{line} --layout")
     assert (shown.out.strip(), shown.err) == (best["layout"], "")
     assert list(Layout.read(best["layout"]).cuts(50)) == best["best"][0]["cuts"]
-    again = run(f"{line} --json --cuts", best["layout"]).json
-    assert (again["best"][0]["cuts"], again["layout"]) == (best["best"][0]["cuts"], best["layout"])
+    replanned = run(f"{line} --json --cuts", best["layout"]).json
+    assert (replanned["best"][0]["cuts"], replanned["layout"]) == (best["best"][0]["cuts"], best["layout"])
     assert f"  layout                  {best['layout']}" in run(line).out
     out = tmp_path / "plan.toml"
     assert run(f"{line} --out {out}").code == 0
@@ -150,7 +156,7 @@ def test_a_config_takes_layouts(run: Run, cuts: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "told"),
+    ("cuts", "reason"),
     [
         ("Et*3|tt|ttt|tL", "has 9 transformer layers (t), expected 8: the model has 10 layers"),
         (
@@ -160,8 +166,8 @@ def test_a_config_takes_layouts(run: Run, cuts: object) -> None:
         ("halves", "layout 'halves': at character 1 expected E, t, m, L, | or (, got 'h'"),
     ],
 )
-def test_a_config_refuses_other_layouts(refused: Callable[..., str], cuts: str, told: str) -> None:
+def test_a_config_refuses_other_layouts(refused: Callable[..., str], cuts: str, reason: str) -> None:
     line = "train --dry-run --set model.layers=8 --set schedule.scheme=dapple --set schedule.stages=4"
     message = refused(line, "--set", f"pipeline.cuts={cuts}")
     assert "pipeline.cuts: layout" in message
-    assert told in message
+    assert reason in message

@@ -51,7 +51,7 @@ def inputs(tmp_path: Path) -> str:
     """Flags for a small GPT on a machine with two workers."""
     shape: dict[str, str | int | float | bool]
     shape = {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "positions": 16}
-    given = {
+    sections = {
         "model": Model("small gpt", ("embedding", "block", "block", "head"), train=shape),
         "profile": Profile(
             "p",
@@ -61,10 +61,10 @@ def inputs(tmp_path: Path) -> str:
         ),
         "cluster": Cluster("one machine", 1, 2, 1e9, Link(1e-5, 1e-9), Link(0.0, 0.0), cores=2),
     }
-    for name, value in given.items():
+    for name, value in sections.items():
         assert isinstance(value, Model | Profile | Cluster)
         (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
-    return " ".join(f"--{name} {tmp_path / name}.toml" for name in given) + " --mini-batch 16"
+    return " ".join(f"--{name} {tmp_path / name}.toml" for name in sections) + " --mini-batch 16"
 
 
 def test_json_is_one_object(run: Run, inputs: str) -> None:
@@ -106,9 +106,9 @@ def test_the_plan_is_a_file_that_train_runs(run: Run, inputs: str, tmp_path: Pat
     assert trained.code == 0, trained.err
     assert trained.json["steps"] == 2
     # What was expected stays with the run, and its config is read back.
-    kept = load_config(folder / "config.toml")
-    assert kept.plan.step_seconds == written["plan"]["step_seconds"]
-    assert list(kept.pipeline.cuts or ()) == written["pipeline"]["cuts"]
+    run_config = load_config(folder / "config.toml")
+    assert run_config.plan.step_seconds == written["plan"]["step_seconds"]
+    assert list(run_config.pipeline.cuts or ()) == written["pipeline"]["cuts"]
 
 
 def test_a_computed_order_that_wins_is_written_and_runs(run: Run, inputs: str, tmp_path: Path) -> None:
@@ -133,36 +133,36 @@ def test_a_computed_order_that_wins_is_written_and_runs(run: Run, inputs: str, t
     trained = run(f"train {out} {local}", str(tmp_path / "run"))
     assert trained.code == 0, trained.err
     assert trained.json["steps"] == 2
-    told = run(f"{line} --synthesize --moves 0").out
-    assert f"Computed orders: the best saves {orders['gain']:.1%} of dapple" in told
+    text = run(f"{line} --synthesize --moves 0").out
+    assert f"Computed orders: the best saves {orders['gain']:.1%} of dapple" in text
 
 
 def test_an_example_as_files_plans_the_same(run: Run, tmp_path: Path) -> None:
     limits = "--scheme dapple --workers 8 --micro-batch-size 4 --json"
     saved = run("plan --example chimera-bert48 --save-inputs", str(tmp_path / "mine"))
     assert (saved.code, saved.out) == (0, "")
-    again = saved.err.split("counterflow ")[1].strip()
-    assert run(f"{again} {limits}").json == run(f"plan --example chimera-bert48 {limits}").json
+    command = saved.err.split("counterflow ")[1].strip()
+    assert run(f"{command} {limits}").json == run(f"plan --example chimera-bert48 {limits}").json
 
 
 def test_the_table_says_what_the_json_says(run: Run) -> None:
     line = "plan --example chimera-bert48 --scheme dapple --scheme gems --workers 4 --workers 8 --cuts even"
-    shown, told = run(f"{line} --json").json, run(line).out
+    shown, text = run(f"{line} --json").json, run(line).out
     for plan in shown["schemes"]:
-        assert f"{plan['step_seconds']:.4g} s" in told
-    assert "peak memory by worker   0: " in told
-    assert "The second-best plan, gems" in told
-    assert "slower by bound" in told
+        assert f"{plan['step_seconds']:.4g} s" in text
+    assert "peak memory by worker   0: " in text
+    assert "The second-best plan, gems" in text
+    assert "slower by bound" in text
 
 
-@pytest.mark.parametrize(("columns", "told"), [(80, True), (132, False)])
-def test_a_narrow_terminal_is_told_what_it_is_not_shown(inputs: str, columns: int, told: bool) -> None:
+@pytest.mark.parametrize(("columns", "is_noted"), [(80, True), (132, False)])
+def test_a_narrow_terminal_is_told_what_it_is_not_shown(inputs: str, columns: int, is_noted: bool) -> None:
     answer = CliRunner(env=ENVIRONMENT | {"COLUMNS": str(columns)}).invoke(
         application(), ["plan", *inputs.split(), "--scheme", "dapple"], prog_name="counterflow"
     )
     assert answer.exit_code == 0, answer.stderr
     note = "In 80 columns without sync and devices; 132 show them, and so does --json"
-    assert (note in " ".join(answer.stdout.split())) is told  # its lines are wrapped
+    assert (note in " ".join(answer.stdout.split())) is is_noted  # its lines are wrapped
 
 
 def test_the_examples_are_listed(run: Run) -> None:
@@ -247,9 +247,9 @@ def test_tensor_parallelism_is_planned_where_it_is_asked_for(run: Run, tmp_path:
     (plan,) = run(f"{line} --tensor-parallel 4 --json").json["best"]
     assert (plan["replicas"], plan["workers"], plan["tensor_parallel"]) == (1, 2, 4)
     assert plan["mesh"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    told = run(f"{line} --tensor-parallel 4").out
-    assert "1 replica, tensor parallelism over 4, micro-batches of" in told
-    assert "  mesh                    [[[0, 1, 2, 3], [4, 5, 6, 7]]] (replica, worker, tp)\n" in told
+    text = run(f"{line} --tensor-parallel 4").out
+    assert "1 replica, tensor parallelism over 4, micro-batches of" in text
+    assert "  mesh                    [[[0, 1, 2, 3], [4, 5, 6, 7]]] (replica, worker, tp)\n" in text
     (plain,) = run(f"{line} --json").json["best"]
     assert (plain["tensor_parallel"], plain["mesh"]) == (1, None)
     refused = run(f"{line} --tensor-parallel 2 --out {tmp_path / 'plan.toml'}")
@@ -267,8 +267,8 @@ def test_wanted_values_that_leave_no_candidate(run: Run) -> None:
     assert "dapple: no candidate at depth 4 with split true (tried: false)\n" in (
         run(f"{line} dapple --option split=true").err
     )
-    told = "no candidate at depth 4 with 3 stages, which the cuts make"
-    assert told in run(f"{line} dapple --cuts 5,10").err
+    message = "no candidate at depth 4 with 3 stages, which the cuts make"
+    assert message in run(f"{line} dapple --cuts 5,10").err
 
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_model_without_a_train_table_has_no_plan_file(run: Run, inputs: str, t
     answer = run(f"plan {inputs} --scheme dapple --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
     assert "has no [train] table" in answer.err
-    other = path.read_text(encoding="utf-8") + '[train]\nkind = "gpt"\nlayers = 9\n'
-    path.write_text(other, encoding="utf-8")
+    text = path.read_text(encoding="utf-8") + '[train]\nkind = "gpt"\nlayers = 9\n'
+    path.write_text(text, encoding="utf-8")
     answer = run(f"plan {inputs} --scheme dapple --workers 2 --out", str(tmp_path / "plan.toml"))
     assert answer.code == 2
     assert "its [train] table makes 11 layers (embedding, blocks, head), but the model lists 4" in answer.err

@@ -83,19 +83,19 @@ def test_ratios_are_printed_with_their_difference(run: Run) -> None:
 
 def test_a_paper(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows of a paper's figures, and their number."""
-    kept = {name: figure for name, figure in FIGURES.items() if name in ("hanayo-fig9", "hanayo-fig10")}
-    monkeypatch.setattr("counterflow.papers.figures.FIGURES", kept)
+    figures = {name: figure for name, figure in FIGURES.items() if name in ("hanayo-fig9", "hanayo-fig10")}
+    monkeypatch.setattr("counterflow.papers.figures.FIGURES", figures)
     lines = [" ".join(line.split()) for line in run("reproduce hanayo").out.splitlines()]
-    for figure in kept.values():
+    for figure in figures.values():
         assert figure.title in lines
     assert lines[-1].startswith("15 published values: 13 hit; ")
     shown = run("reproduce all --json").json
-    assert [each["name"] for each in shown["figures"]] == ["hanayo-fig9", "hanayo-fig10"]
+    assert [entry["name"] for entry in shown["figures"]] == ["hanayo-fig9", "hanayo-fig10"]
     assert shown["figures"][1]["missing"][0]["needs"] == "its tokens and batch"
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (
             "chimera-table2 --out x.png",
@@ -109,7 +109,7 @@ def test_a_paper(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ("wpipe-convergence --out x.png", "wpipe-convergence has no predictions, so it cannot be drawn"),
     ],
 )
-def test_what_cannot_be_drawn(run: Run, line: str, told: str) -> None:
+def test_what_cannot_be_drawn(run: Run, line: str, message: str) -> None:
     answer = run(f"reproduce {line}")
     assert (answer.code, answer.out) == (2, "")
-    assert told in answer.err
+    assert message in answer.err

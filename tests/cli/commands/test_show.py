@@ -39,11 +39,11 @@ def test_files(run: Run, tmp_path: Path, suffix: str) -> None:
 
 
 def test_several_files(run: Run, tmp_path: Path) -> None:
-    one, other = tmp_path / "a.html", tmp_path / "b.trace.json"
-    answer = run(f"{CHIMERA} --memory --compare dapple --out {one} --out {other}")
-    assert answer.err == f"Wrote {one}\nWrote {other}\n"
-    assert one.exists()
-    assert other.exists()
+    page, trace = tmp_path / "a.html", tmp_path / "b.trace.json"
+    answer = run(f"{CHIMERA} --memory --compare dapple --out {page} --out {trace}")
+    assert answer.err == f"Wrote {page}\nWrote {trace}\n"
+    assert page.exists()
+    assert trace.exists()
 
 
 Drawn = list[tuple[Simulation, Simulation | None, bool]]
@@ -65,7 +65,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
 
 @pytest.mark.parametrize(
-    ("line", "other"),
+    ("line", "compared"),
     [
         ("chimera --stages 8 --micro-batches 16 --compare dapple", "dapple(stages=8, micro_batches=16)"),
         (
@@ -86,24 +86,24 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
         ),
     ],
 )
-def test_compare_takes_the_same_options(run: Run, drawn: Drawn, line: str, other: str) -> None:
+def test_compare_takes_the_same_options(run: Run, drawn: Drawn, line: str, compared: str) -> None:
     assert run(f"show {line}").code == 0
     ((first, second, memory),) = drawn
     assert first.schedule.scheme == line.split(maxsplit=1)[0]
     assert second is not None
-    assert str(second.schedule) == other
+    assert str(second.schedule) == compared
     assert memory is False
 
 
 def test_compare_with_the_same_costs_or_its_own(run: Run, drawn: Drawn) -> None:
     run(f"{CHIMERA} --forward 3 --p2p 1 --compare dapple")
     run(f"{CHIMERA} --forward 3 --p2p 1 --compare", "dapple --stages 2 --micro-batches 8 --p2p 2")
-    (_, same, _), (_, own, _) = drawn
+    (_, same, _), (_, overridden, _) = drawn
     assert same is not None
     assert same.costs == cf.Costs(forward=3, p2p=1)
-    assert own is not None
-    assert own.costs == cf.Costs(forward=3, p2p=2)
-    assert str(own.schedule) == "dapple(stages=2, micro_batches=8)"
+    assert overridden is not None
+    assert overridden.costs == cf.Costs(forward=3, p2p=2)
+    assert str(overridden.schedule) == "dapple(stages=2, micro_batches=8)"
 
 
 def test_compare_points_out_another_cut(run: Run, drawn: Drawn) -> None:
@@ -124,7 +124,7 @@ def test_compare_with_a_file(run: Run, drawn: Drawn, exported: Callable[[str], P
 
 
 @pytest.mark.parametrize(
-    ("line", "other", "message"),
+    ("line", "compared", "message"),
     [
         (CHIMERA, "dapel", "Error: unknown scheme 'dapel'; did you mean 'dapple'?"),
         (CHIMERA, "", "Error: --compare '': name a scheme or a file"),
@@ -140,8 +140,8 @@ def test_compare_with_a_file(run: Run, drawn: Drawn, exported: Callable[[str], P
         ),
     ],
 )
-def test_compare_refused(refused: Callable[..., str], line: str, other: str, message: str) -> None:
-    assert refused(f"{line} --compare", other).startswith(message)
+def test_compare_refused(refused: Callable[..., str], line: str, compared: str, message: str) -> None:
+    assert refused(f"{line} --compare", compared).startswith(message)
 
 
 def test_compare_with_a_wrong_flag(refused: Callable[..., str]) -> None:

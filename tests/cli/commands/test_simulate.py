@@ -110,8 +110,8 @@ def test_formulas_of_papers_beside_the_simulation(run: Run) -> None:
 def test_timeline_only_on_request(run: Run) -> None:
     shown = run("simulate dapple --stages 2 --micro-batches 1 --json --timeline").json
     assert list(shown) == [*KEYS, "ops"]
-    told = "worker", "kind", "pipe", "stage", "micro_batches", "start", "end"
-    assert [[op[key] for key in told] for op in shown["ops"]] == [
+    columns = "worker", "kind", "pipe", "stage", "micro_batches", "start", "end"
+    assert [[op[key] for key in columns] for op in shown["ops"]] == [
         [0, "F", 0, 0, [0], 0.0, 1.0],
         [0, "B", 0, 0, [0], 4.0, 6.0],
         [1, "F", 0, 1, [0], 1.0, 2.0],
@@ -393,8 +393,8 @@ def test_workers_and_stages_stand_for_each_other(run: Run, name: str) -> None:
     scheme = registry.SCHEMES[name]
     rest = " --micro-batches 8" if scheme.option("micro_batches") else ""
     shown = run(f"simulate {name} --{scheme.depth} 4{rest} --json").json
-    other = "workers" if scheme.depth == "stages" else "stages"
-    assert run(f"simulate {name} --{other} {shown[other]}{rest} --json").json == shown
+    depth = "workers" if scheme.depth == "stages" else "stages"
+    assert run(f"simulate {name} --{depth} {shown[depth]}{rest} --json").json == shown
     both = f"simulate {name} --workers {shown['workers']} --stages {shown['stages']}{rest} --json"
     assert run(both).json == shown
 
@@ -407,31 +407,31 @@ def test_stages_of_waves_and_chunks(run: Run) -> None:
 
 def test_memory_between_input_and_weight_gradients(run: Run) -> None:
     line = "simulate zb-h1 --stages 2 --micro-batches 4 --activation-bytes 100"
-    whole, kept = run(f"{line} --json"), run(f"{line} --kept-for-weights 10 --json")
-    assert kept.json["costs"]["kept_for_weights"] == 10
+    plain, with_weights = run(f"{line} --json"), run(f"{line} --kept-for-weights 10 --json")
+    assert with_weights.json["costs"]["kept_for_weights"] == 10
     memory = cf.ByteCosts(activations=100, kept_for_weights=10)
     expected = cf.simulate(cf.schemes.zb_h1(2, 4), cf.Costs(memory=memory)).memory
     assert expected is not None
-    assert kept.json["peak_bytes"] == [use.peak for use in expected]
-    assert sum(kept.json["peak_bytes"]) < sum(whole.json["peak_bytes"])
+    assert with_weights.json["peak_bytes"] == [use.peak for use in expected]
+    assert sum(with_weights.json["peak_bytes"]) < sum(plain.json["peak_bytes"])
     assert "kept for weights 10 B" in run(f"{line} --kept-for-weights 10").out
 
 
 @pytest.mark.parametrize("command", ["simulate", "show"])
 def test_costs_of_a_split_backward_where_none_is_split(run: Run, command: str) -> None:
-    given = "--stages 2 --micro-batches 2"
-    answer = run(f"{command} dapple {given} --input-gradient 3 --kept-for-weights 1GiB")
+    options = "--stages 2 --micro-batches 2"
+    answer = run(f"{command} dapple {options} --input-gradient 3 --kept-for-weights 1GiB")
     assert answer.code == 0
     assert answer.err == (
         "Note: --input-gradient and --kept-for-weights change nothing: no backward of dapple(stages=2, "
         "micro_batches=2) is split; add --split, or choose a scheme with a split backward.\n"
     )
-    assert "change" not in run(f"{command} dapple {given} --split --input-gradient 3").err
+    assert "change" not in run(f"{command} dapple {options} --split --input-gradient 3").err
     assert "nothing: no backward of gpipe(stages=2, micro_batches=2, groups=1) is split; choose" in (
-        run(f"{command} gpipe {given} --weight-gradient 3").err
+        run(f"{command} gpipe {options} --weight-gradient 3").err
     )
-    other = "show gpipe --stages 2 --micro-batches 2 --input-gradient 3 --compare"
-    assert "change" not in run(other, "dapple --stages 2 --micro-batches 2 --split").err
+    comparison = "show gpipe --stages 2 --micro-batches 2 --input-gradient 3 --compare"
+    assert "change" not in run(comparison, "dapple --stages 2 --micro-batches 2 --split").err
 
 
 def test_costs_of_a_workers_share_make_schemes_one_model(run: Run) -> None:
@@ -444,11 +444,11 @@ def test_costs_of_a_workers_share_make_schemes_one_model(run: Run) -> None:
     assert "106.3 s" in stage.out
     assert "costs are those of one stage, and zb-v has 16 for 8 workers" in stage.err
     assert "--costs-of worker" in stage.err
-    whole = run(
+    model = run(
         "simulate zb-v --workers 8 --micro-batches 16 --forward 8 --backward 16 --costs-of model --json"
     )
-    assert whole.json["costs"]["forward"] == 0.5
-    assert whole.json["makespan"] == 51.5
+    assert model.json["costs"]["forward"] == 0.5
+    assert model.json["makespan"] == 51.5
 
 
 def test_costs_stage_by_stage_belong_to_one_placement(refused: Callable[..., str]) -> None:

@@ -18,12 +18,12 @@ STRAIGHT = "synthesize --placement straight --workers 4 --micro-batches 8"
 
 
 def test_what_it_prints_as_json(run: Run) -> None:
-    found = run(f"{STRAIGHT} --peak 4 --json").json
-    assert found["makespan"] == found["steady"] == found["lower_bound"] == 27
-    assert (found["gap"], found["proved"]) == (0, True)
-    assert found["method"] == found["named"] == "zb-h1(stages=4, micro_batches=8)"
-    assert (found["peak"], found["idle"]) == ([4] * 4, [3] * 4)
-    assert found["reason"].startswith("worker 0 has 24 of work plus 3")
+    result = run(f"{STRAIGHT} --peak 4 --json").json
+    assert result["makespan"] == result["steady"] == result["lower_bound"] == 27
+    assert (result["gap"], result["proved"]) == (0, True)
+    assert result["method"] == result["named"] == "zb-h1(stages=4, micro_batches=8)"
+    assert (result["peak"], result["idle"]) == ([4] * 4, [3] * 4)
+    assert result["reason"].startswith("worker 0 has 24 of work plus 3")
 
 
 def test_a_stranger_reads_what_was_found_and_how_good_it_is(run: Run) -> None:
@@ -41,25 +41,25 @@ def test_a_stranger_reads_what_was_found_and_how_good_it_is(run: Run) -> None:
 )
 def test_the_file_is_one_that_other_commands_take(run: Run, tmp_path: Path, placement: str) -> None:
     path = str(tmp_path / "mine.json")
-    found = run(
+    result = run(
         f"synthesize --placement {placement} --workers 2 --micro-batches 4 --moves 50 --json --out", path
     ).json
-    assert found["lower_bound"] <= found["makespan"] <= (found["named_value"] or float("inf"))
+    assert result["lower_bound"] <= result["makespan"] <= (result["named_value"] or float("inf"))
     assert run("check", path).code == 0
     p2p = "--p2p 0.1" if "--p2p" in placement else ""
-    assert run(f"simulate {p2p} --json", path).json["makespan"] == found["makespan"]
+    assert run(f"simulate {p2p} --json", path).json["makespan"] == result["makespan"]
     assert run("show", path).code == 0
 
 
 @pytest.mark.parametrize("table", ["0,1,1,0,0,1", "0,1/1,0", "json", "schedule"])
 def test_a_placement_of_the_users_own(run: Run, tmp_path: Path, table: str) -> None:
     path = str(tmp_path / "mine.json")
-    given = {"json": tmp_path / "table.json", "schedule": tmp_path / "old.json"}.get(table, table)
+    argument = {"json": tmp_path / "table.json", "schedule": tmp_path / "old.json"}.get(table, table)
     if table == "json":
-        Path(given).write_text("[[0, 1, 1, 0, 2, 2]]")
+        Path(argument).write_text("[[0, 1, 1, 0, 2, 2]]")
     elif table == "schedule":
-        Path(given).write_text(dumps(schemes.chimera(4, 4)))
-    assert run(f"synthesize --placement {given} --micro-batches 4 --moves 0 --out", path).code == 0
+        Path(argument).write_text(dumps(schemes.chimera(4, 4)))
+    assert run(f"synthesize --placement {argument} --micro-batches 4 --moves 0 --out", path).code == 0
     assert run("check", path).code == 0
     pipes = loads(Path(path).read_text(), path).placement.pipes_stages
     assert (
@@ -74,27 +74,27 @@ def test_a_placement_of_the_users_own(run: Run, tmp_path: Path, table: str) -> N
 
 
 def test_a_placement_that_is_none_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    own = "synthesize --micro-batches 4 --placement"
-    assert "worker 1 holds no stage" in refused(f"{own} 0,2,2,0")
-    assert "pipes have 2 and 3 stages" in refused(f"{own} 0,1/0,1,1")
-    assert "--workers 3: --placement 0,1 has 2" in refused(f"{own} 0,1 --workers 3")
-    assert "--chunks 2: only for --placement loop; here it is 0,1" in refused(f"{own} 0,1 --chunks 2")
-    assert "not a placement, table or file" in refused(f"{own} nowhere")
-    assert "the number of workers is missing; give --workers" in refused(f"{own} vee")
+    command = "synthesize --micro-batches 4 --placement"
+    assert "worker 1 holds no stage" in refused(f"{command} 0,2,2,0")
+    assert "pipes have 2 and 3 stages" in refused(f"{command} 0,1/0,1,1")
+    assert "--workers 3: --placement 0,1 has 2" in refused(f"{command} 0,1 --workers 3")
+    assert "--chunks 2: only for --placement loop; here it is 0,1" in refused(f"{command} 0,1 --chunks 2")
+    assert "not a placement, table or file" in refused(f"{command} nowhere")
+    assert "the number of workers is missing; give --workers" in refused(f"{command} vee")
     path = tmp_path / "table.json"
-    for text, told in (
+    for text, message in (
         ("[[0, -1]]", "not a table of workers"),
         ("{}", "not a table of workers"),
         ("[0,", "Expecting"),
     ):
         path.write_text(text)
-        assert told in refused(f"{own} {path}")
+        assert message in refused(f"{command} {path}")
 
 
 def test_a_computed_order_says_what_it_is_for(run: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.json")
-    given = "--placement vee --workers 2 --micro-batches 4 --peak 4 --objective steady --moves 0"
-    run(f"synthesize {given} --out", path)
+    options = "--placement vee --workers 2 --micro-batches 4 --peak 4 --objective steady --moves 0"
+    run(f"synthesize {options} --out", path)
     schedule = loads(Path(path).read_text(), path)
     assert str(schedule) == "synthesized(workers=2, micro_batches=4, peak=4, objective=steady)"
     assert [lane.name for lane in chart_of(cf.simulate(schedule)).lanes] == ["leg 0", "leg 1"]
@@ -102,17 +102,17 @@ def test_a_computed_order_says_what_it_is_for(run: Run, tmp_path: Path) -> None:
 
 def test_slices_are_ordered_within_a_memory(run: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.json")
-    given = "--placement straight --workers 4 --micro-batches 8 --no-split --slices 4 --moves 0"
-    found = run(f"synthesize {given} --peak 1.75 --json --out", path).json
-    assert (found["makespan"], found["lower_bound"], found["proved"]) == (26.25, 26.25, True)
-    assert found["method"] == "dapple(stages=4, micro_batches=8, slices=4)"
-    assert found["peak"] == [1.75, 1.5, 1.25, 1]
+    options = "--placement straight --workers 4 --micro-batches 8 --no-split --slices 4 --moves 0"
+    result = run(f"synthesize {options} --peak 1.75 --json --out", path).json
+    assert (result["makespan"], result["lower_bound"], result["proved"]) == (26.25, 26.25, True)
+    assert result["method"] == "dapple(stages=4, micro_batches=8, slices=4)"
+    assert result["peak"] == [1.75, 1.5, 1.25, 1]
     assert str(loads(Path(path).read_text(), path)) == (
         "synthesized(workers=4, micro_batches=8, slices=4, peak=1.75)"
     )
     assert run("check", path).code == 0
     assert run("simulate --json", path).json["makespan"] == 26.25
-    assert "8 micro-batches of 4 slices" in run(f"synthesize {given} --peak 1.75").out
+    assert "8 micro-batches of 4 slices" in run(f"synthesize {options} --peak 1.75").out
 
 
 def test_what_does_not_go_together_is_refused(refused: Callable[..., str]) -> None:
@@ -138,20 +138,20 @@ def layer(seconds: float) -> LayerProfile:
 def test_measured_costs_take_the_place_of_given_ones(
     run: Run, refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    given: dict[str, Model | Profile | Cluster] = {
+    inputs: dict[str, Model | Profile | Cluster] = {
         "model": Model("small", ("embedding", *("block",) * 6, "head")),
         "profile": Profile(
             "p", "d", "2026-01-01", {"embedding": layer(1.5), "block": layer(1), "head": layer(3)}
         ),
         "cluster": Cluster("c", 1, 4, 7e6, Link(0.01, 1e-9), Link(0.0, 0.0)),
     }
-    for name, value in given.items():
+    for name, value in inputs.items():
         (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
-    flags = " ".join(f"--{name} {tmp_path / f'{name}.toml'}" for name in given)
+    flags = " ".join(f"--{name} {tmp_path / f'{name}.toml'}" for name in inputs)
     line = f"{STRAIGHT} {flags} --micro-batch-size 1 --moves 50 --json"
-    found = run(line).json
-    assert found["time_unit"] == "s"
-    assert found["lower_bound"] >= 8 * 3 * 3
-    assert max(found["peak"]) < 8  # of the cluster's memory
+    result = run(line).json
+    assert result["time_unit"] == "s"
+    assert result["lower_bound"] >= 8 * 3 * 3
+    assert max(result["peak"]) < 8  # of the cluster's memory
     assert "--forward: the profile has all costs" in refused(f"{line} --forward 2")
     assert "need 8 devices" in refused(f"{line} --replicas 2")

@@ -104,9 +104,9 @@ def test_the_page_of_the_first_run_shows_the_same_rows(trained: Path) -> None:
             .partition("\n")[2]
             .partition("\n\n")[0]
         )
-        found = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
+        labels = [re.split(r",? workers? \d|  ", line.strip())[0] for line in table.splitlines()]
         often = ("samples/s of these steps", "measured in this run", "the same, for ops as in the run")
-        return list(dict.fromkeys(row for row in found if row and not any(part in row for part in often)))
+        return list(dict.fromkeys(row for row in labels if row and not any(part in row for part in often)))
 
     page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text(encoding="utf-8")
     assert rows((trained / "stdout").read_text()) == rows(page)
@@ -129,13 +129,18 @@ def test_the_picture_is_one(trained: Path) -> None:
 def test_json_is_one_object(run: Run, tmp_path: Path) -> None:
     answer = run(f"{LOCAL} --scheme dapple --steps 2 --json --out {tmp_path / 'run'}")
     assert answer.code == 0
-    found = answer.json
-    assert (found["scheme"], found["workers"], found["steps"], found["stopped"]) == ("dapple", 2, 2, False)
-    assert found["folder"] == str(tmp_path / "run")
-    assert found["training_loss"] == pytest.approx(
+    result = answer.json
+    assert (result["scheme"], result["workers"], result["steps"], result["stopped"]) == (
+        "dapple",
+        2,
+        2,
+        False,
+    )
+    assert result["folder"] == str(tmp_path / "run")
+    assert result["training_loss"] == pytest.approx(
         sum(line["loss"] for line in read_metrics(tmp_path / "run")[:2]) / 2
     )
-    assert {"ops_seconds", "bubble_ratio", "saved_bytes", "step_seconds", "validation_loss"} <= found.keys()
+    assert {"ops_seconds", "bubble_ratio", "saved_bytes", "step_seconds", "validation_loss"} <= result.keys()
     assert answer.err.splitlines()[0].startswith("starting 2 workers")
 
 
@@ -147,9 +152,13 @@ def test_a_dry_run_starts_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert lines[0] == "gpt, 2 blocks, hidden 16, heads 4, positions 16: 15,040 parameters"
     assert lines[-1] == "results would go to runs/chimera-1, which can be written; nothing was started"
     assert any("of weights, gradients and optimizer state" in line for line in lines)
-    found = run(f"{LOCAL} --steps 6 --dry-run --json").json
-    assert (found["steps"], found["folder"], found["stage_layers"]) == (6, "runs/chimera-1", [[0, 2], [3, 3]])
-    assert sum(found["least_bytes"]) == 2 * 4 * 4 * found["parameters"]  # in both directions
+    result = run(f"{LOCAL} --steps 6 --dry-run --json").json
+    assert (result["steps"], result["folder"], result["stage_layers"]) == (
+        6,
+        "runs/chimera-1",
+        [[0, 2], [3, 3]],
+    )
+    assert sum(result["least_bytes"]) == 2 * 4 * 4 * result["parameters"]  # in both directions
     assert not list(tmp_path.iterdir())
 
 

@@ -19,9 +19,9 @@ LOW = [
 
 @pytest.mark.parametrize("scheme", ["dapple --stages 2", "chimera --stages 2"])
 def test_steps_without_a_barrier_agree(run: Run, scheme: str) -> None:
-    found = run(f"verify {scheme} --micro-batches 2 --no-barrier --json").json
-    assert found["ok"]
-    assert found["weight_error"] < 1e-10
+    result = run(f"verify {scheme} --micro-batches 2 --no-barrier --json").json
+    assert result["ok"]
+    assert result["weight_error"] < 1e-10
 
 
 @pytest.mark.parametrize(("how", "scheme", "tolerance"), LOW)
@@ -29,9 +29,9 @@ def test_it_compares_with_one_process_in_the_same_precision(
     run: Run, how: str, scheme: str, tolerance: float
 ) -> None:
     for lower in ("bfloat16",) if "pipedream" in scheme else ("bfloat16", "float16"):
-        found = run(f"verify {scheme} --{lower} {how} --json").json
-        assert found["ok"]
-        assert found["tolerance"] == tolerance
+        result = run(f"verify {scheme} --{lower} {how} --json").json
+        assert result["ok"]
+        assert result["tolerance"] == tolerance
 
 
 def test_full_precision_is_another_one(refused: Callable[..., str]) -> None:

@@ -23,8 +23,8 @@ def test_every_command_says_its_format() -> None:
 
 
 def test_a_record_s_docstring_says_what_its_keys_mean() -> None:
-    told = meanings(Trained)
-    assert told["planned_samples_per_second"].endswith("; null: no plan")
-    assert "." not in {about[-1] for about in told.values()}
+    descriptions = meanings(Trained)
+    assert descriptions["planned_samples_per_second"].endswith("; null: no plan")
+    assert "." not in {about[-1] for about in descriptions.values()}
     assert meanings(Bubbles)["drain"] == "after its last op, until the makespan"
     assert meanings(MessageSpan)["start"] == "start"

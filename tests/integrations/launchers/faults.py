@@ -23,16 +23,16 @@ def faults(folder: Path, *steps: tuple[int, int, int], after: Path | None = None
 
     The last one waits until a file exists, if that is named.
     """
-    told = [
+    planned_faults = [
         {"mark": str(folder / f"fault-{number}"), "rank": rank, "step": step, "signal": int(sent)}
         for number, (rank, step, sent) in enumerate(steps)
     ]
     if after is not None:
-        told[-1]["after"] = str(after)
-    return told
+        planned_faults[-1]["after"] = str(after)
+    return planned_faults
 
 
-def install(told: Faults) -> None:
+def install(planned_faults: Faults) -> None:
     """Let this process meet those faults that are its worker's; a run looks for signals after each step."""
     import importlib
 
@@ -43,7 +43,7 @@ def install(told: Faults) -> None:
     batch = NextByte.batch
 
     def batch_(self: NextByte, step: int, *args: Any, **options: Any) -> Any:
-        for fault in told:
+        for fault in planned_faults:
             mark = Path(fault["mark"])
             if step >= fault["step"] and current_transport().rank == fault["rank"] and not mark.exists():
                 mark.touch()

@@ -79,9 +79,9 @@ def environment(job: dict[str, Any], port: int, node: int) -> dict[str, str]:
         "PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"],
         "PET_NODE_RANK": node, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
     }  # fmt: skip
-    given = {one["name"]: one["value"] for one in trainer["env"]}
+    variables = {variable["name"]: variable["value"] for variable in trainer["env"]}
     here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
-    return os.environ | given | {name: str(value) for name, value in injected.items()} | here
+    return os.environ | variables | {name: str(value) for name, value in injected.items()} | here
 
 
 @contextmanager

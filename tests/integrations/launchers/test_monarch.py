@@ -33,9 +33,15 @@ def installed() -> None:
 def test_a_killed_worker(installed: None, tmp_path: Path, undisturbed: list[float]) -> None:
     """The example, in a process of its own: Monarch's runtime stays in one until it ends."""
     (tmp_path / "my.toml").write_text(small(None).to_toml())
-    told = json.dumps(faults.faults(tmp_path, (1, 5, signal.SIGKILL)))
+    planned_faults = json.dumps(faults.faults(tmp_path, (1, 5, signal.SIGKILL)))
     example = str(ROOT / "examples" / "monarch_train.py")
-    words = [str(HERE / "monarch_job.py"), example, str(tmp_path / "my.toml"), str(tmp_path / "run"), told]
+    words = [
+        str(HERE / "monarch_job.py"),
+        example,
+        str(tmp_path / "my.toml"),
+        str(tmp_path / "run"),
+        planned_faults,
+    ]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, sys.path)])
     settings = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(

@@ -46,14 +46,14 @@ def cluster(settings: None) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "include_dashboard": False}
-    made: Any = Cluster(initialize_head=True, head_node_args={**node, "_system_config": QUICK})
+    cluster_: Any = Cluster(initialize_head=True, head_node_args={**node, "_system_config": QUICK})
     try:
-        made.second = made.add_node(num_cpus=1)
-        ray.init(address=made.address, log_to_driver=False)
-        yield made
+        cluster_.second = cluster_.add_node(num_cpus=1)
+        ray.init(address=cluster_.address, log_to_driver=False)
+        yield cluster_
     finally:
         ray.shutdown()
-        made.shutdown()
+        cluster_.shutdown()
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ RunExample = Callable[[int, faults.Faults], Path]
 def run_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunExample:
     """Run the example with at least this many workers, which meet faults; returns the run's folder."""
 
-    def run_example_(least: int, told: faults.Faults) -> Path:
+    def run_example_(least: int, planned_faults: faults.Faults) -> Path:
         call = adapter.Loop.__call__
 
         def faulty(self: adapter.Loop) -> None:
-            faults.install(told)
+            faults.install(planned_faults)
             call(self)
 
         for module in (adapter, faults, sys.modules[__name__]):  # workers get them as they are here
@@ -113,14 +113,16 @@ def test_a_killed_worker(
 def test_a_lost_node(cluster: Any, run_example: RunExample, tmp_path: Path, undisturbed: list[float]) -> None:
     """The run goes on with the worker that is left; after a while, as Ray looks for the lost one first."""
     gone = tmp_path / "gone"
-    told = faults.faults(tmp_path, (0, 5, signal.SIGKILL), after=gone)
-    losing = threading.Thread(target=lose_node, args=(cluster, Path(told[-1]["mark"]), gone), daemon=True)
+    planned_faults = faults.faults(tmp_path, (0, 5, signal.SIGKILL), after=gone)
+    losing = threading.Thread(
+        target=lose_node, args=(cluster, Path(planned_faults[-1]["mark"]), gone), daemon=True
+    )
     losing.start()
-    folder = run_example(1, told)
+    folder = run_example(1, planned_faults)
     losing.join()
     assert losses(folder) == pytest.approx(undisturbed, rel=1e-6, abs=0)
-    (left,) = [event for event in read(folder) if event["event"] == FEWER]
-    assert left["workers"] == 1
+    (resumed,) = [event for event in read(folder) if event["event"] == FEWER]
+    assert resumed["workers"] == 1
     assert [event["attempt"] for event in read(folder) if event["event"] == RESTARTED] == [1]
 
 

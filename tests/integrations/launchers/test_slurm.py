@@ -44,8 +44,8 @@ def script(tmp_path: Path) -> str:
     page = (ROOT / "docs" / "restarts.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    found: str = next(block for block in blocks if "requeue" in block)
-    return found.replace("/shared/runs/first", str(tmp_path / "run"))
+    script_: str = next(block for block in blocks if "requeue" in block)
+    return script_.replace("/shared/runs/first", str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -86,13 +86,13 @@ def test_a_killed_worker(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize(
-    ("code", "count", "again"),
+    ("code", "count", "requeued"),
     [(0, 0, False), (1, 0, True), (1, 10, False), (2, 0, False), (75, 99, True), (137, 9, True)],
 )
 def test_what_is_requeued(  # noqa: PLR0917
-    slurm: None, script: str, monkeypatch: pytest.MonkeyPatch, code: int, count: int, again: bool
+    slurm: None, script: str, monkeypatch: pytest.MonkeyPatch, code: int, count: int, requeued: bool
 ) -> None:
     Path("bin/srun").write_text(f"#!/bin/sh\nexit {code}\n")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(count))
     assert subprocess.run(["/bin/bash", "-c", script], check=False).returncode == code
-    assert Path("requeued").exists() == again
+    assert Path("requeued").exists() == requeued

@@ -62,13 +62,13 @@ class Environment:
 
 
 @pytest.mark.parametrize(
-    ("told", "failures", "requeued", "ends"),
+    ("reported", "failures", "requeued", "ends"),
     [(False, 1, 1, SystemExit), (True, 1, 0, SystemExit), (False, 2, 0, WorkerError)],
 )
 def test_who_requeues_a_failed_job(  # noqa: PLR0917
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    told: bool,
+    reported: bool,
     failures: int,
     requeued: int,
     ends: type[BaseException],
@@ -79,7 +79,7 @@ def test_who_requeues_a_failed_job(  # noqa: PLR0917
         for _number in range(failures):
             note(tmp_path, FAILED, step=6, worker=1, message="worker 1: ValueError", lost=False)
         error = WorkerError("worker 1: ValueError")
-        error.told = told
+        error.told = reported
         raise error
 
     monkeypatch.setattr(submitit, "JobEnvironment", Environment)
@@ -97,24 +97,24 @@ def test_who_requeues_a_failed_job(  # noqa: PLR0917
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks meet through a file; one that rank 0 of an earlier start left does not count."""
     monkeypatch.setattr(Environment, "paths", SimpleNamespace(folder=tmp_path))
-    one = Environment()
+    environment = Environment()
     old = {"process": 2**22 + 1, "port": 1, "restarts": 3}
     (tmp_path / "7_meeting.json").write_text(json.dumps(old))
     with pytest.raises(WorkerError, match=r"rank 0 did not write .*7_meeting.json within 0.1 s"):
-        place_of(one, 0.1)
+        place_of(environment, 0.1)
     monkeypatch.setattr(Environment, "global_rank", 0)
-    first = place_of(one, 60)
+    first = place_of(environment, 60)
     monkeypatch.setattr(Environment, "global_rank", 1)
-    second = place_of(one, 60, most_restarts=3)
+    second = place_of(environment, 60, most_restarts=3)
     assert first is not None
     assert second == replace(first, rank=1, most_restarts=3)
     assert second.restarts == 4
     assert (second.by, second.world_size) == ("submitit", 2)
     monkeypatch.setattr(Environment, "num_nodes", 2)
     with pytest.raises(ConfigError, match="executor local has 2 machines"):
-        place_of(one, 60)
+        place_of(environment, 60)
     monkeypatch.setattr(Environment, "num_tasks", 1)
-    assert place_of(one, 60) is None
+    assert place_of(environment, 60) is None
 
 
 def test_refusals(tmp_path: Path) -> None:
