@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,29 @@ def test_the_papers_figures_are_the_kept_results() -> None:
     tables = page[page.index("<!-- rows of chimera -->") : page.index("<!-- end of wpipe -->")]
     shown = [line for line in tables.splitlines() if re.match(r"\| (fig|table|conv|fits)(?!ure \|)", line)]
     assert shown == rows
+
+
+def test_each_statement_of_the_papers_has_a_test_that_exists() -> None:
+    """130 statements, counted by verdict at the head of the page."""
+    root, text = DOCS.parent, (DOCS / "papers-statements.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row[0]) for row in rows] == list(range(1, 131))
+    tests = {
+        name
+        for path in (root / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    verdicts: Counter[str] = Counter()
+    for *_, test, verdict in rows:
+        place = test.strip("`")
+        folder = root if "/" in place else root / "tests" / "papers"
+        assert place in tests or (folder / place).exists(), place
+        kind, _, reason = verdict.partition(": ")
+        assert kind == "met" or (kind in ("deviation", "partly") and reason)
+        verdicts[kind] += 1
+    words = " ".join(text.split())
+    assert f"{verdicts['met']} are met, {verdicts['deviation']} are met with a documented deviation" in words
+    assert f"{verdicts['partly']} partly" in words
 
 
 def test_your_own_scheme() -> None:
