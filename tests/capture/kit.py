@@ -111,14 +111,14 @@ def losses(make: Callable[[], nn.Module]) -> list[float]:
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
+    results = []
     for step in range(3):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(sample(step)), sample(step + 10))
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 def staged(make: Callable[[], nn.Module]) -> list[float]:

@@ -123,5 +123,5 @@ def test_training_and_prediction_are_those_of_one_process(kind: type[Net]) -> No
     output = model(sample(2))
     nn.functional.mse_loss(output, sample(3).to(output.dtype)).backward()
     optimizer.step()
-    for ours, theirs in zip(weights, model.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for weight, alone_weight in zip(weights, model.state_dict().values(), strict=True):
+        torch.testing.assert_close(weight, alone_weight)

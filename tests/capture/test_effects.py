@@ -75,10 +75,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize("table", [cached_positions, positions_of_a_dict, positions_of_a_default])
 def test_a_cache_that_a_recording_fills_is_emptied(table: Any, within: bool) -> None:
     getattr(table, "cache_clear", POSITIONS.clear)()
-    found = staged(lambda: Net(table, within=within))
+    staged_losses = staged(lambda: Net(table, within=within))
     assert type(table(8)) is Tensor
     assert type(Net(table)(sample(0))) is Tensor
-    assert found == pytest.approx(losses(lambda: Net(table, within=within)), rel=1e-5)
+    assert staged_losses == pytest.approx(losses(lambda: Net(table, within=within)), rel=1e-5)
 
 
 def test_a_refused_recording_leaves_no_tensor_in_a_cache() -> None:

@@ -154,8 +154,8 @@ def test_an_encoder_and_a_decoder_train_in_stages() -> None:
     expected = []
     for _ in range(3):
         optimizer.zero_grad()
-        found = loss(alone(**inputs), labels)
-        found.backward()
+        expected_loss = loss(alone(**inputs), labels)
+        expected_loss.backward()
         optimizer.step()
-        expected.append(found.item())
+        expected.append(expected_loss.item())
     assert cf.launch(work, workers=2, transport="local")[0] == pytest.approx(expected, rel=1e-5)

@@ -58,10 +58,10 @@ class Swaps(Net):
         self.net, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, own = self.body(x), self.net.weight
+        x, weight = self.body(x), self.net.weight
         self.net.weight = self.weight
         x = self.net(x)
-        self.net.weight = own
+        self.net.weight = weight
         return self.net(torch.tanh(x))  # type: ignore[no-any-return]
 
 

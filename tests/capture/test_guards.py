@@ -1,4 +1,4 @@
-"""What a user changes between two steps counts in layers that were found by a recording, or is refused."""
+"""Changes by a user between two steps count in layers that were found by a recording, or are refused."""
 
 from __future__ import annotations
 
@@ -181,18 +181,18 @@ def test_what_changes_counts_from_the_next_step_on() -> None:
         expected[name] = loss.item(), predicted
 
     def work() -> dict[str, tuple[float, float]]:
-        model, found = make(), {}
+        model, results = make(), {}
         with pipeline_of(model, "dapple(stages=1, micro_batches=1)", witness_every=0) as pipeline:
             for step, (name, change) in enumerate(CHANGES.items()):
                 change(model)
                 loss = pipeline.step(sample(step), sample(step + 100)).loss
-                found[name] = loss, pipeline.predict(sample(step)).sum().item()
-        return found
+                results[name] = loss, pipeline.predict(sample(step)).sum().item()
+        return results
 
     reset()
-    found = cf.launch(work, workers=1, transport="local")[0]
+    results = cf.launch(work, workers=1, transport="local")[0]
     for name, numbers in expected.items():
-        assert found[name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
+        assert results[name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
 
 
 STAGED = ["number", "number of an object", "tensor", "buffer", "mode of one block", "module without weights"]
@@ -217,10 +217,12 @@ def train(names: Sequence[str], scheme: str, options: dict[str, Any]) -> list[fl
     ],
 )
 def test_workers_see_the_same_changes(scheme: str, options: dict[str, Any]) -> None:
-    one = cf.launch(train, STAGED, "dapple(stages=1, micro_batches=2)", {}, workers=1, transport="local")[0]
-    found = cf.launch(train, STAGED, scheme, options, workers=2, transport="local")
-    for losses in found:
-        assert losses == pytest.approx(one, rel=1e-4)
+    expected = cf.launch(
+        train, STAGED, "dapple(stages=1, micro_batches=2)", {}, workers=1, transport="local"
+    )[0]
+    results = cf.launch(train, STAGED, scheme, options, workers=2, transport="local")
+    for losses in results:
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_asynchronous_scheme_ends_what_is_in_flight_before() -> None:
@@ -233,8 +235,8 @@ def test_an_asynchronous_scheme_ends_what_is_in_flight_before() -> None:
                 losses.append(pipeline.step(sample(step), sample(step + 100)).loss)
             return losses + [step.loss for step in pipeline.flush()]
 
-    found = cf.launch(work, workers=2, transport="local")
-    assert found[0] == pytest.approx(found[1], nan_ok=True)
+    results = cf.launch(work, workers=2, transport="local")
+    assert results[0] == pytest.approx(results[1], nan_ok=True)
 
 
 def disagree(transport: str, values: dict[int, float]) -> None:

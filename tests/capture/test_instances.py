@@ -21,17 +21,17 @@ def test_instances_are_those_of_the_class_itself() -> None:
         pass
 
     first, second, _ = Kind(), Kind(), Derived()
-    assert {id(found) for found in instances_of(Kind)} == {id(first), id(second)}
+    assert {id(instance) for instance in instances_of(Kind)} == {id(first), id(second)}
 
 
 def test_fake_tensors_and_caches_are_among_them() -> None:
     with FakeTensorMode():
         fake = torch.empty(3)
         view = fake[1:]
-    found = {id(each) for each in instances_of(FakeTensor)}
-    assert {id(fake), id(view)} <= found
+    numbers = {id(instance) for instance in instances_of(FakeTensor)}
+    assert {id(fake), id(view)} <= numbers
     cache = functools.lru_cache(abs)
-    assert id(cache) in {id(each) for each in instances_of(LRU_CACHE)}
+    assert id(cache) in {id(instance) for instance in instances_of(LRU_CACHE)}
 
 
 @pytest.mark.parametrize("kind", [FakeTensor, LRU_CACHE])

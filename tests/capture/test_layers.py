@@ -29,8 +29,8 @@ def ids(number: int, *shape: int) -> Tensor:
 def same(model: nn.Module, layers: list[CapturedLayer], *inputs: Any, kwargs: Any = None) -> None:
     for training in (True, False):
         model.train(training)
-        for each in inputs:
-            assert cf.same_model(model, layers, each, kwargs=kwargs).ok
+        for value in inputs:
+            assert cf.same_model(model, layers, value, kwargs=kwargs).ok
 
 
 def test_what_is_between_modules_is_in_a_layer() -> None:
@@ -58,12 +58,12 @@ def test_what_is_added_to_the_loss_is_added_in_layers() -> None:
     model, inputs = Adds(), torch.rand(6, 4)
     layers = cf.layers(model, inputs)
     assert cf.same_model(model, layers, inputs).ok
-    with cf.added_losses() as theirs:
+    with cf.added_losses() as expected:
         model.eval()(inputs)
-    with cf.added_losses() as ours:
+    with cf.added_losses() as added:
         nn.Sequential(*layers).eval()(inputs)
-    assert ours.keys() == theirs.keys() == {"size"}
-    assert torch.allclose(ours["size"], theirs["size"])
+    assert added.keys() == expected.keys() == {"size"}
+    assert torch.allclose(added["size"], expected["size"])
 
 
 def test_skip_connections_and_several_arguments() -> None:
@@ -233,9 +233,9 @@ class Switches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         before = getattr(self.part.one, self.name, None)
         setattr(self.part.one, self.name, self.value)
-        found: Tensor = self.part(x)
+        output: Tensor = self.part(x)
         setattr(self.part.one, self.name, before)
-        return self.head(found)  # type: ignore[no-any-return]
+        return self.head(output)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("name", "value"), [("_adapters", "off"), ("training", None), ("scaling", 2.0)])
@@ -305,7 +305,7 @@ def test_other_kinds_of_mini_batches_are_refused() -> None:
             None,
             cf.schemes.gpipe(1, 1),
             optimizer=torch.optim.SGD,
-            list_layers=lambda found: list(found.children()),
+            list_layers=lambda network: list(network.children()),
             example=sample(0, 2, 4),
         )
 
@@ -372,10 +372,10 @@ def test_stages_train_as_one_process(kind: str, schedule: Any, options: dict[str
     expected = []
     for inputs, target in batches:
         optimizer.zero_grad()
-        found = loss_of(alone(*inputs) if isinstance(inputs, tuple) else alone(inputs), target)
-        found.backward()
+        expected_loss = loss_of(alone(*inputs) if isinstance(inputs, tuple) else alone(inputs), target)
+        expected_loss.backward()
         optimizer.step()
-        expected.append(found.item())
+        expected.append(expected_loss.item())
     losses, evaluated, state = cf.launch(
         trained, model, schedule, batches, options, workers=schedule.workers, transport="local"
     )[0]

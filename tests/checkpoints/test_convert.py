@@ -26,9 +26,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_into_one_file_and_back(checkpoint: Path, tmp_path: Path) -> None:
     weights = cf.load_weights(checkpoint)
-    made = convert(checkpoint, tmp_path / "weights.safetensors")
+    converted = convert(checkpoint, tmp_path / "weights.safetensors")
     file = load_file(tmp_path / "weights.safetensors")
-    assert (made.tensors, made.bytes) == (len(file), (tmp_path / "weights.safetensors").stat().st_size)
+    assert (converted.tensors, converted.bytes) == (
+        len(file),
+        (tmp_path / "weights.safetensors").stat().st_size,
+    )
     assert file.keys() == weights.keys() - {"5.weight"}  # a tied weight is there once
     torch.testing.assert_close(file, {name: weights[name] for name in file}, rtol=0, atol=0)
 

@@ -28,14 +28,14 @@ from .test_pipelines import adamw, loss
 
 @pytest.fixture
 def device() -> Any:
-    found = Device(0, lambda _launches, _why: None)
-    with computing(found.stream, found):
-        yield found.handle
+    fake = Device(0, lambda _launches, _why: None)
+    with computing(fake.stream, fake):
+        yield fake.handle
 
 
 def test_there_is_nothing_before_it_is_waited_for(device: torch.device) -> None:
-    there = {"a": torch.ones(3, device=device), "step": torch.tensor(2.0)}
-    copy = HostCopies(device).begin(there)
+    tensors = {"a": torch.ones(3, device=device), "step": torch.tensor(2.0)}
+    copy = HostCopies(device).begin(tensors)
     assert copy.tensors["a"].is_pinned()
     assert copy.tensors["a"].isnan().all()
     assert copy.tensors["step"].item() == 2  # memory of the host
@@ -44,18 +44,18 @@ def test_there_is_nothing_before_it_is_waited_for(device: torch.device) -> None:
 
 
 def test_a_change_is_ordered_behind_the_copy(device: torch.device) -> None:
-    there = torch.ones(3, device=device)
+    tensor = torch.ones(3, device=device)
     copies = HostCopies(device)
-    copy = copies.begin({"a": there})
+    copy = copies.begin({"a": tensor})
     copy.order()
-    there.add_(1)
+    tensor.add_(1)
     copy.wait()
     assert copy.tensors["a"].tolist() == [1, 1, 1]
-    again = copies.begin({"a": there})
-    assert again.tensors["a"].data_ptr() == copy.tensors["a"].data_ptr()
-    there.add_(1)
+    repeated = copies.begin({"a": tensor})
+    assert repeated.tensors["a"].data_ptr() == copy.tensors["a"].data_ptr()
+    tensor.add_(1)
     with pytest.raises(CopyError, match="changed while another stream copied it"):
-        again.wait()
+        repeated.wait()
 
 
 def test_what_a_forward_may_change_is_copied_before_that_runs(device: torch.device) -> None:
@@ -68,14 +68,14 @@ def test_what_a_forward_may_change_is_copied_before_that_runs(device: torch.devi
 
 
 def test_a_cpu_makes_them_at_once() -> None:
-    there = torch.ones(3)
-    copy = HostCopies(torch.device("cpu")).begin({"a": there})
-    there.add_(1)
+    tensor = torch.ones(3)
+    copy = HostCopies(torch.device("cpu")).begin({"a": tensor})
+    tensor.add_(1)
     assert copy.tensors["a"].tolist() == [1, 1, 1]
 
 
 def test_memory_is_taken_in_few_pieces() -> None:
-    given = {
+    tensors = {
         "bytes": torch.zeros(3, dtype=torch.uint8),
         "none": torch.zeros(0, 5),
         "one": torch.zeros((), dtype=torch.float64),
@@ -83,15 +83,15 @@ def test_memory_is_taken_in_few_pieces() -> None:
         "half": torch.zeros(5, 7, dtype=torch.bfloat16).t(),
         "large": torch.empty(_SLAB_BYTES + 1, dtype=torch.int8, device="meta"),
     }
-    found = _targets(given, pinned=False)
-    assert {key: (t.dtype, t.shape) for key, t in found.items()} == {
-        key: (t.dtype, t.shape) for key, t in given.items()
+    targets = _targets(tensors, pinned=False)
+    assert {key: (t.dtype, t.shape) for key, t in targets.items()} == {
+        key: (t.dtype, t.shape) for key, t in tensors.items()
     }
-    assert len({t.untyped_storage().data_ptr() for key, t in found.items() if t.numel()}) == 2
-    for number, key in enumerate(k for k in found if k != "large"):
-        found[key].fill_(number + 1)
+    assert len({t.untyped_storage().data_ptr() for key, t in targets.items() if t.numel()}) == 2
+    for number, key in enumerate(k for k in targets if k != "large"):
+        targets[key].fill_(number + 1)
     assert all(
-        (found[key] == number + 1).all() for number, key in enumerate(k for k in found if k != "large")
+        (targets[key] == number + 1).all() for number, key in enumerate(k for k in targets if k != "large")
     )
 
 
@@ -144,19 +144,19 @@ def late(copies: HostCopies) -> threading.Event:
 
 def save_beside(out: str) -> list[dict[str, Tensor]]:
     """The state at two checkpoints, each with steps made beside it."""
-    pipeline, found = pipeline_(), []
+    pipeline, states = pipeline_(), []
     saver = Saver(pipeline, Path(out))
     gone_on = late(saver._copies)
     steps(pipeline, 1)
     for _ in range(2):
-        found.append(state(pipeline))
+        states.append(state(pipeline))
         saver.start({}, overlap=True)
         steps(pipeline, 2)
         gone_on.set()
         saver.wait()
         assert saver.last is not None
         assert not saver.last.problem
-    return found
+    return states
 
 
 @pytest.mark.parametrize("transport", ["local", "strict-nccl"])
@@ -167,8 +167,8 @@ def test_a_checkpoint_is_of_the_step_after_which_it_was_begun(
     for number, step in enumerate((1, 3)):
         folder = tmp_path / f"step-{step}"
         pipeline = launch(read, str(folder), workers=2, transport="local", timeout_seconds=30)
-        for mine, stored in zip(by_worker, pipeline, strict=True):
-            torch.testing.assert_close(stored, mine[number], rtol=0, atol=0)
+        for states, stored in zip(by_worker, pipeline, strict=True):
+            torch.testing.assert_close(stored, states[number], rtol=0, atol=0)
 
 
 def read(folder: str) -> dict[str, Tensor]:
@@ -179,32 +179,32 @@ def read(folder: str) -> dict[str, Tensor]:
 
 
 def keep_beside(root: str) -> list[tuple[dict[str, Tensor], tuple[int, dict[str, Tensor]]]]:
-    pipeline, found = pipeline_(), []
+    pipeline, states = pipeline_(), []
     memory = Memory(current_transport(), "run", [2], root=Path(root))
     gone_on = late(memory._copies)
     steps(pipeline, 1)
     for _ in range(3):
-        mine = state(pipeline)
+        current = state(pipeline)
         memory.keep(pipeline, [])
         steps(pipeline, 1)
         gone_on.set()
         memory.settle()
         rank = pipeline.transport.rank
-        whole = [one for path in sorted(memory.folder.glob(f"rank-{rank}.*")) if (one := opened(path))]
-        about, tensors = max(whole, key=lambda one: int(one[0]["step"]))
-        found.append((mine, (about["step"], {key: tensor.clone() for key, tensor in tensors.items()})))
+        copies = [entry for path in sorted(memory.folder.glob(f"rank-{rank}.*")) if (entry := opened(path))]
+        about, tensors = max(copies, key=lambda entry: int(entry[0]["step"]))
+        states.append((current, (about["step"], {key: tensor.clone() for key, tensor in tensors.items()})))
     memory.clear()
-    return found
+    return states
 
 
 @pytest.mark.parametrize("transport", ["local", "strict-nccl"])
 def test_a_copy_in_memory_is_of_the_step_after_which_it_was_begun(
     tmp_path: Path, transport: Literal["local", "strict-nccl"]
 ) -> None:
-    for found in launch(keep_beside, str(tmp_path), workers=2, transport=transport, timeout_seconds=30):
-        assert [step for _, (step, _) in found] == [1, 2, 3]
-        for mine, (_, kept) in found:
-            torch.testing.assert_close(kept, mine, rtol=0, atol=0)
+    for result in launch(keep_beside, str(tmp_path), workers=2, transport=transport, timeout_seconds=30):
+        assert [step for _, (step, _) in result] == [1, 2, 3]
+        for states, (_, copy) in result:
+            torch.testing.assert_close(copy, states, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("work", [save_beside, keep_beside])

@@ -46,8 +46,8 @@ def keep_and_die(root: str, steps: list[int], pieces: int) -> list[int | None]:
     for step in steps:
         before.keep(at(step), [])
     before.settle()
-    again = Memory(transport, "run", [], root=Path(root))
-    found = [again.find()]
+    reopened = Memory(transport, "run", [], root=Path(root))
+    points = [reopened.find()]
 
     def die(*arguments: Any) -> Iterator[memoryview]:
         yield from itertools.islice(pieces_of(*arguments), pieces)
@@ -55,11 +55,11 @@ def keep_and_die(root: str, steps: list[int], pieces: int) -> list[int | None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(files, "pieces_of", die)
-        again.keep(at(steps[-1] + 1), [])
+        reopened.keep(at(steps[-1] + 1), [])
         with pytest.raises(Killed):
-            again.settle()
-    found.append(Memory(transport, "run", [], root=Path(root)).find())
-    return [one.step if one is not None else None for one in found]
+            reopened.settle()
+    points.append(Memory(transport, "run", [], root=Path(root)).find())
+    return [point.step if point is not None else None for point in points]
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 2, 4])
@@ -81,9 +81,13 @@ def test_a_file_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """After a copy, after one of less, and once its writer died in a third."""
     slot = Slot(tmp_path / "slot")
     for number, size in enumerate((5, 3)):
-        there = {"a": torch.full((size,), float(number)), "none": torch.zeros(0, 2), "step": torch.tensor(2)}
-        slot.write(there, packed({"of": number}))
-        torch.testing.assert_close(opened(slot.path), ({"of": number}, there), rtol=0, atol=0)
+        tensors = {
+            "a": torch.full((size,), float(number)),
+            "none": torch.zeros(0, 2),
+            "step": torch.tensor(2),
+        }
+        slot.write(tensors, packed({"of": number}))
+        torch.testing.assert_close(opened(slot.path), ({"of": number}, tensors), rtol=0, atol=0)
     monkeypatch.setattr(files, "pieces_of", _dies)
     with pytest.raises(Killed):
         slot.write({}, packed({}))
@@ -115,31 +119,31 @@ def test_a_file_that_has_no_room_is_none(tmp_path: Path) -> None:
 
 def restored(root: str) -> list[dict[str, Any]]:
     """The state after two steps, and that of another pipeline which found the copy of it."""
-    one, other = (
+    first, second = (
         cf.Pipeline(model(), loss, cf.schemes.chimera(2, 4), optimizer=counting, zero_stage=1)
         for _ in range(2)
     )
     for _ in range(2):
-        one.step(*torch.ones(2, 8, 4, dtype=torch.float64))
-    before = Memory(one.transport, "run", one.cuts, root=Path(root))
-    before.keep(one, [{"loss": 1.0}])
+        first.step(*torch.ones(2, 8, 4, dtype=torch.float64))
+    before = Memory(first.transport, "run", first.cuts, root=Path(root))
+    before.keep(first, [{"loss": 1.0}])
     before.settle()
-    again = Memory(one.transport, "run", one.cuts, root=Path(root))
-    found = again.find()
-    assert found is not None
-    assert found.records == [{"loss": 1.0}]
-    again.restore(found, other)
-    return [one.state_dict(), other.state_dict()]
+    reopened = Memory(first.transport, "run", first.cuts, root=Path(root))
+    point = reopened.find()
+    assert point is not None
+    assert point.records == [{"loss": 1.0}]
+    reopened.restore(point, second)
+    return [first.state_dict(), second.state_dict()]
 
 
 def test_what_is_restored_is_what_was_there(tmp_path: Path) -> None:
     """What an optimiser keeps that is no tensor too; each worker has a part of its state."""
-    there, here = run(restored, str(tmp_path))[0]
-    assert (here["step"], there["step"]) == (2, 2)
-    torch.testing.assert_close(here["model"], there["model"], rtol=0, atol=0)
-    for name, kept in there["optimizer"].items():
-        assert kept["state"]["count"] == 2
-        torch.testing.assert_close(here["optimizer"][name]["state"], kept["state"], rtol=0, atol=0)
+    expected, here = run(restored, str(tmp_path))[0]
+    assert (here["step"], expected["step"]) == (2, 2)
+    torch.testing.assert_close(here["model"], expected["model"], rtol=0, atol=0)
+    for name, slots in expected["optimizer"].items():
+        assert slots["state"]["count"] == 2
+        torch.testing.assert_close(here["optimizer"][name]["state"], slots["state"], rtol=0, atol=0)
 
 
 def make(root: str) -> str:

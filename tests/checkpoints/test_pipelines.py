@@ -29,8 +29,8 @@ def run(work: Any, *args: object, workers: int = 2) -> list[Any]:
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": matrices, "lr": 0.05}, {"params": others, "weight_decay": 0.0}]
+    undecayed = [p for p in parameters if p.dim() <= 1]
+    groups = [{"params": matrices, "lr": 0.05}, {"params": undecayed, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.1, weight_decay=0.1)
 
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_read_under_any_layout(
     tmp_path: Path, schedule: Schedule, replicas: int, options: dict[str, Any]
 ) -> None:
     workers = schedule.workers * replicas
-    whole = run(trained, schedule, range(5), None, None, workers=workers)[0]
+    uninterrupted = run(trained, schedule, range(5), None, None, workers=workers)[0]
     run(trained, cf.schemes.chimera(2, 4), range(2), None, tmp_path)
     launched = launch(
         _with,
@@ -98,12 +98,12 @@ def test_a_checkpoint_is_read_under_any_layout(
     )
     resumed = launched[0]
     assert (resumed["step"], resumed["seed"]) == (5, 3)
-    torch.testing.assert_close(resumed["model"], whole["model"], rtol=1e-12, atol=1e-12)
-    for name, kept in whole["optimizer"].items():
-        found = resumed["optimizer"][name]
-        torch.testing.assert_close(found["state"], kept["state"], rtol=1e-11, atol=1e-12)
-        assert found["options"] == kept["options"]
-    assert resumed["scheduler"] == whole["scheduler"]
+    torch.testing.assert_close(resumed["model"], uninterrupted["model"], rtol=1e-12, atol=1e-12)
+    for name, expected in uninterrupted["optimizer"].items():
+        slots = resumed["optimizer"][name]
+        torch.testing.assert_close(slots["state"], expected["state"], rtol=1e-11, atol=1e-12)
+        assert slots["options"] == expected["options"]
+    assert resumed["scheduler"] == uninterrupted["scheduler"]
 
 
 def _with(options: dict[str, Any], schedule: Schedule, steps: range, start: Path) -> Any:
@@ -111,37 +111,37 @@ def _with(options: dict[str, Any], schedule: Schedule, steps: range, start: Path
 
 
 def test_sharded_state_is_read_unsharded_and_the_other_way_round(tmp_path: Path) -> None:
-    whole = run(trained, cf.schemes.dapple(2, 4), range(5), None, None)[0]
+    uninterrupted = run(trained, cf.schemes.dapple(2, 4), range(5), None, None)[0]
     legs = [
         (cf.schemes.chimera(4, 4), range(2), 1, 1),
         (cf.schemes.dapple(2, 4), range(2, 3), 1, 0),
         (cf.schemes.chimera(2, 4), range(3, 4), 1, 1),
         (cf.schemes.gpipe(1, 2), range(4, 5), 2, 1),
     ]
-    start, found = None, {}
+    start, result = None, {}
     for schedule, steps, replicas, zero_stage in legs:
         work = partial(trained, schedule, steps, start, tmp_path, zero_stage=zero_stage)
-        found = run(work, workers=schedule.workers * replicas)[0]
+        result = run(work, workers=schedule.workers * replicas)[0]
         start = tmp_path / f"step-{steps.stop}"
         written = [load_file(path).keys() for path in start.glob("optimizer-*")]
         assert len(written) > 1
-        assert sum(map(len, written)) == len(set().union(*written)) == 3 * len(whole["optimizer"])
-    torch.testing.assert_close(found["model"], whole["model"], rtol=1e-12, atol=1e-12)
-    for name, kept in whole["optimizer"].items():
-        torch.testing.assert_close(found["optimizer"][name]["state"], kept["state"], rtol=1e-11, atol=1e-12)
-        assert found["optimizer"][name]["options"] == kept["options"]
+        assert sum(map(len, written)) == len(set().union(*written)) == 3 * len(uninterrupted["optimizer"])
+    torch.testing.assert_close(result["model"], uninterrupted["model"], rtol=1e-12, atol=1e-12)
+    for name, slots in uninterrupted["optimizer"].items():
+        torch.testing.assert_close(result["optimizer"][name]["state"], slots["state"], rtol=1e-11, atol=1e-12)
+        assert result["optimizer"][name]["options"] == slots["options"]
 
 
 def test_names_are_the_models_own(tmp_path: Path) -> None:
     run(trained, cf.schemes.chimera(2, 4), range(1), None, tmp_path)
     plain = model().load_state_dict(cf.load_weights(tmp_path))
     assert not plain.missing_keys
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in (tmp_path / "step-1").glob("model-*.safetensors"):
         part = load_file(file)
-        assert found.keys().isdisjoint(part)
-        found |= part
-    assert found.keys() == model().state_dict().keys() - {"5.weight"}  # the tied one is there once
+        assert weights.keys().isdisjoint(part)
+        weights |= part
+    assert weights.keys() == model().state_dict().keys() - {"5.weight"}  # the tied one is there once
 
 
 def averaged(out: Path) -> list[dict[str, Any]]:
@@ -152,23 +152,27 @@ def averaged(out: Path) -> list[dict[str, Any]]:
     for _ in range(2):
         pipeline.step(*torch.ones(2, 8, 4, dtype=torch.float64))
     cf.save_checkpoint(pipeline, out)
-    kept = pipeline.state_dict()["optimizer"]
+    slots = pipeline.state_dict()["optimizer"]
     return [
         pipeline.model_state_dict(),
-        {f"{name}.ema": value for name, value in pipeline.model_state_dict(ema=True).items() if name in kept},
-        {f"{name}.{slot}": value for name in kept for slot, value in kept[name]["state"].items()},
+        {
+            f"{name}.ema": value
+            for name, value in pipeline.model_state_dict(ema=True).items()
+            if name in slots
+        },
+        {f"{name}.{slot}": value for name in slots for slot, value in slots[name]["state"].items()},
     ]
 
 
 def test_torch_reads_the_files_too(tmp_path: Path) -> None:
-    weights, averages, kept = run(averaged, tmp_path)[0]
+    weights, averages, slots = run(averaged, tmp_path)[0]
     del weights["5.weight"]  # the tied one is there once
     assert not torch.equal(weights["0.weight"], averages["0.weight.ema"])
-    whole = {**weights, **averages, **kept}
-    state = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    expected = {**weights, **averages, **slots}
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
         dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "step-2")), no_dist=True)
-    torch.testing.assert_close(state, whole, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
 def test_precision_is_converted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,27 +187,27 @@ def test_precision_is_converted_and_told(tmp_path: Path, caplog: pytest.LogCaptu
         return pipeline.state_dict()
 
     with caplog.at_level(logging.WARNING):
-        found = run(lower)[0]
+        result = run(lower)[0]
     assert any(
         "are float64 there and bfloat16 in this pipeline: converted" in text for text in caplog.messages
     )
-    for kept in found["optimizer"].values():
-        assert kept["state"]["exp_avg"].dtype == torch.bfloat16
-    assert found["step"] == state["step"] + 1
+    for slots in result["optimizer"].values():
+        assert slots["state"]["exp_avg"].dtype == torch.bfloat16
+    assert result["step"] == state["step"] + 1
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(trained, cf.schemes.dapple(2, 4), range(1), None, tmp_path)
 
-    def reads(made: nn.Sequential, optimizer: Any = adamw) -> None:
-        cf.load_checkpoint(cf.Pipeline(made, loss, cf.schemes.dapple(2, 4), optimizer=optimizer), tmp_path)
+    def reads(layers: nn.Sequential, optimizer: Any = adamw) -> None:
+        cf.load_checkpoint(cf.Pipeline(layers, loss, cf.schemes.dapple(2, 4), optimizer=optimizer), tmp_path)
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
     wide = model(tied=False)
     wide[4] = nn.Linear(4, 5, dtype=torch.float64)
-    for made, optimizer, message in (
+    for layers, optimizer, message in (
         (wide, adamw, r"4\.weight has shape \(4, 4\), \(5, 4\) in the pipeline"),
         (
             nn.Sequential(*model(), nn.Linear(4, 4, dtype=torch.float64)),
@@ -217,7 +221,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(reads, made, optimizer)
+            run(reads, layers, optimizer)
     with pytest.raises(ConfigError, match="no such file or folder"):
         cf.load_weights(tmp_path / "none")
 
@@ -240,14 +244,14 @@ def counting(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def test_what_an_optimizer_keeps_that_is_no_tensor(tmp_path: Path, zero_stage: int) -> None:
     chimera, options = cf.schemes.chimera(2, 4), {"optimizer": counting, "zero_stage": zero_stage}
     written = run(partial(trained, chimera, range(2), None, tmp_path, scheduler=None, **options))[0]
-    found = Checkpoint.load(tmp_path, "run").optimizer
-    assert found.keys() == written["optimizer"].keys() == dict(model().named_parameters()).keys()
-    for name, kept in written["optimizer"].items():
-        torch.testing.assert_close(found[name], kept["state"], rtol=0, atol=0)
-        assert found[name]["count"] == 2
+    state = Checkpoint.load(tmp_path, "run").optimizer
+    assert state.keys() == written["optimizer"].keys() == dict(model().named_parameters()).keys()
+    for name, slots in written["optimizer"].items():
+        torch.testing.assert_close(state[name], slots["state"], rtol=0, atol=0)
+        assert state[name]["count"] == 2
     read = partial(trained, cf.schemes.gpipe(1, 4), range(2, 3), tmp_path, None, scheduler=None)
     resumed = run(partial(read, optimizer=counting), workers=1)[0]
-    assert {kept["state"]["count"] for kept in resumed["optimizer"].values()} == {3}
+    assert {slots["state"]["count"] for slots in resumed["optimizer"].values()} == {3}
 
 
 class Setting:
@@ -315,8 +319,8 @@ def test_one_that_thaws_writes_into_no_others_draft(tmp_path: Path) -> None:
 def one_that_is_over(root: str, answers: int) -> list[str]:
     """What is in the folder after a saver was told so many times that nobody else writes there, and why."""
     pipeline = cf.Pipeline(model(), loss, cf.schemes.gpipe(1, 4), optimizer=adamw, scheduler=halved)
-    left = iter([False] * answers)
-    saver = Saver(pipeline, Path(root), over=lambda: next(left, True))
+    answers_left = iter([False] * answers)
+    saver = Saver(pipeline, Path(root), over=lambda: next(answers_left, True))
     saver.start({})
     outcome = saver.wait()
     assert outcome is not None
@@ -326,10 +330,10 @@ def one_that_is_over(root: str, answers: int) -> list[str]:
 @pytest.mark.parametrize("answers", range(4))
 def test_one_whose_attempt_is_over_leaves_no_draft(tmp_path: Path, answers: int) -> None:
     """Whenever it is told: when its draft is there, when its files are, before the index, and after."""
-    [found] = run(one_that_is_over, str(tmp_path), answers, workers=1)
-    assert found == ["others write there by now, or the run has ended"]
+    [outcome] = run(one_that_is_over, str(tmp_path), answers, workers=1)
+    assert outcome == ["others write there by now, or the run has ended"]
 
 
 def test_one_whose_attempt_goes_on_is_complete(tmp_path: Path) -> None:
-    [found] = run(one_that_is_over, str(tmp_path), 4, workers=1)
-    assert found == ["step-0", ""]
+    [outcome] = run(one_that_is_over, str(tmp_path), 4, workers=1)
+    assert outcome == ["step-0", ""]

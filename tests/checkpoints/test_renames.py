@@ -20,10 +20,10 @@ class Killed(BaseException):
 
 
 def folder(root: Path, name: str, text: str) -> Path:
-    made = root / name
-    made.mkdir()
-    (made / INDEX).write_text(text)
-    return made
+    path = root / name
+    path.mkdir()
+    (path / INDEX).write_text(text)
+    return path
 
 
 def read(root: Path) -> list[tuple[str, str]]:
@@ -36,31 +36,31 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     if request.param == "rename":
         monkeypatch.setattr(renames, "exchange", lambda *_: False)
     else:
-        one, other = tmp_path / "one", tmp_path / "other"
-        one.mkdir()
-        other.mkdir()
-        if not exchange(one, other):
+        first, second = tmp_path / "one", tmp_path / "other"
+        first.mkdir()
+        second.mkdir()
+        if not exchange(first, second):
             pytest.skip("this file system exchanges no names")
-        one.rmdir()
-        other.rmdir()
+        first.rmdir()
+        second.rmdir()
     return str(request.param)
 
 
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_any_call(way: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each call that changes a name, or after it, until none is left."""
-    left = 0
+    remaining = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def counted_(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0 and not after:
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0 and not after:
                 raise Killed
-            found = call(*arguments, **options)
-            if left == 0:
+            result = call(*arguments, **options)
+            if remaining == 0:
                 raise Killed
-            return found
+            return result
 
         return counted_
 
@@ -69,16 +69,16 @@ def test_killed_at_any_call(way: str, after: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
     moments = 0
     for moment in range(1, 20):
-        left, root = 0, tmp_path / f"at-{moment}"
+        remaining, root = 0, tmp_path / f"at-{moment}"
         root.mkdir()
         folder(root, "step-5", "old")
         draft = folder(root, draft_of(5, "0a1b"), "new")
-        left = moment
+        remaining = moment
         try:
             put(draft, root / "step-5")
         except Killed:
             moments += 1
-        over, left = left > 0, 0
+        over, remaining = remaining > 0, 0
         ((_, text),) = read(root)  # what a run that begins now goes on from
         assert text in ("old", "new")
         remove_drafts(root)

@@ -47,8 +47,8 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.full((), 1.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.exit(self.blocks(self.entry(tokens))) * self.scale
-        return found
+        output: Tensor = self.exit(self.blocks(self.entry(tokens))) * self.scale
+        return output
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -77,7 +77,7 @@ def alone(
     model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, steps: range
 ) -> list[float]:
     """The losses of one process."""
-    found = []
+    losses = []
     for step in steps:
         tokens, targets = batch(step)
         loss = functional.cross_entropy(model(tokens), targets)
@@ -85,8 +85,8 @@ def alone(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -124,8 +124,8 @@ def test_a_training_goes_on_in_a_pipeline_and_back(make: Optimizer, tmp_path: Pa
     save(titan(model, optimizer, 2), checkpoint_id=tmp_path / "theirs", no_dist=True)
     expected = alone(model, optimizer, scheduler, range(2, 6))
 
-    made = convert(tmp_path / "theirs", tmp_path / "ours")
-    assert made.kind == "a checkpoint that train.resume goes on with"
+    converted = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert converted.kind == "a checkpoint that train.resume goes on with"
     for schedule in (cf.schemes.dapple(2, 4), cf.schemes.zb_v(2, 4)):
         out = tmp_path / schedule.scheme
         work = piped, make, schedule, tmp_path / "ours", range(2, 4), out
@@ -133,38 +133,42 @@ def test_a_training_goes_on_in_a_pipeline_and_back(make: Optimizer, tmp_path: Pa
         assert losses == pytest.approx(expected[:2], rel=1e-12)
 
         convert(out, tmp_path / f"back from {schedule.scheme}", torchtitan=True)
-        again = new()
-        its = make(again.parameters())
-        schedule_again = halving(its)
-        alone(again, its, schedule_again, range(1))  # their code has state to load into
-        state = titan(again, its, 0)
+        restored = new()
+        new_optimizer = make(restored.parameters())
+        schedule_again = halving(new_optimizer)
+        alone(restored, new_optimizer, schedule_again, range(1))  # their code has state to load into
+        state = titan(restored, new_optimizer, 0)
         del state["dataloader"]  # a pipeline's run has none of theirs
         load(state, checkpoint_id=tmp_path / f"back from {schedule.scheme}", no_dist=True)
-        again.load_state_dict({name: state[name] for name in again.state_dict()})
-        set_optimizer_state_dict(again, its, state["optimizer"], options=FLAT)
+        restored.load_state_dict({name: state[name] for name in restored.state_dict()})
+        set_optimizer_state_dict(restored, new_optimizer, state["optimizer"], options=FLAT)
         assert (state["train_state"]["step"], state["lr_scheduler"]["last_epoch"]) == (4, 4)
         schedule_again.last_epoch = state["lr_scheduler"]["last_epoch"]
-        assert alone(again, its, schedule_again, range(4, 6)) == pytest.approx(expected[2:], rel=1e-12)
+        assert alone(restored, new_optimizer, schedule_again, range(4, 6)) == pytest.approx(
+            expected[2:], rel=1e-12
+        )
 
 
 def sharded(folder: str) -> dict[str, Tensor]:
     """Save what two workers share, as FSDP2 shards it; returns the whole."""
     mesh = init_device_mesh("cpu", (2,))
     model = new()
-    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fully_shard(model, mesh=mesh)
     save({"model": model.state_dict()}, checkpoint_id=folder)
-    return whole
+    return full
 
 
 def test_pieces_of_sharded_weights_below_model(tmp_path: Path) -> None:
-    whole = cf.launch(sharded, str(tmp_path / "theirs"), workers=2, transport="gloo", timeout_seconds=60)[0]
-    made = convert(tmp_path / "theirs", tmp_path / "weights.safetensors")
-    assert made.tensors == len(whole)
-    torch.testing.assert_close(load_file(tmp_path / "weights.safetensors"), whole, rtol=0, atol=0)
-    made = convert(tmp_path / "theirs", tmp_path / "ours")
-    assert made.kind == "a checkpoint that train.resume begins with"
-    torch.testing.assert_close(cf.load_weights(tmp_path / "ours"), whole, rtol=0, atol=0)
+    expected = cf.launch(sharded, str(tmp_path / "theirs"), workers=2, transport="gloo", timeout_seconds=60)[
+        0
+    ]
+    converted = convert(tmp_path / "theirs", tmp_path / "weights.safetensors")
+    assert converted.tensors == len(expected)
+    torch.testing.assert_close(load_file(tmp_path / "weights.safetensors"), expected, rtol=0, atol=0)
+    converted = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert converted.kind == "a checkpoint that train.resume begins with"
+    torch.testing.assert_close(cf.load_weights(tmp_path / "ours"), expected, rtol=0, atol=0)
 
 
 class Runs:
@@ -181,23 +185,23 @@ def saved(folder: Path, state: dict[str, Any]) -> Path:
 
 def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one = torch.ones(2)
-    kept = {"state.a.exp_avg": one, "param_groups.a.lr": 0.1}
-    groups = {"state": {"a": {"exp_avg": one}}, "param_groups": [{"params": ["a"], "lr": 0.1}]}
-    weights = saved(tmp_path / "weights", {"a": one})
+    ones = torch.ones(2)
+    state = {"state.a.exp_avg": ones, "param_groups.a.lr": 0.1}
+    groups = {"state": {"a": {"exp_avg": ones}}, "param_groups": [{"params": ["a"], "lr": 0.1}]}
+    weights = saved(tmp_path / "weights", {"a": ones})
     dangerous = tmp_path / "dangerous"
     dangerous.mkdir()
     (dangerous / ".metadata").write_bytes(pickle.dumps(Runs()))
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (dangerous, {}, "it contains posix.system, which is not read"),
-        (saved(tmp_path / "state", {"optimizer": kept}), {}, "has no weights"),
+        (saved(tmp_path / "state", {"optimizer": state}), {}, "has no weights"),
         (
-            saved(tmp_path / "of", {"b": one, "optimizer": kept}),
+            saved(tmp_path / "of", {"b": ones, "optimizer": state}),
             {},
             "exp_avg belongs to no weight of the model",
         ),
-        (saved(tmp_path / "class", {"a": one, "optimizer": kept}), {}, "does not show of which optimiser"),
-        (saved(tmp_path / "groups", {"a": one, "optim": groups}), {}, "flatten_optimizer_state_dict"),
+        (saved(tmp_path / "class", {"a": ones, "optimizer": state}), {}, "does not show of which optimiser"),
+        (saved(tmp_path / "groups", {"a": ones, "optim": groups}), {}, "flatten_optimizer_state_dict"),
         (weights, {"torchtitan": True}, "is not the checkpoint of a run"),
         (weights, {"ema": True}, "leave out --ema"),
     ]
@@ -206,8 +210,8 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             convert(folder, tmp_path / "made", **options)
         assert not (tmp_path / "made").exists()
     assert not (tmp_path / "ran").exists()
-    made = convert(tmp_path / "class", tmp_path / "made", optimizer="Adam")
-    assert made.tensors == 2
+    converted = convert(tmp_path / "class", tmp_path / "made", optimizer="Adam")
+    assert converted.tensors == 2
     (weights / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ConfigError, match="weights: a cannot be read"):
         convert(weights, tmp_path / "other")

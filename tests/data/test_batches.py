@@ -60,9 +60,9 @@ def test_the_mini_batch_does_not_depend_on_the_replicas_it_is_spread_over(
     make: Any, seed: int, step: int, samples: int, replicas: int
 ) -> None:
     batches: Batches = make(seed=seed)
-    whole = tensors(*batches.batch(step, samples * replicas))
+    mini_batch = tensors(*batches.batch(step, samples * replicas))
     parts = [tensors(*batches.batch(step, samples, replica=r, replicas=replicas)) for r in range(replicas)]
-    assert equal(joined(parts), whole)
+    assert equal(joined(parts), mini_batch)
     fixed = [tensors(*batches.validation(samples, replica=r, replicas=replicas)) for r in range(replicas)]
     assert equal(joined(fixed), tensors(*batches.validation(samples * replicas)))
 
@@ -71,12 +71,12 @@ def test_the_mini_batch_does_not_depend_on_the_replicas_it_is_spread_over(
 def test_the_same_on_every_worker_and_different_by_seed_step_sample_and_replica(make: Any) -> None:
     first = tensors(*make().batch(5, 4, replica=1, replicas=2))
     assert equal(first, tensors(*make().batch(5, 4, replica=1, replicas=2)))
-    for other in (
+    for different in (
         make(seed=1).batch(5, 4, replica=1, replicas=2),
         make().batch(6, 4, replica=1, replicas=2),
         make().batch(5, 4, replica=0, replicas=2),
     ):
-        assert not equal(first, tensors(*other))
+        assert not equal(first, tensors(*different))
     assert len({tuple(row.tolist()) for row in first[0]}) == 4
 
 
@@ -188,9 +188,9 @@ def test_eight_tenths_masked_one_replaced_one_kept() -> None:
     chosen = targets != IGNORED
     hidden = tokens[chosen]
     masked = (hidden == MASK).float().mean().item()
-    kept = (hidden == targets[chosen]).float().mean().item()
+    unchanged = (hidden == targets[chosen]).float().mean().item()
     assert masked == pytest.approx(0.8, abs=0.02)
-    assert kept == pytest.approx(0.1, abs=0.02)
+    assert unchanged == pytest.approx(0.1, abs=0.02)
     assert int(hidden.max()) == MASK
     assert len(values(hidden)) > 200  # replaced by any byte
 

@@ -1,4 +1,4 @@
-"""What is hidden from masked models: the same for all workers, and as much as it should be."""
+"""Tokens hidden from masked models: the same for all workers, and as much as it should be."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Tokenizer:
 def documents() -> Documents:
     """Twenty of 2 to 21 tokens, with a special one at each end."""
     rng = np.random.default_rng(0)
-    each = [[1, *rng.integers(4, 50, n).tolist(), 2] for n in range(20)]
-    starts = np.cumsum([0, *map(len, each)])
-    return Documents(np.array([token for row in each for token in row], np.int32), starts, 100)
+    texts = [[1, *rng.integers(4, 50, n).tolist(), 2] for n in range(20)]
+    starts = np.cumsum([0, *map(len, texts)])
+    return Documents(np.array([token for row in texts for token in row], np.int32), starts, 100)
 
 
 def masked(kind: Any, **options: Any) -> Masked:
@@ -37,42 +37,42 @@ def masked(kind: Any, **options: Any) -> Masked:
 
 def test_what_is_hidden_is_told_by_the_labels() -> None:
     """A token is chosen, or is as it was; none that is special is."""
-    found = masked(Padded, padding=0)
-    whole = Padded(documents(), 12, 50, padding=0, causal=False, seed=1)
-    hidden = kept = chosen = 0
+    samples = masked(Padded, padding=0)
+    unmasked = Padded(documents(), 12, 50, padding=0, causal=False, seed=1)
+    hidden = unchanged = chosen = 0
     for step in range(40):
-        inputs, labels = found.batch(step, 4)
-        before, _ = whole.batch(step, 4)
+        inputs, labels = samples.batch(step, 4)
+        before, _ = unmasked.batch(step, 4)
         assert torch.equal(inputs["attention_mask"], before["attention_mask"])
         true, ids = before["input_ids"], inputs["input_ids"]
-        told = labels != -100
-        assert torch.equal(true[told], labels[told])
-        assert torch.equal(true[~told], ids[~told])
-        assert (true[told] > 3).all()
-        assert told.sum(1).tolist() == [round(0.15 * n) or int(n > 0) for n in (true > 3).sum(1).tolist()]
-        hidden += int((ids[told] == 3).sum())
-        kept += int((ids[told] == true[told]).sum())
-        chosen += int(told.sum())
+        labelled = labels != -100
+        assert torch.equal(true[labelled], labels[labelled])
+        assert torch.equal(true[~labelled], ids[~labelled])
+        assert (true[labelled] > 3).all()
+        assert labelled.sum(1).tolist() == [round(0.15 * n) or int(n > 0) for n in (true > 3).sum(1).tolist()]
+        hidden += int((ids[labelled] == 3).sum())
+        unchanged += int((ids[labelled] == true[labelled]).sum())
+        chosen += int(labelled.sum())
     assert 0.7 < hidden / chosen < 0.9
-    assert 0.04 < kept / chosen < 0.2
+    assert 0.04 < unchanged / chosen < 0.2
 
 
 def test_samples_do_not_depend_on_replicas_or_on_what_was_read_before() -> None:
-    found = masked(Packed)
-    inputs, labels = found.batch(3, 6)
-    again = masked(Packed)
-    parts = [again.batch(3, 2, replica=replica, replicas=3) for replica in (2, 0, 1)]
+    samples = masked(Packed)
+    inputs, labels = samples.batch(3, 6)
+    repeated = masked(Packed)
+    parts = [repeated.batch(3, 2, replica=replica, replicas=3) for replica in (2, 0, 1)]
     parts = [parts[1], parts[2], parts[0]]
     assert torch.equal(torch.cat([part["input_ids"] for part, _ in parts]), inputs["input_ids"])
     assert torch.equal(torch.cat([part for _, part in parts]), labels)
     assert set(inputs) == {"input_ids"}
-    assert torch.equal(found.validation(1)[1], masked(Packed).validation(1)[1])
+    assert torch.equal(samples.validation(1)[1], masked(Packed).validation(1)[1])
 
 
 def test_a_text_that_is_cut_keeps_its_end() -> None:
-    whole = Padded(documents(), 6, 50, padding=0, causal=False)
+    padded = Padded(documents(), 6, 50, padding=0, causal=False)
     for step in range(19):
-        inputs, _ = whole.batch(step, 1)
+        inputs, _ = padded.batch(step, 1)
         ids = inputs["input_ids"][0][inputs["attention_mask"][0] == 1]
         assert ids[[0, -1]].tolist() == [1, 2]
         assert (ids == 2).sum() == 1

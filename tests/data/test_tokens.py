@@ -30,23 +30,25 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_documents_are_the_texts_with_their_ends(lines: Path, tokenizer: Any) -> None:
-    found = read_documents(lines, tokenizer)
-    assert found.count == len(TEXTS)
-    assert found.bytes == sum(map(len, TEXTS))
-    parts = [found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False)]
+    documents = read_documents(lines, tokenizer)
+    assert documents.count == len(TEXTS)
+    assert documents.bytes == sum(map(len, TEXTS))
+    parts = [
+        documents.tokens[a:b].tolist() for a, b in zip(documents.starts, documents.starts[1:], strict=False)
+    ]
     assert all(part[-1] == tokenizer.eos_token_id for part in parts)
     assert [tokenizer.decode(part[:-1]) for part in parts] == TEXTS
-    assert 0 < found.entropy < 5
-    assert read_documents(lines, tokenizer) is found
+    assert 0 < documents.entropy < 5
+    assert read_documents(lines, tokenizer) is documents
 
 
 def test_a_text_file_is_one_document_and_a_folder_many(tmp_path: Path, tokenizer: Any) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("\n".join(TEXTS[:5]))
     assert read_documents(tmp_path / "0.txt", tokenizer).count == 1
-    found = read_documents(tmp_path, tokenizer)
-    assert found.count == 3
-    assert tokenizer.decode(found.tokens[: found.starts[1] - 1]) == "\n".join(TEXTS[:5])
+    documents = read_documents(tmp_path, tokenizer)
+    assert documents.count == 3
+    assert tokenizer.decode(documents.tokens[: documents.starts[1] - 1]) == "\n".join(TEXTS[:5])
 
 
 def rows_of(batches: Packed | Padded, steps: int, samples: int, replicas: int = 1) -> list[tuple[int, ...]]:
@@ -63,11 +65,11 @@ def test_packed_samples_are_the_documents_one_after_another(lines: Path, tokeniz
     packed = Packed(documents, 16, 300, seed=1)
     count = len(documents.tokens) // 16
     held_back = max(1, count // 20)
-    every = {tuple(documents.tokens[16 * n : 16 * n + 16].tolist()) for n in range(count)}
+    expected = {tuple(documents.tokens[16 * n : 16 * n + 16].tolist()) for n in range(count)}
     epoch = rows_of(packed, count - held_back, 1)
     assert len(set(epoch)) == count - held_back  # each once
     validation = {tuple(row.tolist()) for row in packed.validation(held_back)[0]["input_ids"]}
-    assert set(epoch) | validation == every
+    assert set(epoch) | validation == expected
     assert not set(epoch) & validation
     assert rows_of(packed, count - held_back, 1) == epoch
     assert rows_of(packed, 2 * (count - held_back), 1)[count - held_back :] != epoch  # another order
@@ -81,10 +83,10 @@ def test_positions_of_packed_samples_begin_anew_with_each_document() -> None:
     assert inputs["input_ids"].tolist() == [[16, 17, 18, 19, 20, 21, 22, 23]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert labels.tolist() == [[-100, 17, 18, 19, 20, -100, 22, 23]]
-    found = {tuple(row.tolist()) for step in range(2) for row in packed.batch(step, 1)[0]["position_ids"]}
-    assert found == {(0, 1, 2, 0, 1, 2, 3, 4), tuple(range(8))}
-    whole = Packed(Documents(documents.tokens, _array([0, 8, 24]), 24), 8, 300)
-    assert "position_ids" not in whole.batch(0, 2)[0]
+    rows = {tuple(row.tolist()) for step in range(2) for row in packed.batch(step, 1)[0]["position_ids"]}
+    assert rows == {(0, 1, 2, 0, 1, 2, 3, 4), tuple(range(8))}
+    aligned = Packed(Documents(documents.tokens, _array([0, 8, 24]), 24), 8, 300)
+    assert "position_ids" not in aligned.batch(0, 2)[0]
 
 
 def test_padded_samples_are_a_document_each() -> None:

@@ -171,22 +171,22 @@ def test_made_on_meta_and_reset_is_what_the_seed_builds(config: ModelConfig) -> 
         layer.to_empty(device="cpu")
         for tensor in [*layer.parameters(), *layer.buffers()]:
             tensor.data.fill_(torch.nan if tensor.is_floating_point() else 77)
-    for (first, first_name), *others in shared:
-        for other, name in others:
+    for (first, first_name), *further in shared:
+        for further_tensor, name in further:
             owner, _, own_name = name.rpartition(".")
             tied = layers[first].get_parameter(first_name)
-            setattr(layers[other].get_submodule(owner), own_name, tied)
+            setattr(layers[further_tensor].get_submodule(owner), own_name, tied)
     torch.manual_seed(3)
     for layer in layers:
         for module in layer.modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
-    for index, (ours, theirs) in enumerate(zip(layers, direct, strict=True)):
-        assert ours.state_dict().keys() == theirs.state_dict().keys()
-        for name, tensor in ours.state_dict().items():
-            assert torch.equal(tensor, theirs.state_dict()[name]), f"{name} of layer {index}"
-        assert {name for name, _ in ours.named_buffers()} <= ours.state_dict().keys()
+    for index, (built, seeded) in enumerate(zip(layers, direct, strict=True)):
+        assert built.state_dict().keys() == seeded.state_dict().keys()
+        for name, tensor in built.state_dict().items():
+            assert torch.equal(tensor, seeded.state_dict()[name]), f"{name} of layer {index}"
+        assert {name for name, _ in built.named_buffers()} <= built.state_dict().keys()
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_only_batch_normalisation_mixes_samples(norm: Norm) -> None:
     first, second = (run(layers, half) for half in images.split(2))
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)
-    apart = torch.cat([first, second])
-    assert torch.allclose(together, apart, atol=1e-5) is (norm is Norm.GROUP)
+    separate = torch.cat([first, second])
+    assert torch.allclose(together, separate, atol=1e-5) is (norm is Norm.GROUP)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def every_word(problem: Problem, worker: int) -> Iterator[tuple[int, ...]]:
         if not more:
             yield word
         for n in more:
-            own = [need.letter for need in letters[n].needs if letters[need.letter].worker == worker]
-            if all(word.count(m) > word.count(n) for m in own):
+            inputs = [need.letter for need in letters[n].needs if letters[need.letter].worker == worker]
+            if all(word.count(m) > word.count(n) for m in inputs):
                 yield from grown((*word, n))
 
     return grown(())

@@ -56,28 +56,28 @@ def test_each_scheme_has_a_turn_before_one_has_its_next_and_begins_with_most_mem
 
 
 def test_a_named_scheme_at_the_bound_is_returned_at_once() -> None:
-    found = cf.synthesize(plain(linear(4), 8, split=True), peak=4)
-    assert [found.makespan, found.lower_bound, found.gap] == [27, 27, 0]
-    assert found.proved
-    assert found.method == "zb-h1(stages=4, micro_batches=8)"
-    assert found.gain == 0
-    assert set(found.peak) == {4}
-    assert set(found.idle) == {3}
+    result = cf.synthesize(plain(linear(4), 8, split=True), peak=4)
+    assert [result.makespan, result.lower_bound, result.gap] == [27, 27, 0]
+    assert result.proved
+    assert result.method == "zb-h1(stages=4, micro_batches=8)"
+    assert result.gain == 0
+    assert set(result.peak) == {4}
+    assert set(result.idle) == {3}
 
 
 def test_it_is_never_worse_than_the_best_named_scheme_within_the_limits() -> None:
     uneven = cf.Costs(forward=(1, 2, 1, 3), backward=(2, 4, 2, 5), p2p=0.3)
-    found = cf.synthesize(plain(linear(4), 6, split=True), uneven, peak=(4, 4, 3, 3), moves=200)
-    assert found.named is not None
-    name, seconds = found.named
+    result = cf.synthesize(plain(linear(4), 6, split=True), uneven, peak=(4, 4, 3, 3), moves=200)
+    assert result.named is not None
+    name, seconds = result.named
     assert name.startswith(("zb-h1", "dapple"))
-    assert found.lower_bound <= found.value <= seconds
-    assert found.value == cf.simulate(found.schedule, uneven).makespan
-    assert all(peak <= most for peak, most in zip(found.peak, (4, 4, 3, 3), strict=True))
-    cf.check(found.schedule)
-    again = cf.synthesize(plain(linear(4), 6, split=True), uneven, peak=(4, 4, 3, 3), moves=200)
-    assert again.schedule == found.schedule
-    assert again.bound == found.bound
+    assert result.lower_bound <= result.value <= seconds
+    assert result.value == cf.simulate(result.schedule, uneven).makespan
+    assert all(peak <= most for peak, most in zip(result.peak, (4, 4, 3, 3), strict=True))
+    cf.check(result.schedule)
+    repeated = cf.synthesize(plain(linear(4), 6, split=True), uneven, peak=(4, 4, 3, 3), moves=200)
+    assert repeated.schedule == result.schedule
+    assert repeated.bound == result.bound
 
 
 @pytest.mark.parametrize(("peak", "makespan"), [(2, 9), (3, 7.5), (4, 7.5)])
@@ -85,15 +85,15 @@ def test_the_best_order_of_slices_at_each_memory(peak: int, makespan: float) -> 
     """Two stages, two micro-batches of two slices: Seq1F1B holds 3 slices, and there it is the best."""
     pytest.importorskip("ortools")
     workload = sliced_workload(plain(linear(2), 2), 2)
-    found = cf.synthesize(workload, peak=peak / 2, moves=100)
-    assert (found.makespan, found.lower_bound, found.proved) == (makespan, makespan, True)
+    result = cf.synthesize(workload, peak=peak / 2, moves=100)
+    assert (result.makespan, result.lower_bound, result.proved) == (makespan, makespan, True)
     best, _ = least(problem_of(workload, peak=peak / 2))
     assert best == makespan
-    assert max(found.peak) <= peak / 2
-    cf.check(found.schedule)
-    assert loads(dumps(found.schedule), "mine.json") == found.schedule
+    assert max(result.peak) <= peak / 2
+    cf.check(result.schedule)
+    assert loads(dumps(result.schedule), "mine.json") == result.schedule
     if peak > 2:
-        assert found.method == "dapple(stages=2, micro_batches=2, slices=2)"
+        assert result.method == "dapple(stages=2, micro_batches=2, slices=2)"
 
 
 def test_the_best_order_of_slices_of_growing_cost() -> None:
@@ -102,37 +102,37 @@ def test_the_best_order_of_slices_of_growing_cost() -> None:
     costs = cf.Costs(attention=0.5)
     for slices, makespan in ((2, 7.875), ("5+3", 7.5234375)):
         workload = sliced_workload(plain(linear(2), 2), slices)
-        found = cf.synthesize(workload, costs, peak=2, moves=100)
+        result = cf.synthesize(workload, costs, peak=2, moves=100)
         best, _ = least(problem_of(workload, costs, peak=2))
-        assert found.makespan == pytest.approx(makespan)
+        assert result.makespan == pytest.approx(makespan)
         assert best == pytest.approx(makespan)
-        assert cf.simulate(found.schedule, costs).makespan == pytest.approx(makespan)
-        assert loads(dumps(found.schedule), "mine.json") == found.schedule
+        assert cf.simulate(result.schedule, costs).makespan == pytest.approx(makespan)
+        assert loads(dumps(result.schedule), "mine.json") == result.schedule
 
 
 def test_an_order_of_slices_is_searched_for_between_the_memories_of_seq1f1b() -> None:
     """Four stages hold 5 of two slices each with Seq1F1B, in 16.5; with 4 the best takes 18."""
     workload = sliced_workload(plain(linear(4), 4), 2)
-    found = cf.synthesize(workload, peak=4 / 2, moves=20_000)
-    assert (found.makespan, found.lower_bound, found.proved) == (18, 18, True)
-    assert found.named is None
-    cf.check(found.schedule)
+    result = cf.synthesize(workload, peak=4 / 2, moves=20_000)
+    assert (result.makespan, result.lower_bound, result.proved) == (18, 18, True)
+    assert result.named is None
+    cf.check(result.schedule)
 
 
 def test_the_steady_step_is_improved_and_proved_by_the_solver() -> None:
     pytest.importorskip("ortools")
-    told: list[tuple[float, float, str]] = []
+    reports: list[tuple[float, float, str]] = []
 
     def report(best: float, bound: float, doing: str) -> None:
-        told.append((best, bound, doing))
+        reports.append((best, bound, doing))
 
-    found = cf.synthesize(
+    result = cf.synthesize(
         plain(linear(2), 4, split=True), peak=3, objective="steady", moves=1000, report=report
     )
-    assert found.steady == found.lower_bound == 12
-    assert found.proved
-    assert [best for best, _, _ in told] == sorted((best for best, _, _ in told), reverse=True)
-    assert all(bound <= best for best, bound, _ in told)
+    assert result.steady == result.lower_bound == 12
+    assert result.proved
+    assert [best for best, _, _ in reports] == sorted((best for best, _, _ in reports), reverse=True)
+    assert all(bound <= best for best, bound, _ in reports)
 
 
 def test_ctrl_c_keeps_the_best() -> None:
@@ -140,10 +140,10 @@ def test_ctrl_c_keeps_the_best() -> None:
         if doing.startswith("dapple"):
             raise KeyboardInterrupt
 
-    found = cf.synthesize(plain(linear(4), 8, split=True), peak=4, report=report)
-    assert found.stopped
-    assert found.makespan == 30
-    assert not found.proved
+    result = cf.synthesize(plain(linear(4), 8, split=True), peak=4, report=report)
+    assert result.stopped
+    assert result.makespan == 30
+    assert not result.proved
 
 
 def test_what_cannot_be_ordered_is_refused() -> None:

@@ -36,11 +36,11 @@ def test_the_layers_give_what_the_model_gives(name: str) -> None:
     model = tiny.made(name)
     for padded in (False, True):
         inputs, labels = tiny.batch(name, padded=padded)
-        expected, found = model(**inputs, labels=labels), run_through(model, inputs)
-        assert type(found) is type(expected)
-        where = inputs["attention_mask"].bool() if padded and found.logits.dim() == 3 else ...
-        torch.testing.assert_close(found.logits[where], expected.logits[where], rtol=0, atol=1e-6)
-        loss = hf.loss(found, labels)
+        expected, output = model(**inputs, labels=labels), run_through(model, inputs)
+        assert type(output) is type(expected)
+        where = inputs["attention_mask"].bool() if padded and output.logits.dim() == 3 else ...
+        torch.testing.assert_close(output.logits[where], expected.logits[where], rtol=0, atol=1e-6)
+        loss = hf.loss(output, labels)
         torch.testing.assert_close(loss.sum / loss.weight, expected.loss, rtol=1e-6, atol=0)
 
 
@@ -50,9 +50,9 @@ def test_packed_sequences(name: str) -> None:
     model = tiny.made(name)
     (inputs, _) = tiny.batch(name, 2, padded=False)
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)
-    found = run_through(model, {**inputs, "position_ids": positions}).logits
-    apart = [model(input_ids=part).logits for part in inputs["input_ids"].split([7, 5], dim=1)]
-    torch.testing.assert_close(found, torch.cat(apart, 1), rtol=0, atol=1e-5)
+    logits = run_through(model, {**inputs, "position_ids": positions}).logits
+    separate = [model(input_ids=part).logits for part in inputs["input_ids"].split([7, 5], dim=1)]
+    torch.testing.assert_close(logits, torch.cat(separate, 1), rtol=0, atol=1e-5)
 
 
 SCHEMES = [
@@ -71,13 +71,13 @@ def trained(model: nn.Module, schedule: Schedule, batches: list[Batch], **option
     pipeline = cf.Pipeline(
         model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, clip_norm=0.5, **options
     )
-    steps = [pipeline.step(*each) for each in batches]
+    steps = [pipeline.step(*mini_batch) for mini_batch in batches]
     return [(step.loss, step.grad_norm) for step in steps], pipeline.model_state_dict()
 
 
 def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any) -> None:
     alone = copy.deepcopy(model)
-    found = cf.launch(
+    results = cf.launch(
         trained,
         model,
         schedule,
@@ -87,7 +87,7 @@ def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any)
         timeout_seconds=60,
         **options,
     )
-    steps, state = found[0]
+    steps, state = results[0]
     for name, tensor in model.state_dict().items():  # the threads trained the model they were given
         assert torch.equal(state[name], tensor), name
     optimizer = adamw([p for p in alone.parameters() if p.requires_grad])
@@ -99,9 +99,9 @@ def agrees(model: Any, schedule: Schedule, batches: list[Batch], **options: Any)
         optimizer.step()
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         assert norm == pytest.approx(of_all.item(), rel=1e-4)
-    whole = alone.state_dict()
-    assert list(state) == list(whole)
-    for name, tensor in whole.items():
+    alone_state = alone.state_dict()
+    assert list(state) == list(alone_state)
+    for name, tensor in alone_state.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
@@ -153,45 +153,45 @@ def test_masks_go_with_a_value_a_position(name: str) -> None:
     first = hf.layers(tiny.made(name))[0]
     inputs, _ = tiny.batch(name, padded=True)
     length = inputs["input_ids"].shape[1]
-    taken = first(inputs)["taken"]
-    tensors = [leaf for leaf in pytree.tree_leaves(taken) if isinstance(leaf, Tensor)]
-    assert not any(one.shape[-2:] == (length, length) for one in tensors)
-    for kind, whole in masks.widened(taken).items():
-        found = [leaf for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor) and leaf.dim() == 4]
-        assert [one.shape for one in found] == [(8, 1, length, length)], kind
+    arguments = first(inputs)["taken"]
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    assert not any(mask.shape[-2:] == (length, length) for mask in tensors)
+    for kind, expanded in masks.widened(arguments).items():
+        wide = [leaf for leaf in pytree.tree_leaves(expanded) if isinstance(leaf, Tensor) and leaf.dim() == 4]
+        assert [mask.shape for mask in wide] == [(8, 1, length, length)], kind
 
 
 def test_a_mask_of_another_form_goes_as_it_is() -> None:
     odd = torch.rand(8, 1, 5, 5) < 0.5
     positions = torch.arange(5).expand(8, -1)
-    for form, apart in masks.forms_of([2, None], packed=True):
-        assert masks.narrowed(odd, form, positions if apart else None) is None
+    for form, separate in masks.forms_of([2, None], packed=True):
+        assert masks.narrowed(odd, form, positions if separate else None) is None
 
 
 def test_a_model_without_a_mask_hands_none_on() -> None:
     first = hf.layers(tiny.made("llama"))[0]
     (inputs, _) = tiny.batch("llama", padded=False)
-    ((_, taken),) = first(inputs["input_ids"])["taken"].values()
-    assert taken["attention_mask"] is None
-    ((_, taken),) = first({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})[
+    ((_, arguments),) = first(inputs["input_ids"])["taken"].values()
+    assert arguments["attention_mask"] is None
+    ((_, arguments),) = first({**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])})[
         "taken"
     ].values()
-    assert taken["attention_mask"].keys.shape == (8, tiny.POSITIONS)
+    assert arguments["attention_mask"].keys.shape == (8, tiny.POSITIONS)
 
 
 def predicted(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     pipeline = cf.Pipeline(model, hf.loss, cf.schemes.dapple(2, 4), optimizer=adamw, list_layers=hf.layers)
-    found: Tensor = pipeline.predict(kwargs=inputs).logits
-    return found
+    logits: Tensor = pipeline.predict(kwargs=inputs).logits
+    return logits
 
 
 def test_predictions_are_the_models_own() -> None:
     model = tiny.with_dropout()
     (inputs, _) = tiny.batch("gpt2")
-    found = cf.launch(predicted, model, inputs, workers=2, transport="local", timeout_seconds=60)
+    results = cf.launch(predicted, model, inputs, workers=2, transport="local", timeout_seconds=60)
     expected = model.eval()(**inputs).logits
     where = inputs["attention_mask"].bool()
-    torch.testing.assert_close(found[0][where], expected[where], rtol=0, atol=1e-5)
+    torch.testing.assert_close(results[0][where], expected[where], rtol=0, atol=1e-5)
 
 
 # -- what is refused

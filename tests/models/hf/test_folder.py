@@ -1,4 +1,4 @@
-"""What a pipeline has trained, as transformers and peft read it."""
+"""Folders of what a pipeline has trained, as transformers and peft read it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def trained(model: nn.Module, schedule: Schedule, batches: Any, folder: Path, **options: Any) -> Any:
     pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, **options)
-    losses = [pipeline.step(*each).loss for each in batches]
+    losses = [pipeline.step(*mini_batch).loss for mini_batch in batches]
     hf.save(model, pipeline, folder)
     return losses, pipeline.model_state_dict()
 
@@ -54,11 +54,11 @@ def test_from_pretrained_reads_what_the_pipeline_has(name: str, schedule: Schedu
     _, state = launched(model, schedule, [tiny.batch(name)], tmp_path)
     read, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    found = read.state_dict()
-    assert list(found) == list(state)
+    weights = read.state_dict()
+    assert list(weights) == list(state)
     for key, tensor in state.items():
-        assert torch.equal(found[key], tensor), key
-        assert found[key].dtype is tensor.dtype
+        assert torch.equal(weights[key], tensor), key
+        assert weights[key].dtype is tensor.dtype
     first = next(iter(state.values()))
     assert torch.equal(first, next(model.parameters()))  # the threads trained the model they were given
     assert not torch.equal(first, next(tiny.made(name).parameters()))
@@ -126,10 +126,10 @@ def test_adapters_train_as_in_one_process(
         trains = "lora_" in key or "modules_to_save" in key
         assert trains or torch.equal(state[key], before[key]), key
     read = peft.PeftModel.from_pretrained(tiny.made(name), tmp_path)
-    found = read.state_dict()
-    assert set(found) == set(state)
+    weights = read.state_dict()
+    assert set(weights) == set(state)
     for key, tensor in state.items():
-        assert torch.equal(found[key], tensor), key
+        assert torch.equal(weights[key], tensor), key
 
 
 def checkpointed(name: str, when: str, *, reentrant: bool) -> nn.Module:
@@ -166,10 +166,10 @@ def test_adapters_with_gradient_checkpointing(when: str, reentrant: bool) -> Non
         ]
 
     expected = checkpointed("llama", when, reentrant=reentrant)
-    told = alone(expected, batches)
-    (found, _) = cf.launch(work, workers=2, transport="local", timeout_seconds=60)
-    for way, (losses, state) in zip(ways, found, strict=True):
-        assert losses == pytest.approx(told, rel=1e-5), way
+    expected_losses = alone(expected, batches)
+    (result, _) = cf.launch(work, workers=2, transport="local", timeout_seconds=60)
+    for way, (losses, state) in zip(ways, result, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=1e-5), way
         for key, tensor in expected.state_dict().items():
             torch.testing.assert_close(state[key], tensor, rtol=0, atol=1e-5, msg=f"{way}: {key}")
 
@@ -187,7 +187,7 @@ def tiny_trained(model: nn.Module, schedule: Schedule, batches: Any, recompute: 
     with cf.Pipeline(
         model, hf.loss, schedule, optimizer=adamw, list_layers=hf.layers, recompute=recompute
     ) as pipeline:
-        return [pipeline.step(*each).loss for each in batches], pipeline.model_state_dict()
+        return [pipeline.step(*mini_batch).loss for mini_batch in batches], pipeline.model_state_dict()
 
 
 def test_adapters_on_the_meta_device(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def _agreement(model: nn.Module, scheme: str = SEQ1F1B, *, batches: Any = None, 
 def _phi() -> nn.Module:
     sizes = {name: size for name, size in tiny.SIZES.items() if name != "initializer_range"}
     config = tf.PhiConfig(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-    found: nn.Module = tf.PhiForCausalLM(config).train()
-    return found
+    model: nn.Module = tf.PhiForCausalLM(config).train()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,14 @@ def _phi() -> nn.Module:
 def test_decoders_train_as_one_process(name: str) -> None:
     """Mistral, Qwen 2 and Gemma 3 with a window of less than a slice."""
     for scheme in (SEQ1F1B, "zb-h1(stages=2, micro_batches=2, slices=2)"):
-        found = _agreement(tiny.made(name), scheme)
-        errors = found.loss_error, found.norm_error, found.gradient_error, found.weight_error
-        assert max(errors) < TOLERANCES.get(name, 1e-10), (scheme, found)
+        differences = _agreement(tiny.made(name), scheme)
+        errors = (
+            differences.loss_error,
+            differences.norm_error,
+            differences.gradient_error,
+            differences.weight_error,
+        )
+        assert max(errors) < TOLERANCES.get(name, 1e-10), (scheme, differences)
 
 
 class _Double:
@@ -86,13 +91,21 @@ def test_recurrent_layers_train_as_one_process(monkeypatch: pytest.MonkeyPatch) 
     ):
         model = tiny.made(name)
         monkeypatch.setattr(sys.modules[type(model).__module__], "torch", _Double())
-        found = _agreement(model, scheme, **{"batches": [[(ids, labels)]], **options})
-        assert found.ok, (name, scheme, options)
+        differences = _agreement(model, scheme, **{"batches": [[(ids, labels)]], **options})
+        assert differences.ok, (name, scheme, options)
 
 
 def test_recurrent_layers_as_they_are() -> None:
-    found = _agreement(tiny.made("mamba2"))
-    assert max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error) < 5e-6, found
+    differences = _agreement(tiny.made("mamba2"))
+    assert (
+        max(
+            differences.loss_error,
+            differences.norm_error,
+            differences.gradient_error,
+            differences.weight_error,
+        )
+        < 5e-6
+    ), differences
 
 
 def test_phi_and_adapters_train_as_one_process() -> None:
@@ -131,15 +144,15 @@ def _weights(scheme: str, recompute: str) -> dict[str, Tensor]:
 
 def test_dropout_is_drawn_by_slice_whatever_the_schedule_and_recomputation() -> None:
     """Of embeddings, layers, attention weights and adapters, also with packed documents."""
-    found = []
+    results = []
     for scheme, stages, recompute in (("zb-h1", 2, "none"), ("1f1b", 4, "layer")):
         text = f"{scheme}(stages={stages}, micro_batches=2, slices=3)"
         rows = cf.launch(_weights, text, recompute, workers=stages, transport="local")
-        found.append({name: value for row in rows for name, value in row.items()})
-    for other in found[1:]:
-        assert found[0].keys() == other.keys()
-        for name, value in found[0].items():
-            assert torch.allclose(value, other[name], rtol=1e-10, atol=1e-12), name
+        results.append({name: value for row in rows for name, value in row.items()})
+    for repeated in results[1:]:
+        assert results[0].keys() == repeated.keys()
+        for name, value in results[0].items():
+            assert torch.allclose(value, repeated[name], rtol=1e-10, atol=1e-12), name
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def _numbered(ids: Tensor) -> dict[str, Tensor]:
 def test_packed_documents_and_padding_train_as_one_process() -> None:
     """One process has transformers' own masks."""
     four = "1f1b(stages=2, micro_batches=2, slices=4)"
-    for name, given, scheme, options in (
+    for name, inputs_of, scheme, options in (
         ("llama", _packed, four, {}),
         ("mistral", _packed, SEQ1F1B, {"recompute": "layer"}),
         ("gpt2", _packed, "zb-h1(stages=2, micro_batches=2, slices=2)", {}),
@@ -191,8 +204,8 @@ def test_packed_documents_and_padding_train_as_one_process() -> None:
         ("gpt-neox", _numbered, SEQ1F1B, {}),
     ):
         ids, labels = _batch()
-        found = _agreement(tiny.made(name), scheme, batches=[[(given(ids), labels)]], **options)
-        assert found.ok, (name, given, scheme, found)
+        differences = _agreement(tiny.made(name), scheme, batches=[[(inputs_of(ids), labels)]], **options)
+        assert differences.ok, (name, inputs_of, scheme, differences)
 
 
 def _with_mask_of_pairs() -> None:
@@ -233,8 +246,8 @@ def _peak(slices: int) -> int:
 
 
 def test_what_earlier_slices_left_is_saved_once() -> None:
-    whole, four = (max(cf.launch(_peak, n, workers=4, transport="local")) for n in (1, 4))
-    assert four < 0.45 * whole
+    unsliced, four = (max(cf.launch(_peak, n, workers=4, transport="local")) for n in (1, 4))
+    assert four < 0.45 * unsliced
 
 
 def _evaluations() -> list[float]:
@@ -245,25 +258,25 @@ def _evaluations() -> list[float]:
         dynamic_shapes=True,
     )  # fmt: skip
     ids, labels = _batch()
-    found = [pipeline.evaluate(ids, labels).loss]
-    found.append(pipeline.step(ids, labels).loss)
+    losses = [pipeline.evaluate(ids, labels).loss]
+    losses.append(pipeline.step(ids, labels).loss)
     positions = torch.arange(13).expand(4, -1)
-    beside: tuple[dict[str, Tensor], ...] = (
+    extras: tuple[dict[str, Tensor], ...] = (
         {},
         {"attention_mask": torch.ones_like(ids)},
         {"position_ids": positions},
     )
-    given = [{"input_ids": ids, **its} for its in beside]
+    mini_batches = [{"input_ids": ids, **its} for its in extras]
     return [
-        *found,
-        *(pipeline.step(its, labels).loss for its in given),
-        *(pipeline.evaluate(its, labels).loss for its in given),
+        *losses,
+        *(pipeline.step(its, labels).loss for its in mini_batches),
+        *(pipeline.evaluate(its, labels).loss for its in mini_batches),
     ]
 
 
 def test_evaluations_before_and_after_are_the_same() -> None:
-    found = cf.launch(_evaluations, workers=2, transport="local")[0]
-    assert found == pytest.approx([found[0]] * 8, rel=1e-10)
+    losses = cf.launch(_evaluations, workers=2, transport="local")[0]
+    assert losses == pytest.approx([losses[0]] * 8, rel=1e-10)
 
 
 def test_tokens_are_those_of_transformers_own_generate() -> None:
@@ -283,5 +296,5 @@ def test_tokens_are_those_of_transformers_own_generate() -> None:
             ) as pipeline:
                 return pipeline.generate(prompt, tokens=7)
 
-        for found in cf.launch(work, workers=2, transport="local"):
-            assert found.tolist() == expected.tolist(), name
+        for tokens in cf.launch(work, workers=2, transport="local"):
+            assert tokens.tolist() == expected.tolist(), name

@@ -36,10 +36,10 @@ def state_of(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, 
 
 
 def launched(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = cf.launch(
+    result: dict[str, torch.Tensor] = cf.launch(
         state_of, model, schedule, workers=schedule.workers, transport="local", timeout_seconds=60, **options
     )[0]
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_each_worker_reads_its_own_weights(name: str, shards: int, tmp_path: Pat
     assert type(loaded) is type(model)
     assert loaded.training
     assert all(parameter.is_meta for parameter in loaded.parameters())
-    state, whole = launched(loaded, cf.schemes.dapple(2, 2)), model.state_dict()
-    assert list(state) == list(whole)
-    for key, tensor in whole.items():
+    state, expected = launched(loaded, cf.schemes.dapple(2, 2)), model.state_dict()
+    assert list(state) == list(expected)
+    for key, tensor in expected.items():
         assert torch.equal(state[key], tensor), key
 
 
@@ -90,7 +90,7 @@ def test_fresh_weights_follow_the_models_own_rules(name: str, tmp_path: Path) ->
 def losses_of(model: nn.Module, batches: Any) -> list[float]:
     schedule = cf.schemes.dapple(2, 2)
     pipeline = cf.Pipeline(model, hf.loss, schedule, optimizer=sgd, list_layers=hf.layers)
-    return [pipeline.step(*each).loss for each in batches]
+    return [pipeline.step(*mini_batch).loss for mini_batch in batches]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -99,11 +99,11 @@ def test_a_model_read_by_stages_trains_as_a_whole_one(name: str, tmp_path: Path)
     model = tiny.made(name)
     model.save_pretrained(tmp_path)
     batches = [tiny.batch(name, seed=seed) for seed in range(2)]
-    found = cf.launch(
+    results = cf.launch(
         losses_of, hf.load(tmp_path), batches, workers=2, transport="local", timeout_seconds=60
     )[0]
     optimizer = sgd(list(model.parameters()))
-    for loss, (inputs, labels) in zip(found, batches, strict=True):
+    for loss, (inputs, labels) in zip(results, batches, strict=True):
         optimizer.zero_grad()
         expected = model(**inputs, labels=labels).loss
         expected.backward()

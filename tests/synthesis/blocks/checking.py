@@ -1,4 +1,4 @@
-"""What a block holds, and what is wrong with starts that are no block, apart from how blocks are found."""
+"""Memory of a block, and faults of starts that are no block, apart from how blocks are found."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def _problem(
 ) -> Problem:
     forward, inputs, weights = times
     workload = plain(placement, micro_batches, pipe_of=lambda m: m % placement.pipes, split=True)
-    given = cf.Costs(forward=forward, input_gradient=inputs, weight_gradients=weights, **costs)
-    return problem_of(workload, given, peak=peak, objective=objective)
+    unequal = cf.Costs(forward=forward, input_gradient=inputs, weight_gradients=weights, **costs)
+    return problem_of(workload, unequal, peak=peak, objective=objective)
 
 
 def _uneven(workers: int, micro_batches: int, peak: float) -> Problem:
@@ -74,7 +74,7 @@ def _best(problem: Problem, goal: float, turns: int = 4) -> float:
 
 def _published(problem: Problem, rule: Callable[[int, int], Starts]) -> tuple[float, ...]:
     """The starts of a published block, its weight gradients in the times that are left."""
-    workers, found = problem.workers, [0.0] * len(problem.letters)
+    workers, starts_of_letters = problem.workers, [0.0] * len(problem.letters)
     for worker in range(workers):
         down, back = worker, 2 * workers - 1 - worker
         number = {(x.kind, x.stage): n for n, x in enumerate(problem.letters) if x.worker == worker}
@@ -85,14 +85,14 @@ def _published(problem: Problem, rule: Callable[[int, int], Starts]) -> tuple[fl
             number[OpKind.INPUT_GRADIENT, back]: i1,
             number[OpKind.INPUT_GRADIENT, down]: i0,
         }
-        taken = {at % 6 for at in placed.values()}
+        places = {at % 6 for at in placed.values()}
         for stage, after in ((back, i1), (down, i0)):
-            at = next(t for t in range(after + 1, after + 7) if t % 6 not in taken)
-            taken.add(at % 6)
+            at = next(t for t in range(after + 1, after + 7) if t % 6 not in places)
+            places.add(at % 6)
             placed[number[OpKind.WEIGHT_GRADIENTS, stage]] = at
         for n, at in placed.items():
-            found[n] = float(at)
-    return tuple(found)
+            starts_of_letters[n] = float(at)
+    return tuple(starts_of_letters)
 
 
 @pytest.mark.table
@@ -159,18 +159,18 @@ def test_one_micro_batch_for_each_pipe() -> None:
     """There is no period then, only the way of a micro-batch."""
     problem = _problem(bidirectional(4, 2), 3, UNEVEN, peak=4)
     assert {x.count for x in problem.letters} == {1}
-    found = list(candidates(problem, seconds=0, turns=1, moves=100))
-    assert all(problem.fits(words) for words in found)
-    cf.check(problem.schedule(found[-1]))
+    results = list(candidates(problem, seconds=0, turns=1, moves=100))
+    assert all(problem.fits(words) for words in results)
+    cf.check(problem.schedule(results[-1]))
 
 
 def test_moves_are_the_same_for_a_seed() -> None:
     problem = _uneven(4, 8, peak=6)
     first = timed(problem, first_pattern(problem))
     assert first is not None
-    one, other = (improved(problem, first, times=7, moves=300, seed=5) for _ in range(2))
-    assert one == other
-    assert improved(problem, first, times=7, moves=300, seed=6) != one
+    block, repeated = (improved(problem, first, times=7, moves=300, seed=5) for _ in range(2))
+    assert block == repeated
+    assert improved(problem, first, times=7, moves=300, seed=6) != block
 
 
 def test_least_period_under_a_limit_is_proved() -> None:
@@ -182,9 +182,9 @@ def test_least_period_under_a_limit_is_proved() -> None:
     assert block.period == 21
     assert unit_of(problem) == 1
     assert solved(problem, 20, wanted=Wanted.ANY, seconds=60).impossible
-    found = solved(problem, 21, wanted=Wanted.ANY, seconds=60, hint=block)
-    assert found.block is not None
-    assert found.block.period == 21
+    result = solved(problem, 21, wanted=Wanted.ANY, seconds=60, hint=block)
+    assert result.block is not None
+    assert result.block.period == 21
 
 
 @pytest.mark.parametrize("workers", [4, 5, 6, 7])
@@ -200,10 +200,10 @@ def test_a_block_without_bubbles_in_v_mins_memory(workers: int) -> None:
 def test_least_memory_of_a_block_without_bubbles() -> None:
     pytest.importorskip("ortools")
     problem = _problem(V4, 8, peak=8)
-    found = solved(problem, 6, wanted=Wanted.SMALL, seconds=60).block
-    assert found is not None
-    assert found.period == 6
-    assert max(held(problem, found.pattern)[0]) == 4
+    result = solved(problem, 6, wanted=Wanted.SMALL, seconds=60).block
+    assert result is not None
+    assert result.period == 6
+    assert max(held(problem, result.pattern)[0]) == 4
 
 
 def test_reversed_problem_is_the_same_problem() -> None:
@@ -284,12 +284,12 @@ def test_words_wander_to_better_ones_the_same_for_a_seed() -> None:
     problem = _uneven(4, 8, peak=5)
     squeezer = Squeezer(problem)
     starts = [next(candidates(problem, seconds=0, turns=1)), one_by_one(problem)]
-    one, other = (list(Wanderer(problem, starts, seed=2).wandered(turns=40)) for _ in range(2))
-    assert one == other
-    seconds = [squeezer.seconds(words) for words in one]
+    results, repeated = (list(Wanderer(problem, starts, seed=2).wandered(turns=40)) for _ in range(2))
+    assert results == repeated
+    seconds = [squeezer.seconds(words) for words in results]
     assert seconds == sorted(seconds, reverse=True)
     assert min(seconds) < min(squeezer.seconds(words) for words in starts)
-    assert all(problem.fits(words) for words in one)
+    assert all(problem.fits(words) for words in results)
 
 
 def test_how_late_the_next_op_may_be_is_drawn_for_each_side() -> None:
@@ -305,22 +305,22 @@ def test_how_late_the_next_op_may_be_is_drawn_for_each_side() -> None:
     work = 96 * (10.419 + 10.207 + 7.715)
     problem = problem_of(plain(linear(32), 96, split=True), costs, memory_bytes=64, objective="steady")
     starts = [problem.words_of(build(32, 96)) for build in (schemes.zb_h1, schemes.zb_h2)]
-    found = list(Wanderer(problem, [x for x in starts if x is not None]).wandered(turns=20))
-    assert 1 - work / Squeezer(problem).seconds(found[-1]) < 0.005
+    words = list(Wanderer(problem, [x for x in starts if x is not None]).wandered(turns=20))
+    assert 1 - work / Squeezer(problem).seconds(words[-1]) < 0.005
 
 
 def test_without_a_solver_blocks_come_from_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _uneven(3, 6, peak=4)
     monkeypatch.setattr(module, "solver_is_there", lambda: False)
-    found = list(candidates(problem, seconds=0.5))
-    assert found
-    assert len(set(found)) == len(found)
+    words = list(candidates(problem, seconds=0.5))
+    assert words
+    assert len(set(words)) == len(words)
 
 
 def test_synthesize_takes_blocks() -> None:
     costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
-    found = cf.synthesize(plain(V4, 8, split=True), costs, peak=6, moves=10_000)
-    assert (found.makespan, found.proved, found.method) == (169, True, "repeating blocks")
+    result = cf.synthesize(plain(V4, 8, split=True), costs, peak=6, moves=10_000)
+    assert (result.makespan, result.proved, result.method) == (169, True, "repeating blocks")
 
 
 def test_ctrl_c_is_pythons_after_the_solver() -> None:

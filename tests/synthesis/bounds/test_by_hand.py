@@ -330,8 +330,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_all_bounds_and_their_reasons(case: Case) -> None:
-    found = [(round(bound.seconds, 9), bound.reason) for bound in bounds(case.problem)]
-    assert found == case.found
+    rows = [(round(bound.seconds, 9), bound.reason) for bound in bounds(case.problem)]
+    assert rows == case.found
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
@@ -342,13 +342,13 @@ def test_when_each_op_may_run(case: Case) -> None:
 
 
 def test_the_first_of_equal_bounds_is_told() -> None:
-    found = lower_bound(LINKS.problem)
-    assert (found.seconds, found.reason) == LINKS.found[0]
+    bound = lower_bound(LINKS.problem)
+    assert (bound.seconds, bound.reason) == LINKS.found[0]
 
 
 def test_work_that_takes_no_time() -> None:
-    found = lower_bound(problem_of(plain(linear(2), 1), cf.Costs(forward=0, backward=0)))
-    assert (found.seconds, found.reason) == (0.0, "time does not run backwards")
+    bound = lower_bound(problem_of(plain(linear(2), 1), cf.Costs(forward=0, backward=0)))
+    assert (bound.seconds, bound.reason) == (0.0, "time does not run backwards")
 
 
 def found_of(problem: Problem) -> list[tuple[float, str]]:

@@ -56,8 +56,8 @@ Case = tuple[Placement, int, tuple[float, float, float], float, float, float | N
 @pytest.mark.parametrize("case", LEAST)
 def test_the_least_makespans_need_no_solver(case: Case) -> None:
     placement, count, times, cap, makespan, span = case
-    found = lower_bound(split_problem(placement, count, times, cap, "makespan"))
-    assert found.seconds == pytest.approx(makespan, rel=1e-9)
+    bound = lower_bound(split_problem(placement, count, times, cap, "makespan"))
+    assert bound.seconds == pytest.approx(makespan, rel=1e-9)
     if span is not None:
         steady = lower_bound(split_problem(placement, count, times, cap, "steady"))
         assert steady.seconds == pytest.approx(span, rel=1e-9)
@@ -76,11 +76,11 @@ def test_the_papers_bound_of_memory_and_what_it_leaves_out(forwards: int) -> Non
     problem = problem_of(work, costs, peak=forwards, objective="steady")
     head = max((p - 1) * (i + 2 * c) + (p - forwards) * f, 0)
     tail = max((p - 1) * (f + i + 2 * c) - (forwards - 1) * (i + w), 0)
-    found = lower_bound(problem)
-    assert found.seconds == pytest.approx(m * (f + i + w) + head + tail, rel=1e-9)
+    bound = lower_bound(problem)
+    assert bound.seconds == pytest.approx(m * (f + i + w) + head + tail, rel=1e-9)
     if forwards == p:
         h1 = cf.simulate(schemes.zb_h1(p, m), costs)
-        assert h1.spans[0] == pytest.approx(found.seconds, rel=1e-9)
+        assert h1.spans[0] == pytest.approx(bound.seconds, rel=1e-9)
         assert (h1.spans[0] - m * (f + i + w)) / h1.spans[0] == pytest.approx(0.1045, abs=5e-5)
 
 
@@ -104,8 +104,8 @@ def test_no_order_in_the_memory_of_1f1b_is_better_than_zb_h1(row: tuple[float, .
     costs = cf.Costs(f, i + w, i, w, p2p=c, link="infinite", memory=memory)
     work = plain(linear(int(p)), int(m), split=True)
     limit = p * (34 * h + 5 * a * 1024)
-    found = lower_bound(problem_of(work, costs, memory_bytes=limit, objective="steady"))
-    assert 1 - m * (f + i + w) / found.seconds == pytest.approx(rate, abs=5.1e-5)
+    bound = lower_bound(problem_of(work, costs, memory_bytes=limit, objective="steady"))
+    assert 1 - m * (f + i + w) / bound.seconds == pytest.approx(rate, abs=5.1e-5)
 
 
 SCHEDULES = [
@@ -171,13 +171,13 @@ def test_no_schedule_beats_a_bound(place: int, seed: int, kinds: str) -> None:
     assert played.peak_bytes is not None
     peak = played.peak_activations if kinds == "p" else None
     memory = played.peak_bytes if kinds == "b" else None
-    found = lower_bound(problem_of(schedule.workload, costs, peak=peak, memory_bytes=memory))
-    assert found.seconds <= played.makespan * (1 + 1e-9), found
-    found = lower_bound(
+    bound = lower_bound(problem_of(schedule.workload, costs, peak=peak, memory_bytes=memory))
+    assert bound.seconds <= played.makespan * (1 + 1e-9), bound
+    bound = lower_bound(
         problem_of(schedule.workload, costs, peak=peak, memory_bytes=memory, objective="steady")
     )
     assert played.steady_step is not None
-    assert found.seconds <= played.steady_step * (1 + 1e-9), found
+    assert bound.seconds <= played.steady_step * (1 + 1e-9), bound
 
 
 SCARCE = [  # workload, and limits below two micro-batches of a worker
@@ -201,9 +201,9 @@ def test_no_order_beats_a_bound_where_memory_is_scarce(case: tuple[Workload, tup
         costs = replace(uneven(any_order, draw), recompute="none")  # else there are too many orders
         problem = problem_of(workload, costs, peak=peak, objective=objective)
         best, _ = least(problem)
-        found = list(bounds(problem))
-        assert any("round trips" in bound.reason for bound in found)
-        assert max(bound.seconds for bound in found) <= best * (1 + 1e-9)
+        results = list(bounds(problem))
+        assert any("round trips" in bound.reason for bound in results)
+        assert max(bound.seconds for bound in results) <= best * (1 + 1e-9)
 
 
 def test_no_order_beats_a_bound_where_stages_are_recomputed() -> None:
@@ -250,8 +250,8 @@ SLICED = [  # D, slices held, and the makespan that computed orders reach (bench
 @pytest.mark.parametrize(("stages", "held", "makespan"), SLICED)
 def test_the_least_makespans_of_four_slices_in_little_memory(stages: int, held: int, makespan: float) -> None:
     workload = sliced_workload(plain(linear(stages), 4, split=True), 4)
-    found = lower_bound(problem_of(workload, peak=held / 4))
-    assert found.seconds == pytest.approx(makespan, rel=1e-12)
+    bound = lower_bound(problem_of(workload, peak=held / 4))
+    assert bound.seconds == pytest.approx(makespan, rel=1e-12)
 
 
 def test_one_machine_runs_the_longest_tail_first() -> None:

@@ -101,26 +101,26 @@ def test_a_span_knows_only_what_its_worker_begins_and_ends() -> None:
 
 def test_what_follows_an_op_and_when() -> None:
     problem = problem_of(plain(linear(2), 3), cf.Costs(forward=(2, 1), backward=(4, 2), p2p=0.5))
-    found = windows_of(problem)
+    result = windows_of(problem)
     assert in_order(problem) == (0, 2, 3, 1)
-    assert found.later(0) == {0: 0, 2: 2.5, 3: 3.5, 1: 6}
-    assert found.later(3) == {3: 0, 1: 2.5}
+    assert result.later(0) == {0: 0, 2: 2.5, 3: 3.5, 1: 6}
+    assert result.later(3) == {3: 0, 1: 2.5}
     # Nobody looks farther than asked.
-    assert found.later(0, [1]) == found.later(0, [2, 1]) == found.later(0)
-    assert found.later(0, [3]) == {0: 0, 2: 2.5, 3: 3.5}
-    assert found.later(0, [2]) == {0: 0, 2: 2.5}
-    assert found.later(0, []) == {0: 0}
-    assert [row[0] for row in found.heads] == [0, 6, 2.5, 3.5]
+    assert result.later(0, [1]) == result.later(0, [2, 1]) == result.later(0)
+    assert result.later(0, [3]) == {0: 0, 2: 2.5, 3: 3.5}
+    assert result.later(0, [2]) == {0: 0, 2: 2.5}
+    assert result.later(0, []) == {0: 0}
+    assert [row[0] for row in result.heads] == [0, 6, 2.5, 3.5]
 
 
 def test_an_op_waits_for_its_workers_message() -> None:
     """Letters F0 I0 W0 F1 I1 W1; after I1 worker 1 sends for 0.5, then W1 may start."""
     costs = cf.Costs(forward=0.25, input_gradient=1, weight_gradients=2, p2p=0.5, overlap=False)
-    found = windows_of(problem_of(plain(linear(2), 2, split=True), costs))
-    assert list(found.busy) == [0.5, 0, 0, 0, 0.5, 0]
-    assert found.later(0) == {0: 0, 3: 0.75, 4: 1, 1: 2.5, 5: 2.5, 2: 3.5}
-    assert found.heads == [[0, 0.75], [2.5, 4], [3.5, 5.5], [0.75, 1.5], [1, 2.5], [2.5, 4.5]]
-    assert [found.rules[n] for n in range(3)] == [
+    result = windows_of(problem_of(plain(linear(2), 2, split=True), costs))
+    assert list(result.busy) == [0.5, 0, 0, 0, 0.5, 0]
+    assert result.later(0) == {0: 0, 3: 0.75, 4: 1, 1: 2.5, 5: 2.5, 2: 3.5}
+    assert result.heads == [[0, 0.75], [2.5, 4], [3.5, 5.5], [0.75, 1.5], [1, 2.5], [2.5, 4.5]]
+    assert [result.rules[n] for n in range(3)] == [
         Precedence(0, 0, 1, 0.5),
         Precedence(0, 1, 0, 0.5),
         Precedence(4, 1, 0, 0.5),
@@ -131,11 +131,11 @@ def test_a_worker_sends_to_two() -> None:
     """What F0 makes goes to stages 1 and 2; the latest of what an op needs counts, in any order."""
     workload = replace(plain(linear(3), 2), skips=(SkipLink(0, 2),))
     problem = problem_of(workload, cf.Costs(p2p=1, overlap=False))
-    found = windows_of(problem)
-    assert list(found.busy) == [2, 0, 1, 1, 0, 2]  # F0 B0 F1 B1 F2 B2
+    result = windows_of(problem)
+    assert list(result.busy) == [2, 0, 1, 1, 0, 2]  # F0 B0 F1 B1 F2 B2
     # F1 at 1 + 1, F2 at 2 + 1 + 1, B2 at 5, B1 at 5 + 2 + 1, B0 at 8 + 2 + 1
-    assert found.later(0) == {0: 0, 2: 2, 4: 4, 5: 5, 3: 8, 1: 11}
-    assert [row[0] for row in found.heads] == [0, 11, 2, 8, 4, 5]
+    assert result.later(0) == {0: 0, 2: 2, 4: 4, 5: 5, 3: 8, 1: 11}
+    assert [row[0] for row in result.heads] == [0, 11, 2, 8, 4, 5]
 
 
 # Memory

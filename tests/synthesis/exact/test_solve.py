@@ -56,22 +56,22 @@ def test_it_finds_the_best_of_all_orders(workload: Workload) -> None:
         best, worst = least(problem)
         bound = lower_bound(problem)
         assert bound.seconds <= best * (1 + 1e-9)
-        found = solve(problem, worst, bound.seconds, seconds=20)
-        assert found.bound <= best * (1 + 1e-9)
+        result = solve(problem, worst, bound.seconds, seconds=20)
+        assert result.bound <= best * (1 + 1e-9)
         if objective == "makespan":  # links carry on from step to step, which the model leaves out
-            assert found.proved
-            assert found.value == pytest.approx(best)
-        if found.words is not None:
-            assert problem.fits(found.words)
-            assert value_of(problem, found.words) == pytest.approx(found.value)
+            assert result.proved
+            assert result.value == pytest.approx(best)
+        if result.words is not None:
+            assert problem.fits(result.words)
+            assert value_of(problem, result.words) == pytest.approx(result.value)
 
 
 def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the solver is asked again and again, and what it says of the bound is nothing."""
-    asked: list[int] = []
+    targets: list[int] = []
 
     def unknown(model: Model, **_: Any) -> tuple[str, int]:
-        asked.append(model.target)
+        targets.append(model.target)
         return "unknown", 0
 
     h1 = schemes.zb_h1(2, 4)
@@ -80,9 +80,9 @@ def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) ->
     assert words is not None
     monkeypatch.setattr(Model, "solve", unknown)
     monkeypatch.setattr(Model, "refuted", False, raising=False)
-    found = solve(problem, words, 10.0, seconds=20)
-    assert (found.value, found.bound, found.proved, found.words) == (13, 10, False, None)
-    assert asked
+    result = solve(problem, words, 10.0, seconds=20)
+    assert (result.value, result.bound, result.proved, result.words) == (13, 10, False, None)
+    assert targets
 
 
 def test_a_longer_span_is_improved_and_proved() -> None:
@@ -92,17 +92,17 @@ def test_a_longer_span_is_improved_and_proved() -> None:
     words = problem.words_of(h1)
     assert words is not None
     assert value_of(problem, words) == 13
-    told: list[tuple[float, float]] = []
+    reports: list[tuple[float, float]] = []
 
     def report(best: float, bound: float, _doing: str) -> None:
-        told.append((best, bound))
+        reports.append((best, bound))
 
-    found = solve(problem, words, seconds=60, effort=5.0, report=report)
-    assert (found.value, found.bound, found.proved) == (12, 12, True)
-    best, bound = told[-1]
+    result = solve(problem, words, seconds=60, effort=5.0, report=report)
+    assert (result.value, result.bound, result.proved) == (12, 12, True)
+    best, bound = reports[-1]
     assert best == bound == 12
-    again = solve(problem, words, seconds=60, effort=5.0)
-    assert again.words == found.words
+    repeated = solve(problem, words, seconds=60, effort=5.0)
+    assert repeated.words == result.words
 
 
 def test_a_target_below_the_least_value_is_refuted() -> None:
@@ -119,8 +119,10 @@ def test_a_target_below_the_least_value_is_refuted() -> None:
 def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
     """With its order given it is at its own value: with messages, sums, limits of bytes and busy senders."""
     draw = random.Random(seed)
-    small = [one for one in SCHEDULES if sum(map(len, one.orders)) < 110]
-    schedule = draw.choice([one for one in small if problem_of(one.workload).words_of(one)])
+    small = [candidate for candidate in SCHEDULES if sum(map(len, candidate.orders)) < 110]
+    schedule = draw.choice(
+        [candidate for candidate in small if problem_of(candidate.workload).words_of(candidate)]
+    )
     costs = uneven(schedule, draw)
     played = cf.simulate(schedule, costs)
     problem = problem_of(
@@ -137,25 +139,25 @@ def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
     assert not model.refuted
     for literal, value in model._hints(words):
         model._model.add(literal == value)
-    found: list[Words] = []
+    solutions: list[Words] = []
 
     def keep(found_words: Words, _bound: int) -> bool:
-        found.append(found_words)
+        solutions.append(found_words)
         return False
 
     status, _ = model.solve(seconds=60, seed=0, threads=1, effort=None, on_solution=keep)
     assert status == "optimal"
-    assert found[0] == words
+    assert solutions[0] == words
 
 
 def test_durations_with_many_decimals_are_rounded_down() -> None:
     costs = cf.Costs(forward=1 / 3, backward=0.1234567890123)
-    found = integer_problem(problem_of(plain(linear(2), 40), costs))
-    assert not found.exact
+    scaled = integer_problem(problem_of(plain(linear(2), 40), costs))
+    assert not scaled.exact
     for was, is_now in zip(
-        problem_of(plain(linear(2), 40), costs).letters, found.problem.letters, strict=True
+        problem_of(plain(linear(2), 40), costs).letters, scaled.problem.letters, strict=True
     ):
-        assert 0 <= was.seconds - is_now.seconds * float(found.unit) <= float(found.unit) * (1 + 1e-6)
+        assert 0 <= was.seconds - is_now.seconds * float(scaled.unit) <= float(scaled.unit) * (1 + 1e-6)
 
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,16 +34,16 @@ def problem(
     return problem_of(workload, costs, peak=peak, objective=objective)
 
 
-def starts_of(found: Problem) -> list[Words]:
+def starts_of(posed: Problem) -> list[Words]:
     """One micro-batch after another, and that squeezed."""
-    first = one_by_one(found)
-    _, squeezed = Squeezer(found).flat_squeezed(flat_of(first), Lateness())
+    first = one_by_one(posed)
+    _, squeezed = Squeezer(posed).flat_squeezed(flat_of(first), Lateness())
     return [first, words_of(squeezed)]
 
 
-def best(found: Problem, starts: Iterable[Words] = (), **how: Any) -> Words:
+def best(posed: Problem, starts: Iterable[Words] = (), **how: Any) -> Words:
     """The last order that is yielded, which is the best."""
-    *_, (_, words) = improve(found, starts or starts_of(found), **how)
+    *_, (_, words) = improve(posed, starts or starts_of(posed), **how)
     return words
 
 
@@ -61,9 +61,9 @@ def test_proved_least_makespans_are_found(
     placement: Placement, costs: cf.Costs, peak: float, proved: float
 ) -> None:
     """Eight micro-batches; what takes longer is in benchmarks."""
-    found = problem(placement, 8, peak, costs)
-    words = best(found, moves=200_000, seed=1, goal=proved)
-    schedule = found.schedule(words)
+    posed = problem(placement, 8, peak, costs)
+    words = best(posed, moves=200_000, seed=1, goal=proved)
+    schedule = posed.schedule(words)
     cf.check(schedule)
     assert cf.simulate(schedule, costs).makespan == proved
     assert max(cf.simulate(schedule).peak_activations) <= peak
@@ -71,9 +71,9 @@ def test_proved_least_makespans_are_found(
 
 def test_least_spans_are_found() -> None:
     for peak, span in ((5, 26), (7, 24)):
-        found = problem(linear(4), 8, peak, objective="steady")
-        words = best(found, moves=200_000, seed=1, goal=span)
-        assert cf.simulate(found.schedule(words), UNIT).steady_step == span
+        posed = problem(linear(4), 8, peak, objective="steady")
+        words = best(posed, moves=200_000, seed=1, goal=span)
+        assert cf.simulate(posed.schedule(words), UNIT).steady_step == span
 
 
 PLACEMENTS = [
@@ -110,11 +110,11 @@ def test_the_compiled_play_is_the_simulator(data: st.DataObject) -> None:
         pipe_of=lambda m: m % placement.pipes,
     )
     peak = max(data.draw(st.integers(1, 8)), stages * placement.pipes // placement.workers)
-    found = problem_of(workload, costs, peak=peak)
-    search = Search(found)
-    for words in (*starts_of(found), *candidates(found, seconds=0, turns=1, moves=1)):
-        assert found.fits(words)
-        schedule = found.schedule(words)
+    posed = problem_of(workload, costs, peak=peak)
+    search = Search(posed)
+    for words in (*starts_of(posed), *candidates(posed, seconds=0, turns=1, moves=1)):
+        assert posed.fits(words)
+        schedule = posed.schedule(words)
         cf.check(schedule)
         simulated = cf.simulate(schedule, costs).makespan
         if costs.sync:  # the search lets sums begin in any order, the program has one
@@ -124,27 +124,27 @@ def test_the_compiled_play_is_the_simulator(data: st.DataObject) -> None:
 
 
 def test_moves_give_the_same_orders_again() -> None:
-    found = problem(wave(3, 1), 5, 5, UNEVEN, "steady")
-    first, second = (list(improve(found, starts_of(found), moves=20_000, seed=3)) for _ in range(2))
+    posed = problem(wave(3, 1), 5, 5, UNEVEN, "steady")
+    first, second = (list(improve(posed, starts_of(posed), moves=20_000, seed=3)) for _ in range(2))
     assert first == second
 
 
 def test_known_orders_are_never_made_worse() -> None:
     schedule = schemes.zb_h2(stages=4, micro_batches=12)
-    found = problem_of(schedule.workload, UNIT, peak=8, objective="steady")
-    words = found.words_of(schedule)
+    posed = problem_of(schedule.workload, UNIT, peak=8, objective="steady")
+    words = posed.words_of(schedule)
     assert words is not None
     step = cf.simulate(schedule, UNIT).steady_step
     assert step is not None
-    assert value_of(found, best(found, [words], moves=1_000, seed=0)) <= step
+    assert value_of(posed, best(posed, [words], moves=1_000, seed=0)) <= step
 
 
 def test_each_order_is_better_than_all_before() -> None:
-    found = problem(linear(3), 6, 3)
-    (first, words), *more = improve(found, starts_of(found), moves=5_000)
+    posed = problem(linear(3), 6, 3)
+    (first, words), *more = improve(posed, starts_of(posed), moves=5_000)
     assert first == "a start"
     assert {how for how, _ in more} <= {"local moves"}
-    values = [Fraction(value_of(found, words)) for words in (words, *(words for _, words in more))]
+    values = [Fraction(value_of(posed, words)) for words in (words, *(words for _, words in more))]
     assert values == sorted(set(values), reverse=True)
 
 
@@ -153,9 +153,9 @@ def test_at_ctrl_c_the_best_order_comes_first(monkeypatch: pytest.MonkeyPatch) -
         anneal(*given)
         raise KeyboardInterrupt
 
-    found = problem(linear(3), 6, 3)
+    posed = problem(linear(3), 6, 3)
     monkeypatch.setattr(module, "anneal", interrupted)
-    orders = improve(found, [one_by_one(found)], moves=5_000)
+    orders = improve(posed, [one_by_one(posed)], moves=5_000)
     assert [how for how, _ in (next(orders), next(orders))] == ["a start", "local moves"]
     with pytest.raises(KeyboardInterrupt):
         next(orders)
