@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.explore.jobs import Jobs
 from counterflow.explore.orders import order, workload_of
 from counterflow.explore.plans import changed, known, plan, task_of
-from counterflow.explore.requests import Order, PlanRequest, Subject, Work
+from counterflow.explore.requests import OrderRequest, PlanRequest, ScheduleReference, SearchInput
 from counterflow.planning.inputs import files
 from counterflow.planning.task import load_example
 from counterflow.schedule import schemes
@@ -83,7 +83,7 @@ def test_one_that_is_stopped_while_it_begins_says_nothing(
 
 def test_no_more_than_two_at_a_time() -> None:
     jobs = Jobs()
-    work = Work(plan=PlanRequest(example="chimera-bert48"))
+    work = SearchInput(plan=PlanRequest(example="chimera-bert48"))
     try:
         names = [jobs.start(work)["job"] for _ in range(2)]
         with pytest.raises(ConfigError, match="2 searches are running already"):
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_told_at_once(client: TestClient) -> None:
 def test_the_order_is_told_in_the_words_of_the_commands() -> None:
     reports: list[dict[str, Any]] = []
     schedule = schemes.dapple(stages=2, micro_batches=2)
-    wanted = Order(subject=Subject(scheme="dapple"), seconds=0.0)
+    wanted = OrderRequest(subject=ScheduleReference(scheme="dapple"), seconds=0.0)
     result = order(wanted, dumps(schedule), reports.append)
     assert dict(result["facts"])["makespan"] == "9 F"
     assert loads(result["schedule"], "x").workload == schedule.workload

@@ -13,9 +13,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.explore.app import application
-from counterflow.explore.follow import AT_ONCE, Pace, Runs
+from counterflow.explore.follow import AT_ONCE, FollowedRuns, Pace
 from counterflow.explore.requests import RunsRequest
-from counterflow.explore.runs import State, difference, state_of
+from counterflow.explore.runs import RunState, difference, state_of
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
 from counterflow.simulation import ByteCosts, Costs, Span, simulate
@@ -108,7 +108,7 @@ def test_who_has_something_else_gets_the_whole_curve(server: TestClient, place: 
 def test_pages_that_ask_alike_share_an_answer(place: Path) -> None:
     """While it is fresh no file is read for it; the list comes to who has another."""
     run = run_at(place / "one")
-    runs = Runs([place], Pace(fresh_seconds=3600))
+    runs = FollowedRuns([place], Pace(fresh_seconds=3600))
     body = json.dumps({"runs": [{"name": str(run)}]}).encode()
     assert runs.cached_answer(body) is None
     first = runs.answer(body, RunsRequest.model_validate_json(body))
@@ -126,7 +126,7 @@ def test_timelines_take_no_more_than_their_share(place: Path) -> None:
     run = run_at(place / "one", live__json=timeline().dumps())
     wanted = RunsRequest.model_validate({"runs": [{"name": str(run)}]})
     for share, makespans in ((1e-9, [9, 9]), (float("inf"), [9, 15])):
-        runs = Runs([place], Pace(0, share))
+        runs = FollowedRuns([place], Pace(0, share))
         seen = []
         for slower in (1, 2):
             (run / "live.json").write_text(timeline(slower=slower).dumps())
@@ -174,28 +174,28 @@ def test_a_worker_is_slow_beside_its_prediction_and_not_beside_another() -> None
 def test_what_has_become_of_a_run(server: TestClient, place: Path) -> None:
     """Its state has a name, and why it has no timeline is said by it; a state that changes is told again."""
     lock = f"process 99999999 on {platform.node()}\n"
-    ran: dict[State, dict[str, Any]] = {
-        State.RUNNING: {"__lock": f"process {os.getpid()} on {platform.node()}\n"},
-        State.ENDED: {"summary__json": "{}"},
-        State.STOPPED: {"summary__json": '{"stopped": true}'},
-        State.KILLED: {"__lock": lock},
-        State.FAILED: {},
+    ran: dict[RunState, dict[str, Any]] = {
+        RunState.RUNNING: {"__lock": f"process {os.getpid()} on {platform.node()}\n"},
+        RunState.ENDED: {"summary__json": "{}"},
+        RunState.STOPPED: {"summary__json": '{"stopped": true}'},
+        RunState.KILLED: {"__lock": lock},
+        RunState.FAILED: {},
     }
     for state, files in ran.items():
         run = run_at(place / state, **files)
-        if state is State.FAILED:
+        if state is RunState.FAILED:
             events.note(run, events.FAILED, attempt=0, step=2, message="no", lost=True, worker=1, action="")
     states = {row["name"]: row["state"] for row in server.get("/api/runs").json()["runs"]}
     assert states == {str(place / state): state.value for state in ran}
     why = {state: look(server, place / state)["timeline"]["problems"][0].partition(": ")[2] for state in ran}
     assert why == {
-        State.RUNNING: "the first one is written after some steps",
-        State.ENDED: "it has ended without one",
-        State.STOPPED: "it was stopped before one was written",
-        State.KILLED: "it was killed before one was written",
-        State.FAILED: "it failed before one was written",
+        RunState.RUNNING: "the first one is written after some steps",
+        RunState.ENDED: "it has ended without one",
+        RunState.STOPPED: "it was stopped before one was written",
+        RunState.KILLED: "it was killed before one was written",
+        RunState.FAILED: "it failed before one was written",
     }
-    running = place / State.RUNNING
+    running = place / RunState.RUNNING
     version = look(server, running)["version"]
     (running / ".lock").write_text(lock)
     assert "killed" in look(server, running, timeline=version)["timeline"]["problems"][0]

@@ -104,7 +104,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """Every command by its file in ``commands``, with examples."""
 
 
-class _Files(Mapping[str, Any]):
+class _LazyCommands(Mapping[str, Any]):
     """The commands, each loaded when it is looked up, so a command does not wait for imports that only others
     need.
     """
@@ -155,7 +155,7 @@ class Commands(TyperGroup):
 
     def __init__(self, **extra: Any) -> None:
         super().__init__(**extra)
-        self.commands = _Files()  # type: ignore[assignment]
+        self.commands = _LazyCommands()  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept ``--debug`` anywhere on the command line."""

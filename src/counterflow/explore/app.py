@@ -31,7 +31,7 @@ from counterflow.schedule.formats import dumps
 
 from . import form
 from .address import is_here
-from .follow import Pace, Runs
+from .follow import FollowedRuns, Pace
 from .jobs import Jobs
 from .plans import config_of, task_of
 from .plans import known as example_records
@@ -41,13 +41,13 @@ from .requests import (
     Download,
     File,
     JobRequest,
-    Look,
-    Order,
+    LookRequest,
+    OrderRequest,
     PlanReference,
     PlanRequest,
     RequestModel,
     RunsRequest,
-    Work,
+    SearchInput,
 )
 from .saved_plans import written
 from .schedules import Schedules
@@ -100,12 +100,18 @@ def application(
         pace: how much may be taken from runs that are followed.
     """
     known, jobs = Schedules(), Jobs()
+    followed = FollowedRuns(places, pace)
     app = Starlette(
-        routes=[*_pages(), *_of_schedules(known), *_searches(known, jobs), *_followed(Runs(places, pace))],
+        routes=[
+            *_pages(),
+            *_of_schedules(known),
+            *_searches(known, jobs),
+            *_followed(followed),
+        ],
         exception_handlers=_SAID,
         lifespan=_ending(jobs),
     )
-    app.add_middleware(_Guard, token=token)
+    app.add_middleware(_RequestGuard, token=token)
     return app
 
 
@@ -130,7 +136,7 @@ def _of_schedules(known: Schedules) -> list[Route]:
 
     return [
         Route("/api/schemes", schemes),
-        _answers("/api/look", Look, known.look),
+        _answers("/api/look", LookRequest, known.look),
         _answers("/api/check", Check, known.check),
         _answers("/api/file", File, lambda file: known.add(file.text, file.name, file.like)),
         _answers("/api/download", Download, lambda request: _attached(*known.download(request))),
@@ -138,23 +144,25 @@ def _of_schedules(known: Schedules) -> list[Route]:
 
 
 def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
-    def order(request: Order) -> dict[str, str]:
+    def order(request: OrderRequest) -> dict[str, str]:
         """Start a search for an order; errors in the costs are reported immediately."""
         known_schedule = known.find(request.subject)
         known_schedule.costs(request.subject)
         planned = None if known_schedule.planned is None else written(known_schedule.planned)
-        return jobs.start(Work(order=request, schedule=dumps(known_schedule.schedule), planned=planned))
+        return jobs.start(
+            SearchInput(order=request, schedule=dumps(known_schedule.schedule), planned=planned)
+        )
 
     def plan(request: PlanRequest) -> dict[str, str]:
         """Start planning; errors in the files are reported immediately."""
         task_of(request)
-        return jobs.start(Work(plan=request))
+        return jobs.start(SearchInput(plan=request))
 
     def compare(request: CompareRequest) -> dict[str, str]:
         """Start a comparison; errors in the costs are reported immediately."""
         request.costs.costs()
         request.memory_bytes()
-        return jobs.start(Work(compare=request))
+        return jobs.start(SearchInput(compare=request))
 
     def open_plan(reference: PlanReference) -> dict[str, Any]:
         """Take a plan among the files, with its costs."""
@@ -171,7 +179,7 @@ def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
 
     return [
         Route("/api/examples", examples),
-        _answers("/api/order", Order, order),
+        _answers("/api/order", OrderRequest, order),
         _answers("/api/plan", PlanRequest, plan),
         _answers("/api/plan/open", PlanReference, open_plan),
         _answers("/api/plan/save", PlanReference, save_plan),
@@ -180,7 +188,7 @@ def _searches(known: Schedules, jobs: Jobs) -> list[Route]:
     ]
 
 
-def _followed(runs: Runs) -> list[Route]:
+def _followed(runs: FollowedRuns) -> list[Route]:
     one_at_a_time = asyncio.Lock()
 
     async def listed(_request: Request) -> Response:
@@ -288,7 +296,7 @@ async def _no_route(_request: Request, error: Exception) -> Response:
 _SAID: dict[Any, Any] = {RefusedError: _refused, CounterflowError: _wrong, HTTPException: _no_route}
 
 
-class _Guard:
+class _RequestGuard:
     """Lets in who may ask, and sends with every answer what a browser may do with it."""
 
     def __init__(self, app: Any, token: str | None) -> None:

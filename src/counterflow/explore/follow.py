@@ -34,7 +34,7 @@ from counterflow.training.metrics import Tail
 from counterflow.training.supervision.lock import LOCK
 
 from .requests import RunsRequest
-from .runs import State, about_of, changed, events_of, no_timeline, pictured, state_of
+from .runs import RunState, about_of, changed, events_of, no_timeline, pictured, state_of
 
 CURVES = ("loss", "validation_loss", "samples_per_second")
 
@@ -132,7 +132,7 @@ class _KnownRun:
 
     metrics: _Metrics
     begun: float = 0.0
-    state: State = State.STOPPED
+    state: RunState = RunState.STOPPED
     stamps: tuple[str, ...] = ("never",)
     """Stamps of the files from which the state is read."""
     about: tuple[str, dict[str, Any]] = ("never", {})
@@ -149,7 +149,7 @@ class _Drawn:
     due: float
 
 
-class Runs:
+class FollowedRuns:
     """The runs that may be looked at: those given, and those in the folders given."""
 
     def __init__(self, places: Sequence[Path], pace: Pace = Pace()) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import counterflow
 from counterflow.errors import ConfigError
 
-from .requests import JobRequest, PlanReference, Work
+from .requests import JobRequest, PlanReference, SearchInput
 from .saved_plans import SavedPlans, read
 
 MOST = 2
@@ -30,14 +30,14 @@ _CACHED = 20
 """Searches whose results are kept."""
 
 
-class Job:
+class SearchJob:
     """One search.
 
     ``request`` is its request, ``progress`` its last report, ``result`` its result for the page, and
     ``saved_plans`` its result for the server.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: SearchInput) -> None:
         self.state = "running"
         self.progress: Any = None
         self.result: Any = None
@@ -110,10 +110,10 @@ class Jobs:
     """All searches of a server, by name."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: OrderedDict[str, SearchJob] = OrderedDict()
         self._lock = Lock()
 
-    def start(self, work: Work) -> dict[str, str]:
+    def start(self, work: SearchInput) -> dict[str, str]:
         """Start a job, or find one with an equal request and a result; its name.
 
         Raises:
@@ -128,7 +128,7 @@ class Jobs:
             if running >= MOST:
                 raise ConfigError(f"{running} searches are running already; stop one, or wait for its end")
             name = secrets.token_hex(8)
-            self._jobs[name] = Job(work)
+            self._jobs[name] = SearchJob(work)
             while len(self._jobs) > _CACHED:
                 self._jobs.popitem(last=False)[1].end()
             return {"job": name}
@@ -161,7 +161,7 @@ class Jobs:
             raise ConfigError(f"plan {reference.plan + 1}: that search has found fewer")
         return saved_plans
 
-    def find(self, name: str) -> Job:
+    def find(self, name: str) -> SearchJob:
         """One of them.
 
         Raises:

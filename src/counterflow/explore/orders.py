@@ -14,11 +14,14 @@ from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
 from counterflow.synthesis import synthesize
 
-from .requests import Order, limits_of
+from .requests import OrderRequest, limits_of
 
 
 def order(
-    request: Order, text: str, report_progress: Callable[[dict[str, Any]], None], planned: Costs | None = None
+    request: OrderRequest,
+    text: str,
+    report_progress: Callable[[dict[str, Any]], None],
+    planned: Costs | None = None,
 ) -> dict[str, Any]:
     """Search for an order.
 

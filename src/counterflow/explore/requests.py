@@ -71,7 +71,7 @@ class Move(RequestModel):
     stop: Count
 
 
-class Subject(RequestModel):
+class ScheduleReference(RequestModel):
     """A schedule: of a scheme, or a file that the server was given; with moves made to it, and its costs.
 
     Without costs, those that the file came with, which are a plan's, or the usual ones.
@@ -84,10 +84,10 @@ class Subject(RequestModel):
     costs: RequestCosts | None = None
 
 
-class Look(RequestModel):
+class LookRequest(RequestModel):
     """Schedules to be timed and drawn on one axis, each with its own costs."""
 
-    subjects: Annotated[list[Subject], Field(min_length=1, max_length=2)]
+    subjects: Annotated[list[ScheduleReference], Field(min_length=1, max_length=2)]
     peak: Text | None = None
     memory: Text | None = None
     messages: bool = False
@@ -96,11 +96,11 @@ class Look(RequestModel):
 class Check(RequestModel):
     """A schedule to be proved; ``peak`` is the most activations that a worker may stash."""
 
-    subject: Subject
+    subject: ScheduleReference
     peak: Text | None = None
 
 
-class Download(Look):
+class Download(LookRequest):
     """Request for the looked-at schedules as a file."""
 
     form: Literal["schedule", "csv", "png", "svg", "pdf", "html", "trace"]
@@ -114,10 +114,10 @@ class File(RequestModel):
     like: Annotated[str, Field(max_length=100)] | None = None
 
 
-class Order(RequestModel):
+class OrderRequest(RequestModel):
     """An order to be computed for a schedule's workload."""
 
-    subject: Subject
+    subject: ScheduleReference
     peak: Text | None = None
     memory: Text | None = None
     objective: Literal["makespan", "steady"] = "makespan"
@@ -196,13 +196,13 @@ class RunsRequest(RequestModel):
     listed: Annotated[str, Field(max_length=200)] = ""
 
 
-class Work(RequestModel):
+class SearchInput(RequestModel):
     """Input of a search process: one of the three requests, with the schedule's text for an order.
 
     ``planned`` contains a plan's costs for the schedule, in the format of ``saved_plans.py``.
     """
 
-    order: Order | None = None
+    order: OrderRequest | None = None
     plan: PlanRequest | None = None
     compare: CompareRequest | None = None
     schedule: str | None = None

@@ -35,7 +35,7 @@ SLOW = 1.15
 """A worker is reported as slow if its ops take more than this many times their predicted time."""
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """State of a run.
 
     A run that ends takes its lock away; one that is killed cannot.
@@ -53,31 +53,31 @@ class State(StrEnum):
     """It was asked to end, or the rest is unknown."""
 
 
-def state_of(path: Path) -> State:
+def state_of(path: Path) -> RunState:
     """State of a run, from its lock, its summary and its last event."""
     if _is_written(path):
-        return State.RUNNING
+        return RunState.RUNNING
     try:
         summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         summary = None
     if summary is not None:
         stopped = isinstance(summary, dict) and summary.get("stopped")
-        return State.STOPPED if stopped else State.ENDED
+        return RunState.STOPPED if stopped else RunState.ENDED
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # lines of another program
         if any(event["event"] in (events.FAILED, events.GAVE_UP) for event in events.read(path)[-1:]):
-            return State.FAILED
-    return State.KILLED if (path / LOCK).exists() else State.STOPPED
+            return RunState.FAILED
+    return RunState.KILLED if (path / LOCK).exists() else RunState.STOPPED
 
 
 _NO_TIMELINE = {
-    State.RUNNING: "the first one is written after some steps",
-    State.ENDED: "it has ended without one",
-    State.FAILED: "it failed before one was written",
+    RunState.RUNNING: "the first one is written after some steps",
+    RunState.ENDED: "it has ended without one",
+    RunState.FAILED: "it failed before one was written",
 }
 
 
-def no_timeline(path: Path, state: State) -> str:
+def no_timeline(path: Path, state: RunState) -> str:
     """Reason why a run has no timeline."""
     return f"{path} has no timeline: {_NO_TIMELINE.get(state, f'it was {state} before one was written')}"
 

@@ -37,7 +37,7 @@ from counterflow.simulation import Cause, Costs, Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
 from counterflow.simulation.op_costs import per_stage
 
-from .requests import Check, Download, Look, Move, RequestCosts, Subject, limits_of
+from .requests import Check, Download, LookRequest, Move, RequestCosts, ScheduleReference, limits_of
 from .saved_plans import SavedPlan, written
 
 MOST_OPS = 40_000
@@ -61,7 +61,7 @@ class _Known:
     by_scheme: bool
     planned: Costs | None = None
 
-    def costs(self, subject: Subject) -> Costs:
+    def costs(self, subject: ScheduleReference) -> Costs:
         """Costs that the simulator takes.
 
         Raises:
@@ -71,7 +71,7 @@ class _Known:
             return self.planned or Costs()
         return subject.costs.of_stages(self.schedule.placement)
 
-    def recomputed(self, subject: Subject) -> _Known:
+    def recomputed(self, subject: ScheduleReference) -> _Known:
         """The same with recomputations if the costs recompute whole stages."""
         kind = self.planned.recompute if self.planned else None
         if subject.costs is not None:
@@ -116,7 +116,7 @@ class Schedules:
         Raises:
             ConfigError: it is none, or too large to be shown.
         """
-        planned = None if like is None else self.find(Subject(file=like)).planned
+        planned = None if like is None else self.find(ScheduleReference(file=like)).planned
         return self._added(loads(text, name), name, planned)
 
     def add_planned(self, plan: SavedPlan, name: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Schedules:
             _keep(self._files, key, _Known(schedule, by_scheme=False, planned=planned))
         return {"file": key, "workers": schedule.workers, "scheme": schedule.scheme}
 
-    def find(self, subject: Subject) -> _Known:
+    def find(self, subject: ScheduleReference) -> _Known:
         """The schedule that is meant.
 
         Raises:
@@ -156,7 +156,7 @@ class Schedules:
                 _keep(self._built, key, moved(first.schedule, subject.moves))
             return replace(first, schedule=self._built[key], by_scheme=False)
 
-    def _of_scheme(self, subject: Subject) -> Schedule:
+    def _of_scheme(self, subject: ScheduleReference) -> Schedule:
         if subject.scheme is None:
             raise ConfigError("no schedule: give a scheme or a file")
         key = subject.model_dump_json(exclude={"costs", "moves"})
@@ -166,7 +166,7 @@ class Schedules:
 
     # -- what is said of it
 
-    def look(self, request: Look) -> dict[str, Any]:
+    def look(self, request: LookRequest) -> dict[str, Any]:
         """Schedules timed and drawn on one axis, with what there is to say of each.
 
         Raises:
@@ -179,11 +179,11 @@ class Schedules:
             "note": _note(shown),
         }
 
-    def charts(self, request: Look) -> list[Chart]:
+    def charts(self, request: LookRequest) -> list[Chart]:
         """Charts of the requested schedules."""
         return [self._shown(index, request).chart for index in range(len(request.subjects))]
 
-    def _shown(self, index: int, request: Look) -> _Shown:
+    def _shown(self, index: int, request: LookRequest) -> _Shown:
         """A schedule timed; what is wrong with the second one is said to be of the second."""
         subject = request.subjects[index]
         try:
@@ -195,7 +195,7 @@ class Schedules:
         except ConfigError as error:
             raise ConfigError(f"second schedule: {error}") if index else error from None
 
-    def _timed(self, known: _Known, costs: Costs, request: Look) -> tuple[Chart, dict[str, Any]]:
+    def _timed(self, known: _Known, costs: Costs, request: LookRequest) -> tuple[Chart, dict[str, Any]]:
         schedule = known.schedule
         limits = limits_of(request.peak, request.memory, schedule)
         data: dict[str, Any] = {
@@ -257,7 +257,9 @@ _FORMS = {
 def warm() -> None:
     """Load what the first picture needs, so that it comes as quickly as the next ones."""
     load_numba()
-    Schedules().look(Look(subjects=[Subject(scheme="dapple", options={"stages": 2, "micro_batches": 2})]))
+    Schedules().look(
+        LookRequest(subjects=[ScheduleReference(scheme="dapple", options={"stages": 2, "micro_batches": 2})])
+    )
 
 
 def _note(shown: Sequence[_Shown]) -> str:

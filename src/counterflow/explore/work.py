@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from counterflow.errors import CounterflowError
 
-from .requests import Work
+from .requests import SearchInput
 
 ReportProgress = Callable[[dict[str, Any]], None]
 
@@ -32,7 +32,7 @@ def main() -> None:
         # An interrupt before this point ends the process immediately.
         _write(reports, {"progress": {"said": "reading what is asked", "share": None}})
         try:
-            _work(Work.model_validate_json(sys.stdin.read()), reports)
+            _work(SearchInput.model_validate_json(sys.stdin.read()), reports)
         except CounterflowError as error:
             _write(reports, {"error": str(error)})
         except (KeyboardInterrupt, BrokenPipeError):
@@ -46,7 +46,7 @@ def _write(reports: TextIO, line: dict[str, Any]) -> None:
     reports.flush()
 
 
-def _work(work: Work, reports: TextIO) -> None:
+def _work(work: SearchInput, reports: TextIO) -> None:
     due = 0.0
 
     def report_progress(progress: dict[str, Any]) -> None:

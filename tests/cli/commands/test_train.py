@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.cli.output.screen import Screen
-from counterflow.cli.output.train_progress import Progress, introduction
+from counterflow.cli.output.train_progress import TrainProgress, introduction
 from counterflow.training import RunConfig
 from counterflow.training.folder import read_metrics
 from counterflow.training.report import About
@@ -407,7 +407,7 @@ ABOUT = About(
 @pytest.mark.parametrize("width", [50, 120])
 def test_a_bar_on_a_terminal(width: int) -> None:
     written = io.StringIO()
-    progress = Progress(introduces=False)
+    progress = TrainProgress(introduces=False)
     progress.console = Screen(file=written, force_terminal=True, width=width, color_system=None)
     progress.begun(ABOUT, Path("run"))
     progress.recorded([])

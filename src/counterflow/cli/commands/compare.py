@@ -13,13 +13,13 @@ from counterflow.planning.comparison import STAGES_A_WORKER, Compared, Compariso
 from counterflow.planning.comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
 
-from ..options.flags import JsonFlag, ModelCostOptions, Record, bytes_of
+from ..options.flags import JsonFlag, ModelCostOptions, OptionRecord, bytes_of
 from ..output.console import WIDE, byte_size, console, note, number, print_json, table_of
 from ..output.search_bar import search_bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size(Record):
+class ModelSize(OptionRecord):
     """Sizes that all schemes have in common."""
 
     panel: ClassVar[str] = "Size, the same for all schemes"
@@ -33,7 +33,7 @@ class Size(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits(Record):
+class WorkerLimits(OptionRecord):
     """Limits on what a worker holds."""
 
     panel: ClassVar[str] = "Limits of each worker"
@@ -56,7 +56,7 @@ class WorkerLimits(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing(Record):
+class ListingOptions(OptionRecord):
     """Additional computations and the form of the output."""
 
     panel: ClassVar[str] = "Output"
@@ -76,7 +76,12 @@ class Listing(Record):
 
 
 def compare(
-    *, size: Size, limits: WorkerLimits, costs: ModelCostOptions, output: Listing, as_json: JsonFlag = False
+    *,
+    size: ModelSize,
+    limits: WorkerLimits,
+    costs: ModelCostOptions,
+    output: ListingOptions,
+    as_json: JsonFlag = False,
 ) -> None:
     """Compare all schemes for the same model: step, bubbles, activations and copies of the weights."""
     out = output.out

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..options.flags import SchemeOptions, SubjectArgument
-from ..options.subject import Form, as_text, schedule_of
+from ..options.subject import FileFormat, as_text, schedule_of
 from ..output.console import note, writing
 
 
@@ -26,7 +26,7 @@ def export(
         ),
     ] = None,
     form: Annotated[
-        Form | None,
+        FileFormat | None,
         typer.Option(
             "--format",
             help="json, or csv as torch.distributed.pipelining reads it. Default: FILE's suffix, or json.",
@@ -36,7 +36,9 @@ def export(
 ) -> None:
     """Write a schedule file, which check, simulate and show accept in place of a scheme."""
     schedule = schedule_of(subject, options)
-    text = as_text(schedule, form or (Form.CSV if out is not None and out.suffix == ".csv" else Form.JSON))
+    text = as_text(
+        schedule, form or (FileFormat.CSV if out is not None and out.suffix == ".csv" else FileFormat.JSON)
+    )
     if out is None:
         typer.echo(text, nl=not text.endswith("\n"))
         return

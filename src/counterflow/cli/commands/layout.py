@@ -13,7 +13,7 @@ from counterflow.fields import asked
 from counterflow.reading import read_text
 from counterflow.schedule.layouts import Kind, Layout, rederive
 
-from ..options.flags import JsonFlag, Record
+from ..options.flags import JsonFlag, OptionRecord
 from ..output.console import WIDE, console, merge_equal_rows, note, print_json, table_of
 from ..output.visible import echo
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes(Record):
+class LayoutChanges(OptionRecord):
     """Model and cluster for which the layout is re-derived."""
 
     panel: ClassVar[str] = "Re-derive it for another model or cluster; what is not given stays"
@@ -55,7 +55,7 @@ def layout(
         ),
     ] = None,
     *,
-    changes: Changes,
+    changes: LayoutChanges,
     torchtitan: Annotated[
         Path | None,
         typer.Option(
@@ -129,7 +129,7 @@ def _in_words(stage: Stage) -> str:
     return ", ".join(words) or "empty"
 
 
-def _translate(path: Path, text: str | None, changes: Changes, *, as_json: bool) -> None:
+def _translate(path: Path, text: str | None, changes: LayoutChanges, *, as_json: bool) -> None:
     arguments = {
         "LAYOUT": text,
         "--mtp": changes.mtp,

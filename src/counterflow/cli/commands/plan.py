@@ -21,15 +21,15 @@ from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.placement import looped
 
-from ..options.flags import JsonFlag, Record
-from ..options.wanted import PlanLimits
+from ..options.flags import JsonFlag, OptionRecord
+from ..options.plan_limits import PlanLimits
 from ..output.console import note, print_json, writing
 from ..output.search_bar import order_bar, search_bar
 from ..output.visible import echo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(Record):
+class Inputs(OptionRecord):
     """Inputs of a planning task."""
 
     panel: ClassVar[str] = "Input: an example, files, or both; a file replaces that part of the example"
@@ -58,7 +58,7 @@ class Inputs(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ordering(Record):
+class Ordering(OptionRecord):
     """Options of the search for orders."""
 
     panel: ClassVar[str] = "Computed orders"
@@ -91,7 +91,7 @@ class Ordering(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Results(Record):
+class Results(OptionRecord):
     """Options of the output."""
 
     panel: ClassVar[str] = "Output"

@@ -16,9 +16,9 @@ from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
 
-from ..options.flags import CostOptions, Record, SchemeOptions, schemes_from
+from ..options.flags import CostOptions, OptionRecord, SchemeOptions, schemes_from
 from ..options.subject import (
-    Form,
+    FileFormat,
     as_text,
     build_beside,
     is_file,
@@ -32,7 +32,7 @@ from ..output.console import console, note, writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing(Record):
+class DrawingOptions(OptionRecord):
     """Options of the drawing."""
 
     panel: ClassVar[str] = "Output"
@@ -50,7 +50,7 @@ class Drawing(Record):
         "default), or another run.",
         metavar="OTHER",
     )
-    form: Form | None = asked(
+    form: FileFormat | None = asked(
         None, "Print the schedule instead, as a schedule file (json) or torch's (csv).", name="format"
     )
     memory: bool = asked(
@@ -72,7 +72,7 @@ def show(
     ],
     options: SchemeOptions,
     costs: CostOptions,
-    output: Drawing,
+    output: DrawingOptions,
 ) -> None:
     """Draw the timeline of a schedule or a run: in the terminal, or into files."""
     from counterflow.drawing import draw, draw_terminal
@@ -101,13 +101,13 @@ def show(
     for path in out:
         with writing(path):
             if path.suffix == ".csv":
-                path.write_text(as_text(schedule, Form.CSV), encoding="utf-8")
+                path.write_text(as_text(schedule, FileFormat.CSV), encoding="utf-8")
             else:
                 draw(result, path, compare=compared_result, memory=memory, messages=messages)
         note(f"Wrote {path}")
 
 
-def _show_run(subject: str, output: Drawing, names: Sequence[str]) -> None:
+def _show_run(subject: str, output: DrawingOptions, names: Sequence[str]) -> None:
     """Draw a run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.training.folder import read_timeline
@@ -152,7 +152,7 @@ def _compared_simulation(
     # The same flags as this command's own, read by the same parser.
     with ctx.command.make_context(f"{ctx.info_name} --compare", words, parent=ctx.parent) as inner:
         values = dict(inner.params)
-    for parameter in Drawing.parameters():
+    for parameter in DrawingOptions.parameters():
         if values[parameter.name]:
             raise ConfigError(f"--compare {text!r}: {flag(parameter.name)} belongs outside the quotes")
     schedule = schedule_of(values["subject"], SchemeOptions.pop_from(values))

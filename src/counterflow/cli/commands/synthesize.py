@@ -22,7 +22,7 @@ from counterflow.schedule.workload import Workload, plain
 from counterflow.synthesis import Limit, Objective, Synthesis
 from counterflow.synthesis import synthesize as compute
 
-from ..options.flags import CostOptions, JsonFlag, Record, bytes_of, numbers_of
+from ..options.flags import CostOptions, JsonFlag, OptionRecord, bytes_of, numbers_of
 from ..options.placements import placement_of
 from ..options.wording import flag
 from ..output.console import byte_size, console, note, number, print_json, writing
@@ -30,7 +30,7 @@ from ..output.search_bar import order_bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Record):
+class WorkloadOptions(OptionRecord):
     """Workload to be ordered."""
 
     panel: ClassVar[str] = "Workload"
@@ -76,7 +76,7 @@ class Work(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Record):
+class Limits(OptionRecord):
     """Limits on what a worker holds, as texts."""
 
     panel: ClassVar[str] = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
@@ -103,7 +103,7 @@ class Limits(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search(Record):
+class SearchOptions(OptionRecord):
     """Options of the search for an order."""
 
     panel: ClassVar[str] = "Search"
@@ -123,7 +123,7 @@ class Search(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled(Record):
+class ProfileOptions(OptionRecord):
     """Files that measured costs are read from."""
 
     panel: ClassVar[str] = (
@@ -170,11 +170,11 @@ class Profiled(Record):
 
 def synthesize(
     *,
-    work: Work,
+    work: WorkloadOptions,
     limits: Limits,
-    search: Search,
+    search: SearchOptions,
     costs: CostOptions,
-    profiled: Profiled,
+    profiled: ProfileOptions,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -104,10 +104,10 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
     from counterflow.training.run import run
     from counterflow.training.supervision.stopping import STOP
 
-    from ..output.train_progress import Progress
+    from ..output.train_progress import TrainProgress
 
     try:
-        done = run(config, Progress(introduces=not as_json), max_restarts=max_restarts)
+        done = run(config, TrainProgress(introduces=not as_json), max_restarts=max_restarts)
     except KeyboardInterrupt as stopped:
         note("; ".join(["Stopped", *map(str, stopped.args if str(stopped) else ())]))
         raise typer.Exit(STOP.exit_code) from None

@@ -16,7 +16,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
 from counterflow.testing import STRICT_LOCAL
 
-from ..options.flags import JsonFlag, Record, SchemeOptions, SubjectArgument
+from ..options.flags import JsonFlag, OptionRecord, SchemeOptions, SubjectArgument
 from ..options.subject import schedule_of
 from ..output.console import WIDE, console, note, print_json, table_of
 
@@ -50,7 +50,7 @@ TransportName = StrEnum("TransportName", {kind.name: kind.name for kind in kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running(Record):
+class Running(OptionRecord):
     """Options of the pipeline's run."""
 
     panel: ClassVar[str] = "Run"

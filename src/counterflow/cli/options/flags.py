@@ -1,7 +1,7 @@
 """Groups of options, and the flags that several commands share.
 
 A command takes a group as one parameter; ``with_flags`` unfolds it into the group's flags. A command's own
-options are the fields of a ``Record``. Shared options of schemes are made from the schemes' own records,
+options are the fields of an ``OptionRecord``. Shared options of schemes are made from the schemes' records,
 options of costs from the fields of ``Costs`` and ``ByteCosts``. For both, None means that a flag was not
 given, so defaults stand in the library alone.
 """
@@ -72,7 +72,7 @@ _MODEL_COSTS = "Costs of a worker's share of the model, or, with --costs-of mode
 _MODEL_MEMORY = "Memory of the same share (300MB, 1.5GiB)"
 
 
-class Group:
+class OptionGroup:
     """Options that a command accepts as one parameter."""
 
     __slots__ = ()
@@ -88,7 +88,7 @@ class Group:
         raise NotImplementedError
 
 
-class Record(Group):
+class OptionRecord(OptionGroup):
     """A dataclass whose fields, made with ``asked``, are a command's own options, with their own defaults."""
 
     __slots__ = ()
@@ -126,7 +126,7 @@ def _own_flag(field: AskedField, kind: Any, panel: str) -> inspect.Parameter:
 
 
 @dataclass(frozen=True)
-class Flags(Group):
+class Flags(OptionGroup):
     """A group of flags as they were given, by name; None if not given."""
 
     values: Mapping[str, Any]
@@ -322,10 +322,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with each parameter that is a group of options unfolded into the group's flags."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type[Group]] = {}
+    groups: dict[str, type[OptionGroup]] = {}
     for parameter in signature.parameters.values():
         group = parameter.annotation
-        if not (isinstance(group, type) and issubclass(group, Group)):
+        if not (isinstance(group, type) and issubclass(group, OptionGroup)):
             parameters.append(parameter)
             continue
         groups[parameter.name] = group

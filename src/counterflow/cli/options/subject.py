@@ -16,14 +16,14 @@ from .flags import SchemeOptions
 from .wording import flag, flag_of
 
 
-class Form(StrEnum):
+class FileFormat(StrEnum):
     """File formats of a schedule."""
 
     JSON = "json"
     CSV = "csv"
 
 
-def as_text(schedule: Schedule, form: Form) -> str:
+def as_text(schedule: Schedule, form: FileFormat) -> str:
     """The schedule in this file format.
 
     Raises:
@@ -31,7 +31,7 @@ def as_text(schedule: Schedule, form: Form) -> str:
     """
     from counterflow.schedule import formats, torch_csv
 
-    return torch_csv.dumps(schedule) if form is Form.CSV else formats.dumps(schedule)
+    return torch_csv.dumps(schedule) if form is FileFormat.CSV else formats.dumps(schedule)
 
 
 def is_scheme(subject: str) -> bool:

@@ -36,7 +36,7 @@ _NARROW = 72
 """Width in columns below which no bar is drawn."""
 
 
-class Progress(Callback):
+class TrainProgress(Callback):
     """Shows a run.
 
     Args:
