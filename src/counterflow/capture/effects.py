@@ -76,7 +76,6 @@ class Effects:
         """Names of the values that called modules change."""
 
     def _attributes(self) -> State:
-        """Attributes of the copy's opened modules."""
         walk = Walk(self._model)
         for path, module in self._model.named_modules():
             if path in self._opened:

@@ -392,7 +392,6 @@ class Recorder(TorchFunctionMode):
     # -- attributes
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
-        """Attributes of the opened modules."""
         modules = self._model.module.named_modules()
         return {path: attributes_of(module) for path, module in modules if path in self._opened}
 
@@ -420,7 +419,6 @@ class Recorder(TorchFunctionMode):
                     raise Unfollowed(path, f"sets its attribute {name!r}")
 
     def _note_read(self, module: nn.Module, name: str) -> None:
-        """Note an attribute that the code of opened modules reads."""
         path = self._paths.get(id(module))
         if not self._running or self._atoms or path is None:
             return
@@ -442,7 +440,6 @@ class Recorder(TorchFunctionMode):
         return OperationCounter(self._note_cost) if self._counts else nullcontext()
 
     def _note_cost(self, cost: float) -> None:
-        """Add a cost to the current computation."""
         costs = self._record.costs
         for path in {"", *self._costs}:
             costs[path] = costs.get(path, 0.0) + cost

@@ -377,7 +377,6 @@ class Recording:
 
 
 def _replaceable(tensor: object, before: object) -> bool:
-    """Tell whether a tensor may be put in the place of a buffer."""
     return (
         isinstance(tensor, Tensor)
         and isinstance(before, Tensor)

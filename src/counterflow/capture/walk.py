@@ -158,7 +158,6 @@ class Walk:
         self._member(label, value)
 
     def _member(self, label: str, value: Any) -> None:
-        """Walk a value of a class."""
         if isinstance(value, property):
             for function in (value.fget, value.fset):
                 self._member(label, function)

@@ -315,7 +315,6 @@ def _into_checkpoint(state: _State, target: Path) -> Converted:
 
 
 def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file: bool) -> Converted:
-    """Convert a folder of torch.distributed.checkpoint."""
     from .torch_folders import TorchFolder, optimizer_of  # noqa: PLC0415 - it takes a while
 
     opened = TorchFolder(source)
@@ -350,7 +349,6 @@ def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file:
 
 
 def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Converted:
-    """Write a folder with which torchtitan goes on."""
     from . import torch_folders  # noqa: PLC0415 - it takes a while
 
     keys = {name: f"{MODEL}/{name}" for name in weights}

@@ -252,7 +252,6 @@ class Saver:
         self._thread.start()
 
     def _write(self, draft: Path, part: Pieces, further: Mapping[str, Extra]) -> dict[str, Written]:
-        """Write one worker's files."""
         draft.mkdir(parents=True, exist_ok=True)
         self._check(
             draft

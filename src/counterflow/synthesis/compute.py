@@ -206,7 +206,6 @@ class _Run:
             self._take(words, how)
 
     def _best_known(self) -> list[Words]:
-        """All orders that were tried, the best first."""
         return [words for _, words in sorted(self._known, key=lambda pair: pair[0])]
 
     @property
@@ -284,7 +283,6 @@ def _compile() -> None:
 
 
 def _remaining(until: float) -> float:
-    """Seconds until a time."""
     return max(0.0, until - time.monotonic())
 
 

@@ -46,7 +46,6 @@ def named(problem: Problem, more: Callable[[], bool] = lambda: True) -> Iterator
 
 
 def _of_scheme(problem: Problem, scheme: Scheme) -> Iterator[tuple[str, Words]]:
-    """The orders of one scheme."""
     wanted, lengths = _likeness(problem.workload), problem.workload.lengths
     for options in reversed(list(_options(scheme, problem.workload))):
         try:

@@ -238,7 +238,6 @@ def _with_mask(keywords: dict[str, Any], mask: Tensor | None, hidden: Tensor) ->
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Check whether two trees contain the same tensors and equal values."""
     leaves, spec = pytree.tree_flatten(first)
     second_leaves, second_spec = pytree.tree_flatten(second)
     return spec == second_spec and all(

@@ -252,7 +252,6 @@ def _circle(ways: Any) -> float:
 
 @compiled
 def _mark_path(numbers: Any, ways: Any) -> None:
-    """Mark the letters of the longest path as critical."""
     last = 0
     for n in range(len(ways.start)):
         if ways.start[n] + numbers.keeps[n] > ways.start[last] + numbers.keeps[last]:

@@ -104,8 +104,6 @@ def solved(
 
 
 class _Model:
-    """The model of one period."""
-
     def __init__(self, problem: Problem, period: float) -> None:
         self.problem = problem
         self.unit = unit_of(problem)

@@ -125,8 +125,6 @@ _SETTLED = 8
 
 
 class _Way:
-    """One direction of time."""
-
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.numbers = numbers_of(problem)

@@ -49,8 +49,6 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """The start of a turn."""
-
     flat: Flat
     late: Lateness
     back: bool

@@ -156,7 +156,6 @@ class _Climber:
         return words_of(Flat(self._state.best, self._flat.first))
 
     def _restart(self) -> None:
-        """Restart at the best order so far."""
         self._flat.word[:] = self._state.best
         self._state.begin[:] = 0.0
         if self._search.steady:

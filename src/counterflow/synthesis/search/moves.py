@@ -116,7 +116,6 @@ def _ordered(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 @compiled
 def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
-    """Check that the worker keeps its limits."""
     letter = flat.word[source]
     worker = n.worker[letter]
     for store in range(len(n.most)):
@@ -136,7 +135,6 @@ def _fits(n: Any, flat: Any, x: Any, source: int, target: int) -> bool:
 
 @compiled
 def _moved(n: Any, flat: Any, x: Any, source: int, target: int) -> None:
-    """Update a state after a move."""
     low, high = min(source, target), max(source, target)
     shift(x.how_many, source, target)
     for at in range(low, high + 1):
@@ -230,7 +228,6 @@ def _move(n: Any, flat: Any, x: Any, source: int, move: tuple[int, int]) -> int:
 
 @compiled
 def _undo(n: Any, flat: Any, x: Any, moved: int) -> None:
-    """Undo ``_move``."""
     for number in range(moved - 1, -1, -1):
         source, target = x.log[2 * number], x.log[2 * number + 1]
         shift(flat.word, target, source)
