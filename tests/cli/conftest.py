@@ -1,4 +1,4 @@
-"""How these tests run a command: in this process, as wide as needed, without colours."""
+"""Runner of commands for these tests: in this process, as wide as needed, without colours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "TERMINAL_WIDT
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command printed, and how it ended."""
+    """Output and exit code of a command."""
 
     code: int
     out: str

@@ -27,7 +27,7 @@ SENSELESS = [
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where the values of a file are."""
+    """Paths to the values of a file."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [path_ for key, part in items for path_ in [(*path, key), *places(part, (*path, key))]]
 

@@ -1,4 +1,4 @@
-"""What ``--json`` prints of commands whose answers are the same on every machine, against kept outputs.
+"""Output of ``--json`` of commands whose answers are the same on every machine, against saved outputs.
 
 A kept output is what ``counterflow COMMAND --json`` printed. It changes only where that is wanted, because
 users' programs read these keys.
@@ -46,7 +46,7 @@ def test_json_stays_as_it_was(run: Run, name: str) -> None:
 
 
 def differences(actual: Any, expected: Any, place: str) -> Iterator[str]:
-    """Where two answers differ; computed numbers may differ in their last digits from machine to machine."""
+    """Differences of two answers; computed numbers may differ in their last digits between machines."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted({*actual, *expected}):
             if key not in actual or key not in expected:

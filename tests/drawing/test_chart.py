@@ -1,4 +1,4 @@
-"""What the charts hold, and that they cover exactly the time workers are busy."""
+"""Contents of charts, and that they cover exactly the time workers are busy."""
 
 from __future__ import annotations
 

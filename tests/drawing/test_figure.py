@@ -40,7 +40,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 
 
 def groups(path: Path) -> dict[str, int]:
-    """How many paths each named group of an SVG has."""
+    """Number of paths of each named group of an SVG."""
     tree = ET.parse(path)
     named = [element for element in tree.iter() if element.get("id", "").startswith("chart-")]
     return {element.get("id", ""): len(element.findall(PATH)) for element in named}

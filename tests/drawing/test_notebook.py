@@ -1,4 +1,4 @@
-"""What objects show of themselves in notebooks: right, escaped, and without anything from outside."""
+"""Display of objects in notebooks: right, escaped, and without anything from outside."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def embedded(text: str) -> Any:
 
 
 class Tags(HTMLParser):
-    """Which elements a page has, and every attribute that could load something."""
+    """Elements of a page, and every attribute that could load something."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def post(client: TestClient, path: str, body: Any) -> Any:
 
 
 def refused(client: TestClient, path: str, body: Any) -> str:
-    """What is said of a request that is wrong."""
+    """The error of a wrong request."""
     answer = client.post(path, json=body)
     assert 400 <= answer.status_code < 500, answer.text
     said = answer.json()

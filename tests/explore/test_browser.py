@@ -108,7 +108,7 @@ def opened(page: Page, address: str) -> Page:
 
 
 def seen(page: Page) -> None:
-    """What axe-core finds serious on the page as it is: nothing. And it is not wider than the window."""
+    """Check that axe-core finds nothing serious on the page, and that it is not wider than the window."""
     from axe_playwright_python.sync_playwright import Axe
 
     report: dict[str, Any] = Axe().run(page).response

@@ -26,7 +26,7 @@ DAPPLE: dict[str, Any] = {"scheme": "dapple", "options": {"stages": 2, "micro_ba
 
 
 def ended(client: TestClient, job: dict[str, str], stop: bool = False) -> Any:
-    """What is said of a search once it has ended; two minutes are much more than it takes."""
+    """Wait for the end of a search and return its report; two minutes are much more than it takes."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         report = post(client, "/api/job", job | {"stop": stop})

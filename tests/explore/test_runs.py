@@ -1,4 +1,4 @@
-"""What the server says of runs: what their folders say, while they are written and after."""
+"""Runs as the server reports them: as their folders say, while they are written and after."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_run_yet(server: TestClient, place: Path) -> None:
 
 
 def test_a_run_that_goes_on(server: TestClient, place: Path) -> None:
-    """What is added is there at the next look; what the page has is not sent again."""
+    """The next look has added points; points that the page has are not sent again."""
     run = run_at(place / "one", live__json=timeline().dumps())
     (run / ".lock").write_text(f"process {os.getpid()} on {platform.node()}\n")
     (row,) = server.get("/api/runs").json()["runs"]
@@ -290,7 +290,7 @@ def test_whatever_a_runs_files_hold_there_is_an_answer(server: TestClient, place
 
 
 def test_a_run_that_is_removed_while_it_is_watched(server: TestClient, place: Path) -> None:
-    """Of what was asked for it is said; the list has the others; a new one of its name is another run."""
+    """A request for it is refused; the list has the others; a new one of its name is another run."""
     run, second_run = run_at(place / "one"), run_at(place / "two")
     seen = {"name": str(run), "metrics": look(server, run, second_run)["runs"][0]["metrics"]}
     shutil.rmtree(run)

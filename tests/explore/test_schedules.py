@@ -1,4 +1,4 @@
-"""What the server says of schedules: the same as the rooms that it asks."""
+"""Schedules as the server reports them: the same as the packages that it calls."""
 
 from __future__ import annotations
 

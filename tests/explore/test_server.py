@@ -1,4 +1,4 @@
-"""Who may ask, and what is said to those who ask wrongly."""
+"""Access to the server, and its errors for wrong requests."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ Drawn = list[tuple[Simulation, Simulation | None, bool]]
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
-    """What is given to the terminal's drawing."""
+    """Arguments of the terminal's drawing."""
 
     calls: Drawn = []
 

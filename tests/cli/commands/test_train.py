@@ -326,7 +326,7 @@ def test_a_signal_while_workers_start_ends_all(
 
 
 def _alive(group: int) -> bool:
-    """Whether a group has processes."""
+    """Check that a group has processes."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:

@@ -73,7 +73,7 @@ def test_refusals() -> None:
 
 
 def environment(job: dict[str, Any], port: int, node: int) -> dict[str, str]:
-    """What a container gets: the job's variables, and those that Kubeflow's torch policy injects."""
+    """Environment of a container: the job's variables, and those that Kubeflow's torch policy injects."""
     trainer = job["spec"]["trainer"]
     injected = {
         "PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"],

@@ -35,7 +35,7 @@ QUICK = {
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray's processes find: the packages of this one."""
+    """Settings by which Ray's processes find the packages of this one."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)]))
 
