@@ -20,7 +20,7 @@ from counterflow.simulation.op_costs import Piece, per_stage
 
 from . import closed_forms as forms
 from .performance_models import hanayo_equation_1
-from .step_times import StageTimes, closed_form
+from .step_times import StageTimes, closed_form, seconds_of_slowest
 
 CLOSE = 1e-9
 """Relative difference of two times that are taken to be equal."""
@@ -130,8 +130,8 @@ class _Subject(NamedTuple):
         summed = costs.replicas > 1 or schedule.pipes > 1
         sums = tuple(per_stage("sync", costs.sync, schedule.stages)) if summed else 0.0
         times = StageTimes(
-            _of_slowest(schedule, forwards),
-            _of_slowest(schedule, backwards),
+            seconds_of_slowest(schedule, forwards),
+            seconds_of_slowest(schedule, backwards),
             _longest_message(result),
             sums,
             Sync(costs.sync_mode),
@@ -157,13 +157,6 @@ class _Subject(NamedTuple):
         """An option whose value is a number; 0 if it is another."""
         value = self.options.get(name, 0)
         return value if isinstance(value, int) else 0
-
-
-def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
-    by_worker = (
-        [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
-    )
-    return max(sum(stages) / len(stages) for stages in by_worker)
 
 
 def _longest_message(result: Simulation) -> float:

@@ -101,8 +101,8 @@ def beside(play: Play) -> ClosedForm | None:
         for latency, per_byte in zip(latencies, per_bytes, strict=True)
     )
     times = StageTimes(
-        _of_slowest(play.schedule, forward),
-        _of_slowest(play.schedule, backward),
+        seconds_of_slowest(play.schedule, forward),
+        seconds_of_slowest(play.schedule, backward),
         message,
         sync_seconds(play.stages, play.network) if play.network.copies > 1 else 0.0,
         play.configuration.sync,
@@ -111,7 +111,7 @@ def beside(play: Play) -> ClosedForm | None:
     return found and ClosedForm(found.seconds * play.updates, found.source)
 
 
-def _of_slowest(schedule: Schedule, seconds: list[float]) -> float:
+def seconds_of_slowest(schedule: Schedule, seconds: list[float]) -> float:
     """Seconds of a stage, averaged over the stages of the slowest worker."""
     each = [
         [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
