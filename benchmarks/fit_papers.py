@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.changes import changed_task
+from counterflow.papers.figures.entries import best_plan
 from counterflow.papers.figures.published import Figure, Run, Stated, Use
-from counterflow.papers.figures.reproduction import Verdict, best_plan, predict_row, reproduce
+from counterflow.papers.figures.reproduction import Verdict, predict_row, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.task import Task
 from counterflow.schedule.modes import Recompute

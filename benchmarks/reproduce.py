@@ -13,23 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from counterflow.papers.figures import FIGURES, PAPERS
-from counterflow.papers.figures.lines import Line, line_of, line_of_missing, short
+from counterflow.papers.figures.lines import lines_of
 from counterflow.papers.figures.reproduction import Reproduction, reproduce, total
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "reproduce.json"
 PAGE = ROOT / "docs" / "reproducing.md"
-
-
-def lines(reproduction: Reproduction) -> list[Line]:
-    """A figure's rows for people."""
-    figure = reproduction.figure
-    rows = []
-    for row in reproduction.rows:
-        value = row.published
-        stated = (figure.competitor(value.label).statement(run) for run in value.runs)
-        rows.append(line_of(row, " / ".join(dict.fromkeys(short(str(each)) for each in stated if each))))
-    return rows + [line_of_missing(value) for value in figure.missing]
 
 
 def table(reproductions: Sequence[Reproduction]) -> list[str]:
@@ -41,7 +30,7 @@ def table(reproductions: Sequence[Reproduction]) -> list[str]:
     causes: dict[str, list[str]] = {}
     for each in reproductions:
         name = each.figure.name.partition("-")[2]
-        for line in lines(each):
+        for line in lines_of(each):
             use = " (fit)" if line.use == "fit" else ""
             verdict = line.verdict if line.verdict == "hit" else f"**{line.verdict}**"
             cells = (
@@ -86,7 +75,7 @@ def data(reproductions: Sequence[Reproduction]) -> dict[str, object]:
                 "use": line.use,
                 "source": line.source,
             }
-            for line in lines(each)
+            for line in lines_of(each)
         ]
         for each in reproductions
     }

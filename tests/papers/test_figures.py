@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.lines import line_of, line_of_missing
+from counterflow.papers.figures.entries import best_plan
+from counterflow.papers.figures.lines import lines_of
 from counterflow.papers.figures.published import (
     RATIOS,
     TOLERANCE,
@@ -22,13 +23,8 @@ from counterflow.papers.figures.published import (
     Stated,
     Use,
 )
-from counterflow.papers.figures.reproduction import (
-    Verdict,
-    best_plan,
-    difference,
-    reproduce,
-    total,
-)
+from counterflow.papers.figures.quantities import difference
+from counterflow.papers.figures.reproduction import Verdict, reproduce, total
 from counterflow.papers.figures.throughputs import scheme_bars
 from counterflow.planning.task import Task, load_example
 from counterflow.schedule.modes import Recompute
@@ -212,10 +208,7 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_figures_are_predicted_as_kept(name: str) -> None:
-    reproduction = reproduce(FIGURES[name])
-    lines = [line_of(row) for row in reproduction.rows] + [
-        line_of_missing(value) for value in reproduction.figure.missing
-    ]
+    lines = lines_of(reproduce(FIGURES[name]))
     kept = [(row["predicted"], row["verdict"], row["cause"]) for row in KEPT["figures"][name]]
     assert [(line.predicted, line.verdict, line.cause) for line in lines] == kept
 

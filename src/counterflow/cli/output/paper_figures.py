@@ -43,7 +43,8 @@ def show_figures(figures: Iterable[Figure], *, as_json: bool) -> None:
     """Predict figures one after the other, print their rows, and count all of them."""
     from rich.text import Text
 
-    from counterflow.papers.figures.reproduction import reproduce
+    from counterflow.papers.figures.lines import lines_of
+    from counterflow.papers.figures.reproduction import reproduce, total
 
     out = console(WIDE)
     reproductions: list[Reproduction] = []
@@ -52,14 +53,12 @@ def show_figures(figures: Iterable[Figure], *, as_json: bool) -> None:
             reproductions.append(reproduce(figure, report))
         if not as_json:
             out.print(Text(figure.title, style="bold"))
-            out.print(_rows(_lines(reproductions[-1])))
+            out.print(_rows(lines_of(reproductions[-1])))
     if as_json:
         from counterflow.papers.report import figures_shown
 
         print_json(figures_shown(reproductions))
     else:
-        from counterflow.papers.figures.reproduction import total
-
         out.print(Text(total(reproductions), style="bold"))
 
 
@@ -83,24 +82,11 @@ def _draw(reproduction: Reproduction, path: Path) -> None:
     draw_bars(bars, path)
 
 
-def _lines(reproduction: Reproduction) -> list[Line]:
-    from counterflow.papers.figures.lines import line_of, line_of_missing, short
-
-    figure = reproduction.figure
-    lines = []
-    for row in reproduction.rows:
-        value = row.published
-        statements = (figure.competitor(value.label).statement(run) for run in value.runs)
-        stated = " / ".join(
-            dict.fromkeys(short(str(statement)) for statement in statements if statement is not None)
-        )
-        lines.append(line_of(row, stated))
-    return lines + [line_of_missing(value) for value in figure.missing]
-
-
 def _print(reproduction: Reproduction) -> None:
     from rich.padding import Padding
     from rich.text import Text
+
+    from counterflow.papers.figures.lines import lines_of
 
     figure = reproduction.figure
     out = console(WIDE)
@@ -110,7 +96,7 @@ def _print(reproduction: Reproduction) -> None:
     out.print(
         Text("With what the paper states of the configurations; R: stages are recomputed", style="bold")
     )
-    lines = _lines(reproduction)
+    lines = lines_of(reproduction)
     out.print(_rows(lines))
     if figure.runs:
         out.print(Text("Memory" if figure.unlimited else "Throughput", style="bold"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .published import Missing, Published, Quantity
-from .reproduction import Row, Verdict
+from .reproduction import Reproduction, Row, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,18 @@ class Line:
     use: str = ""
 
 
-def line_of(row: Row, stated: str = "") -> Line:
-    """A row for people.
+def lines_of(reproduction: Reproduction) -> list[Line]:
+    """All published values of a figure for people, those without a prediction last."""
+    figure, lines = reproduction.figure, []
+    for row in reproduction.rows:
+        value = row.published
+        statements = (figure.competitor(value.label).statement(run) for run in value.runs)
+        texts = dict.fromkeys(short(str(stated)) for stated in statements if stated is not None)
+        lines.append(_line(row, " / ".join(texts)))
+    return lines + [_line_of_missing(value) for value in figure.missing]
 
-    Args:
-        row: the row.
-        stated: the configuration that the paper states, for a best configuration.
-    """
+
+def _line(row: Row, stated: str) -> Line:
     value = row.published
     return Line(
         what=_what(value),
@@ -60,8 +65,7 @@ def line_of(row: Row, stated: str = "") -> Line:
     )
 
 
-def line_of_missing(value: Missing) -> Line:
-    """A value without a prediction, for people."""
+def _line_of_missing(value: Missing) -> Line:
     return Line(
         what=value.what,
         runs="",

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from counterflow.planning.prediction import choices
 from counterflow.schedule.modes import Recompute
 
+from .entries import Entry
 from .published import Quantity
-from .reproduction import Entry, Reproduction
+from .reproduction import Reproduction
 
 
 @dataclass(frozen=True, slots=True)
