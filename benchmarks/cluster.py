@@ -30,15 +30,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_device import precise_sleep, undisturbed
+from emulated_stage import emulated_stage
 from machine import load, machine, shown
-from namespaces import all_done, inside, nodes, probe
+from namespaces import all_done, inside, nodes, probe, require_namespaces
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -99,33 +100,6 @@ class Row:
     measured: float
 
 
-class Half(torch.autograd.Function):
-    """Sleeps backward, for the gradient of an input or a weight; what goes on from it is a single number."""
-
-    @staticmethod
-    def forward(ctx: Any, of: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds, of.shape
-        return of.new_zeros(1, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0].new_zeros(ctx.shape), None
-
-
-class Output(torch.autograd.Function):
-    """Sleeps forward."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, shape: torch.Size, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        return product.new_zeros(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].new_ones(1, 1), None, None
-
-
 class Layer(nn.Module):
     """Sleeps for a time and a time for each sample, as long for each half of its backward."""
 
@@ -139,11 +113,7 @@ class Layer(nn.Module):
         return self.seconds * (0.2 + 0.8 * samples / SAMPLES)
 
     def forward(self, value: Tensor) -> Tensor:
-        seconds = self.at(len(value))
-        hidden: Tensor = Half.apply(value, seconds)  # type: ignore[no-untyped-call]
-        weight: Tensor = Half.apply(self.weight, seconds)  # type: ignore[no-untyped-call]
-        output: Tensor = Output.apply(hidden @ weight, value.shape, seconds)  # type: ignore[no-untyped-call]
-        return output
+        return emulated_stage(value, self.weight, partial(time.sleep, self.at(len(value))))
 
 
 class Work:
@@ -445,8 +415,7 @@ def main() -> None:
     if given.work:
         work(given.work, given.number, given.configurations)
         return
-    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-        raise SystemExit("network namespaces and tun devices need root, and Linux")
+    require_namespaces()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
     data: dict[str, Any] = {"machine": machine(), "clusters": []}
     for number, (delay, megabits, layout) in enumerate(product(given.delays, given.megabits, given.layout)):

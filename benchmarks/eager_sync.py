@@ -25,12 +25,13 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_device import precise_sleep, undisturbed
+from emulated_stage import emulated_stage
 from machine import machine, shown
 from namespaces import all_done, nodes, one_a_node
 from torch import Tensor, nn
@@ -129,33 +130,6 @@ class Host:
                 time.sleep(pause)
 
 
-class Half(torch.autograd.Function):
-    """Half of a backward: the gradient of an input or of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, of: Tensor, host: Host) -> Tensor:
-        ctx.host, ctx.shape = host, of.shape
-        return of.new_zeros(1, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.host.op(FORWARD_SECONDS)
-        return gradients[0].new_zeros(ctx.shape), None
-
-
-class Output(torch.autograd.Function):
-    """A forward."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, shape: torch.Size, host: Host) -> Tensor:
-        host.op(FORWARD_SECONDS)
-        return product.new_zeros(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].new_ones(1, 1), None, None
-
-
 class Layer(nn.Module):
     """A stage."""
 
@@ -165,10 +139,7 @@ class Layer(nn.Module):
         self.host = host
 
     def forward(self, value: Tensor) -> Tensor:
-        hidden: Tensor = Half.apply(value, self.host)  # type: ignore[no-untyped-call]
-        weight: Tensor = Half.apply(self.weight, self.host)  # type: ignore[no-untyped-call]
-        output: Tensor = Output.apply(hidden @ weight, value.shape, self.host)  # type: ignore[no-untyped-call]
-        return output
+        return emulated_stage(value, self.weight, partial(self.host.op, FORWARD_SECONDS))
 
 
 class Work:
@@ -345,8 +316,6 @@ def main() -> None:
     if given.work:
         work(given.work, given.cases, given.turns)
         return
-    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-        raise SystemExit("network namespaces and tun devices need root, and Linux")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
     lines = [f"# python benchmarks/eager_sync.py --turns {given.turns}, {shown(machine())}", ""]
     rows = []

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from machine import machine, shown
 from mixpipe_sweep import legal
+from mixpipe_symmetric import entry_of, store
 from ortools.sat.python import cp_model
 
 import counterflow as cf
@@ -136,13 +137,10 @@ def main() -> None:
             lines.append(f"{depth:2} {peak:4}  {'  '.join(idle)}  {time.monotonic() - began:7.1f}  {status}")
             print(lines[-1], flush=True)
             if words:
-                rows = "".join(f'        "{word}",\n' for word in words)
-                stored.append(f"    ({depth}, {peak}): (\n{rows}    ),\n")
+                stored.append(entry_of((depth, peak), words))
     if options.keep:
         KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        module = Path(mixpipe_asymmetric.__file__)
-        head = module.read_text(encoding="utf-8").partition(" = {\n")[0]
-        module.write_text(f"{head} = {{\n{''.join(stored)}}}\n", encoding="utf-8")
+        store(Path(mixpipe_asymmetric.__file__), stored)
 
 
 if __name__ == "__main__":

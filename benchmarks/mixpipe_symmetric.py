@@ -13,6 +13,7 @@ time of the list schedules of ``mixpipe_plan.py``, ``published`` is 5D-3K-4-3Γ.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -91,6 +92,18 @@ def listed(depth: int, k: int, g: int) -> int:
     return min(plan[end] for plan in mixpipe_plan._tries(shape)) - 3 * depth
 
 
+def entry_of(setting: tuple[int, ...], words: Sequence[str]) -> str:
+    """A setting's order as an entry of a module's table, a line a worker."""
+    rows = "".join(f'        "{word}",\n' for word in words)
+    return f"    {setting}: (\n{rows}    ),\n"
+
+
+def store(module: Path, entries: Sequence[str]) -> None:
+    """Write entries in the place of those of a module's table, which is last in it."""
+    head = module.read_text(encoding="utf-8").partition(" = {\n")[0]
+    module.write_text(f"{head} = {{\n{''.join(entries)}}}\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="for each K and Γ")
@@ -108,13 +121,10 @@ def main() -> None:
             )
             print(lines[-1], flush=True)
             if idle < now:
-                rows = "".join(f'        "{word}",\n' for word in words)
-                shorter.append(f"    ({depth}, {k}, {g}): (\n{rows}    ),\n")
+                shorter.append(entry_of((depth, k, g), words))
     if given.keep:
         KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        module = Path(mixpipe_optima.__file__)
-        head = module.read_text(encoding="utf-8").partition(" = {\n")[0]
-        module.write_text(f"{head} = {{\n{''.join(shorter)}}}\n", encoding="utf-8")
+        store(Path(mixpipe_optima.__file__), shorter)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,16 @@ def run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
+def require_namespaces() -> None:
+    """End the program in one sentence where nodes cannot be made."""
+    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
+        raise SystemExit("network namespaces and tun devices need root, and Linux")
+
+
 @contextlib.contextmanager
 def nodes(count: int, megabits: float, delay_seconds: float) -> Iterator[list[str]]:
     """Namespaces with a way to each other, and the relay between them."""
+    require_namespaces()
     names = [name_of(node) for node in range(count)]
     relay = None
     try:
