@@ -18,9 +18,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 import counterflow
-from counterflow import toml
 from counterflow.cli import application
 from counterflow.cli.app import COMMANDS
+from counterflow.common import toml
 from counterflow.drawing import chart_of
 from counterflow.drawing.notebook import svg_of
 from counterflow.drawing.page import page as live_page

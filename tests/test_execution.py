@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import counterflow as cf
+from counterflow.common.options import Options, said
 from counterflow.execution import Batching, Configured, Execution, Flat, records
-from counterflow.options import Options, said
 from counterflow.planning import Model
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.modes import Recompute, Sync

@@ -7,9 +7,9 @@ pictures draw and the runtime executes. Importing this package does not import t
 from typing import TYPE_CHECKING
 
 from . import testing as _testing  # noqa: F401 - it registers its transports
+from .common.lazy import attributes
 from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
-from .lazy import attributes
 from .program.check import check
 from .schedule import schemes
 from .schedule.ir import Op, OpKind, Schedule
@@ -18,13 +18,13 @@ from .synthesis import Synthesis, synthesize
 
 if TYPE_CHECKING:
     from . import models
-    from .added_loss import add_loss, added_losses
-    from .attention import attend
+    from .api.attention import attend
+    from .api.aux_loss import add_loss, added_losses
+    from .api.carry import Carry
+    from .api.loss_sum import LossSum, next_target, whole_target
     from .capture import layers
-    from .carry import Carry
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
-    from .loss_sum import LossSum, next_target, whole_target
     from .planning.comparison import Comparison, compare
     from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
@@ -93,27 +93,27 @@ __all__ = [
 
 _LATE = {
     "Batching": "execution",
-    "Carry": "carry",
+    "Carry": "api.carry",
     "Comparison": "planning.comparison",
     "ENTRIES": "runtime.mini_batch.entries",
     "Evaluation": "runtime.execution.step",
     "Execution": "execution",
-    "LossSum": "loss_sum",
+    "LossSum": "api.loss_sum",
     "PendingEvaluation": "runtime.execution.evaluation",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "Step": "runtime.execution.step",
-    "add_loss": "added_loss",
-    "added_losses": "added_loss",
-    "attend": "attention",
+    "add_loss": "api.aux_loss",
+    "added_losses": "api.aux_loss",
+    "attend": "api.attention",
     "compare": "planning.comparison",
     "launch": "runtime.workers.launch",
     "layers": "capture",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
     "models": "",
-    "next_target": "loss_sum",
+    "next_target": "api.loss_sum",
     "plan": "verbs",
     "predict": "verbs",
     "same_model": "verification.same_model",
@@ -121,7 +121,7 @@ _LATE = {
     "sum_over_copies": "runtime.stages.counters",
     "train": "verbs",
     "verify": "verbs",
-    "whole_target": "loss_sum",
+    "whole_target": "api.loss_sum",
 }
 """For each name that needs torch or loads slowly, the module that defines it; empty: the name is a package.
 """

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, SkipValidation, Strict
 
+from .common.options import Options, hint, option
 from .errors import ConfigError
-from .options import Options, hint, option
 from .program.lowering import OpTimes
 from .schedule.modes import Recompute, Sync
 

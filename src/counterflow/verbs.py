@@ -243,7 +243,7 @@ def train(
 
 def _as_sets(keys: Mapping[str, Any]) -> list[str]:
     """Keys with values, in the form of ``--set``."""
-    from . import toml  # noqa: PLC0415
+    from .common import toml  # noqa: PLC0415
 
     return [f"{key}={toml.dumps(value)}" for key, value in keys.items()]
 

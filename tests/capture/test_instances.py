@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from counterflow.capture.instances import instances_of
-from counterflow.capture.torch_private import FakeTensor, FakeTensorMode
+from counterflow.capture.tracing_internals import FakeTensor, FakeTensorMode
 from counterflow.capture.walk import LRU_CACHE
 
 

@@ -101,7 +101,7 @@ def test_without_tensorboard_nothing_is_started(
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr("counterflow.extras.importlib.import_module", missing)
+    monkeypatch.setattr("counterflow.common.extras.importlib.import_module", missing)
     with pytest.raises(ConfigError, match=r'tensorboard is not installed; pip install "counterflow\[tensor'):
         run(config(train__loggers='["tensorboard"]'))
     assert not (tmp_path / "run").exists()

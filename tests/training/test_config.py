@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError, Pipeline, schemes
+from counterflow.common.options import said
 from counterflow.execution import Execution
 from counterflow.models.shapes import SHAPES, Family
-from counterflow.options import said
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
 from counterflow.training import RunConfig, load_config

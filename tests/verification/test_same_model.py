@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import counterflow as cf
-from counterflow.nearness import difference
+from counterflow.common.differences import difference
 
 
 class Act(nn.Module):

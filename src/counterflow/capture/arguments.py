@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.trees import tensors_in, version_of
+from counterflow.common.trees import tensors_in, version_of
 
 ABSENT = object()
 """Value of an attribute that does not exist."""

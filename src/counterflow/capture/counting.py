@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from .torch_private import TorchDispatchMode
+from .tracing_internals import TorchDispatchMode
 
 
 class OperationCounter(TorchDispatchMode):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .instances import instances_of
 from .state import Entries, State, Watch
-from .torch_private import OF_TORCH, FakeTensor
+from .tracing_internals import OF_TORCH, FakeTensor
 from .walk import LRU_CACHE, Walk, is_library
 
 LruCache = Any

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from .record import main_dtype
-from .torch_private import NO_MEMORY, FakeTensorMode, drop_hooks, memory_of
+from .tracing_internals import NO_MEMORY, FakeTensorMode, drop_hooks, memory_of
 from .values import Member
 
 DEVICE = torch.device("cpu")

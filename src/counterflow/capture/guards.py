@@ -21,7 +21,7 @@ from .comparison import Comparison
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
 from .state import ABSENT, Entries, Plain, Same, State, Trained, Unknown
-from .torch_private import hook_tables, parameter_tables
+from .tracing_internals import hook_tables, parameter_tables
 from .walk import Walk
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.common.probe_flag import PROBING
 from counterflow.errors import ConfigError
-from counterflow.probing import PROBING
 
 from .example_call import Call, Example
 from .record import Step

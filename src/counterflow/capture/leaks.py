@@ -13,7 +13,7 @@ from typing import Any
 from counterflow.errors import ConfigError
 
 from .instances import instances_of
-from .torch_private import FakeTensor, RecordingMode
+from .tracing_internals import FakeTensor, RecordingMode
 from .walk import LRU_CACHE
 
 _DEEPEST = 4

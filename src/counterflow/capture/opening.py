@@ -22,7 +22,7 @@ from .marks import MARKS, with_named_dtypes
 from .record import Record, main_dtype
 from .recorder import Recorder
 from .sizes import Varies, merged, other_sizes, sizes_of
-from .torch_private import has_hooks
+from .tracing_internals import has_hooks
 from .untraceable import Unfollowed
 
 _SHARE = 1 / 12

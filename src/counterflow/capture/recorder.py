@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from counterflow.added_loss import added_losses
-from counterflow.trees import version_of
+from counterflow.api.aux_loss import added_losses
+from counterflow.common.trees import version_of
 
 from .arguments import (
     ABSENT,
@@ -40,7 +40,7 @@ from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
 from .record import Record, Step
 from .state import State
-from .torch_private import (
+from .tracing_internals import (
     OF_TORCH,
     WEIGHT,
     FakeTensor,

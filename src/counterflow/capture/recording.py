@@ -29,7 +29,7 @@ from .record import Record
 from .recutting import Uncut, crossings_of, places_of
 from .sizes import Varies
 from .state import Plain, Unknown
-from .torch_private import saved_without_hooks, silent_fake_tensors
+from .tracing_internals import saved_without_hooks, silent_fake_tensors
 from .untraceable import Unfollowed, clear_frames
 
 _CAPTURING = threading.Lock()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from counterflow.trees import version_of
+from counterflow.common.trees import version_of
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 """Value of a name that does not exist."""

@@ -7,7 +7,7 @@ part, so scheme, depth, width and sharding may differ when a checkpoint is read.
 
 from typing import TYPE_CHECKING
 
-from counterflow.lazy import attributes
+from counterflow.common.lazy import attributes
 
 if TYPE_CHECKING:
     from .pipelines import load_checkpoint, save_checkpoint

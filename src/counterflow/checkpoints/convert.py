@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from counterflow.common.json_models import Result, result_of
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.shown import Result, result_of
 
 from . import files
 from .index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of

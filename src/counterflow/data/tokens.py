@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 
 from .batches import IGNORED, in_range, part_of, stream
 from .text import entropy_of

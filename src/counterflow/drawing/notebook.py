@@ -6,8 +6,8 @@ when something is shown.
 
 from __future__ import annotations
 
+from counterflow.common.html import said, table, titled
 from counterflow.errors import ScheduleError
-from counterflow.html import said, table, titled
 from counterflow.program.check import check
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from counterflow.fields import AskedField
+from counterflow.common.cli_fields import AskedField
 from counterflow.schedule import registry
 from counterflow.simulation import ByteCosts
 from counterflow.simulation.cost_texts import COSTS

@@ -21,9 +21,9 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
+from counterflow.common.json_models import Result, said
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import interface, world
-from counterflow.shown import Result, said
 
 from .machine import cores, memory_bytes, processor
 from .storage import ADVICE, WANTED, storage_of

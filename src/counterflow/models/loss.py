@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from counterflow.api.loss_sum import whole_target
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import whole_target
 
 IGNORED = -100
 """Target of a position that does not count (torch's own default)."""

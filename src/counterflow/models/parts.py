@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.attention import attend
-from counterflow.carry import Carry
+from counterflow.api.attention import attend
+from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
 INITIAL_DEVIATION = 0.02

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from counterflow.common.json_models import Part, Result, reads, said
 from counterflow.planning.prediction import Parts
 from counterflow.planning.report import PlanShown
 from counterflow.planning.search.found import Plan
-from counterflow.shown import Part, Result, reads, said
 
 from .closed_forms import Range
 from .figures.published import TOLERANCE

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
+from counterflow.common.html import table, titled
 from counterflow.errors import ConfigError
-from counterflow.html import table, titled
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import parse_mode

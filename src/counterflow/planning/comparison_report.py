@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.shown import Options, Part, Result, said
+from counterflow.common.json_models import Options, Part, Result, said
 
 
 class ComparedShown(Part):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from counterflow.html import said, table, titled
+from counterflow.common.html import said, table, titled
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync

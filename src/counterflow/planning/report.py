@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from counterflow.shown import Options, Part, Result, reads, said
+from counterflow.common.json_models import Options, Part, Result, reads, said
 
 from .by_length import AtLength
 from .orders import Orders

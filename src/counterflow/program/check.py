@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from counterflow.html import table, titled
+from counterflow.common.html import table, titled
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Sync

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from counterflow.common.json_models import reads, said
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.report import Sized
-from counterflow.shown import reads, said
 
 from .check import Report, RuleResult
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.shown import Options, Part, Result, reads, said
+from counterflow.common.json_models import Options, Part, Result, reads, said
 
 
 class OpShown(Part):

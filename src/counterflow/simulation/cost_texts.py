@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from counterflow.common.cli_fields import asked_fields
 from counterflow.errors import ConfigError
-from counterflow.fields import asked_fields
 
 from .costs import Costs
 from .op_costs import MOST_COST, ByteCosts

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
 from .op_costs import ByteCosts, OpCosts, PerStage, StageBytes, StageOps, refuse_negative

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from operator import add, mul
 from typing import TYPE_CHECKING, Protocol
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.schedule.ir import Op, OpKind, Workload
 from counterflow.schedule.modes import Recompute
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from counterflow.common.json_models import Count, Part, reads, said
 from counterflow.schedule.report import OpShown, Sized
-from counterflow.shown import Count, Part, reads, said
 
 from .result import Bubbles, Simulation, SyncSpan
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from counterflow.common.json_models import Count, said
 from counterflow.schedule.report import Sized
-from counterflow.shown import Count, said
 from counterflow.simulation.report import TimeUnit
 
 

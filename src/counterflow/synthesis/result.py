@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from counterflow.html import table, titled
+from counterflow.common.html import table, titled
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation, simulate
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
-from counterflow.extras import imported
+from counterflow.common.extras import imported
 
 
 def solver_is_there() -> bool:

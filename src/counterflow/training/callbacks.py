@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from counterflow.extras import imported
+from counterflow.common.extras import imported
 
 from .config import RunConfig
 from .folder import TENSORBOARD

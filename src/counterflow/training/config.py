@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from counterflow import toml
+from counterflow.common import toml
 from counterflow.errors import ConfigError
 from counterflow.execution import unskippable, why_in_full
 from counterflow.schedule.cuts import explicit

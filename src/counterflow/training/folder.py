@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from counterflow import toml
 from counterflow.checkpoints.index import CHECKPOINT, complete
+from counterflow.common import toml
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule

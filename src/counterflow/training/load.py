@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from counterflow import toml
+from counterflow.common import toml
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
-from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.scheme import DEPTH
 

@@ -20,6 +20,7 @@ import torch
 from pydantic import BeforeValidator
 from torch.utils import _pytree as pytree
 
+from counterflow.common.json_models import Result
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.measure.cluster import cluster_of
@@ -31,7 +32,6 @@ from counterflow.measure.progress import Progress
 from counterflow.measure.survey import survey
 from counterflow.planning import Cluster, Model, Profile
 from counterflow.planning.inputs import files
-from counterflow.shown import Result
 
 from .config import RunConfig
 from .job import Job, prepare

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
-from counterflow import toml
+from counterflow.common import toml
 from counterflow.errors import ConfigError, hint
 
 from . import sources as _folder

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from counterflow.common.json_models import Part, Result, result_of, said
 from counterflow.schedule.ir import OptionValue
-from counterflow.shown import Part, Result, result_of, said
 
 Numbers = dict[str, float]
 """One line of ``metrics.jsonl``.

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from counterflow import toml
 from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete, put_aside
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state import MODEL
+from counterflow.common import toml
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.unlisted import unlisted_names
 from counterflow.runtime.pipeline import Pipeline

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from counterflow import toml
+from counterflow.common import toml
+from counterflow.common.json_models import Result, said
 from counterflow.errors import ConfigError, hint
 from counterflow.schedule.layouts import Kind, Layout
 from counterflow.schedule.layouts.layout import Stage
-from counterflow.shown import Result, said
 
 _SCHEDULES: dict[str, tuple[str, int | None]] = {
     "1f1b": ("dapple", 1),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.nearness import difference
+from counterflow.common.differences import difference
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.torch_private import TorchDispatchMode, drops_nothing
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
 from counterflow.capture.example_call import Call
 from counterflow.capture.recording import follow_model
 from counterflow.errors import ConfigError

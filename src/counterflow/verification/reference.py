@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.messages.values import Unit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from counterflow.common.json_models import result_of, said
 from counterflow.schedule.report import Scheduled
-from counterflow.shown import result_of, said
 
 from .agreement import Agreement
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.differences import difference, tolerance
 from counterflow.errors import ConfigError
-from counterflow.nearness import difference, tolerance
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.stages.layers import layers_of

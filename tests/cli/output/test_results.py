@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from counterflow.cli.output.results import COMMANDS, page_sections
-from counterflow.shown import meanings
+from counterflow.common.json_models import meanings
 from counterflow.simulation.result import Bubbles, MessageSpan
 from counterflow.training.report import Trained
 

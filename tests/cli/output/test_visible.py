@@ -76,7 +76,7 @@ def test_messages_of_the_library_are_shown() -> None:
     ],
 )
 def test_files_without_an_end_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("counterflow.reading._MOST_BYTES", 2**20)
+    monkeypatch.setattr("counterflow.common.text_files._MOST_BYTES", 2**20)
     result = CliRunner().invoke(application(), words)
     assert result.exit_code == 2
     assert "/dev/zero" in result.stderr

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.api.loss_sum import LossSum
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.loss_sum import LossSum
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.carry import NOTHING
+from counterflow.api.carry import NOTHING
 from counterflow.models import hf
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss

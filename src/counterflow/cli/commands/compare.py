@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import typer
 
-from counterflow.fields import asked
+from counterflow.common.cli_fields import asked
 from counterflow.planning.comparison import STAGES_A_WORKER, Compared, Comparison
 from counterflow.planning.comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 
 from ..output.console import note
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from counterflow.common.cli_fields import asked
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
-from counterflow.reading import read_text
 from counterflow.schedule.layouts import Kind, Layout, rederive
 
 from ..options.flags import JsonFlag, OptionRecord

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.planning.by_length import AtLength, plans_by_length
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs import files

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 from counterflow.simulation.model_share import CostsOf

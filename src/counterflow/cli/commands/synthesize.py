@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.planning.inputs.files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
 from counterflow.planning.play import Play

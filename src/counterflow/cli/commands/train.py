@@ -129,7 +129,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
 
 
 def _list_keys(*, as_json: bool) -> None:
-    from counterflow import toml
+    from counterflow.common import toml
     from counterflow.training.load import known_keys
     from counterflow.training.report import Keys
 

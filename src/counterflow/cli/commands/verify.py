@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.runtime.transport.kinds import kind_of, kinds
 from counterflow.schedule.ir import Schedule

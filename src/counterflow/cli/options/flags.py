@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import typer
 
+from counterflow.common.cli_fields import AskedField, asked_fields
 from counterflow.errors import ConfigError
-from counterflow.fields import AskedField, asked_fields
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.placement import Placement

@@ -11,8 +11,8 @@ import re
 from enum import StrEnum
 from pathlib import Path
 
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
-from counterflow.reading import read_text
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 from counterflow.schedule.scheme import MOST_OPS
 

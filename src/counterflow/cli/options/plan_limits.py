@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from counterflow.common.cli_fields import asked_fields
 from counterflow.errors import ConfigError
-from counterflow.fields import asked_fields
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.search.constraints import Constraints, cuts_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import DEPTH, SLICES

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from counterflow.shown import Result
+    from counterflow.common.json_models import Result
     from counterflow.simulation import Simulation
 
 Row = TypeVar("Row")

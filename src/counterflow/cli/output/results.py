@@ -9,6 +9,7 @@ in ``time_unit``.
 from __future__ import annotations
 
 from counterflow.checkpoints.convert import ConvertedShown
+from counterflow.common.json_models import Result, sections
 from counterflow.measure.health import Doctor
 from counterflow.papers.report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
@@ -16,7 +17,6 @@ from counterflow.planning.report import Examples, Planned
 from counterflow.program.report import Checked
 from counterflow.schedule.layouts.report import LayoutShown
 from counterflow.schedule.report import Schemes
-from counterflow.shown import Result, sections
 from counterflow.simulation.report import Simulated
 from counterflow.synthesis.report import Synthesized
 from counterflow.training.profiling import Profiled

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 from counterflow.training.config import RunConfig
 
 _VERSION = "trainer.kubeflow.org/v1alpha1"

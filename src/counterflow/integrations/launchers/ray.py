@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.checkpoints.index import CHECKPOINT, complete
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.place import place
 from counterflow.training.callbacks import Callback

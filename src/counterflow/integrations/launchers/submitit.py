@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.extras import imported
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.place import Place, place
 from counterflow.training.callbacks import Callback

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.loss_sum import LossSum
+from counterflow.api.loss_sum import LossSum
 
 from .trl import noting
 

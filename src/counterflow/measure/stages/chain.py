@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
@@ -20,7 +21,6 @@ from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.schedule.ir import SkipLink
-from counterflow.trees import tensors_in
 
 from .costs import SkipCost
 

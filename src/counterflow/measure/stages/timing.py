@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
+from counterflow.common.trees import tensors_in
 from counterflow.runtime.execution.meters import SavedBytes
 from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Unit, take_apart
@@ -31,7 +32,6 @@ from counterflow.runtime.stages.randomness import SampleRows
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.split_backward import SplitBackward
 from counterflow.runtime.stages.stage import StageCopy
-from counterflow.trees import tensors_in
 
 from ..sequences import Growth, at_lengths
 from .chain import Chain, run_of

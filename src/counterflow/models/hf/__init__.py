@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from counterflow.lazy import attributes
+from counterflow.common.lazy import attributes
 
 if TYPE_CHECKING:
     from .cut import layers

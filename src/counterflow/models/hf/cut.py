@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.carry import Carry
+from counterflow.api.carry import Carry
 
 from .first_layer import First
 from .masks import widened

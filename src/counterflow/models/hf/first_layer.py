@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.carry import Carry
+from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
 from .masks import forms_of, is_mask, masks_made, narrowed, texts_of

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 
 from .weights import INDEX, SINGLE
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from counterflow.api.loss_sum import SLICE, LossSum, next_target
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import SLICE, LossSum, next_target
 
 IGNORED = -100
 """Label that does not count."""

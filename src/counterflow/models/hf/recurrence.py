@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.carry import Carry
+from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
 LINEAR = "linear_attention"

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from counterflow.attention import attend
-from counterflow.carry import Carry
+from counterflow.api.attention import attend
+from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
 from .recurrence import LINEAR

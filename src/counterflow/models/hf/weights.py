@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
-from counterflow.extras import imported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

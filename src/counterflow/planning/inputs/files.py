@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from counterflow import toml
+from counterflow.common import toml
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
-from counterflow.reading import read_text
 
 from .cluster import Cluster, Link, NodeKind
 from .model import ConfigValue, LayerSkip, LayerTie, Model, TrainValue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.fields import asked
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.layouts import Layout
 from counterflow.schedule.modes import Recompute, Sync

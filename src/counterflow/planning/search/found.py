@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from counterflow.html import titled
+from counterflow.common.html import titled
 
 from ..inputs.cluster import Cluster
 from ..play import Play

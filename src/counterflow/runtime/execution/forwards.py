@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.trees import each_tensor, versions
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
-from counterflow.trees import each_tensor, versions
 
 from ..messages.arrivals import NONE
 from ..messages.values import Unit, ValueLayout, put_together, take_apart, takes_gradient

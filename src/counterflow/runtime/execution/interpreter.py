@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.profiler import record_function
 
-from counterflow.added_loss import collecting
+from counterflow.api.aux_loss import collecting
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
 from counterflow.program.shifts import shifted, shifted_op

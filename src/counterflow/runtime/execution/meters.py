@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from counterflow.schedule.ir import Op
 
@@ -58,27 +59,27 @@ class Clock(Protocol):
         """All that was noted, in order."""
 
 
-class HostClock:
+class HostClock(Clock):
     """For ops that are over when they return."""
 
     def __init__(self) -> None:
         self.began_seconds = 0.0
         self._noted: list[tuple[Op, int, float, float]] = []
 
+    @override
     def start(self) -> None:
-        """See ``Clock``."""
         self._noted.clear()
         self.began_seconds = time.perf_counter()
 
     begin = staticmethod(time.perf_counter)
-    """See ``Clock``."""
+    """Seconds of the host's clock; a static method, for an action's host cost."""
 
+    @override
     def end(self, op: Op, period_offset: int, begin: float) -> None:
-        """See ``Clock``."""
         self._noted.append((op, period_offset, begin, time.perf_counter()))
 
+    @override
     def ran(self) -> list[Ran]:
-        """See ``Clock``."""
         zero = self.began_seconds
         return [
             Ran(op, period_offset, start - zero, end - zero) for op, period_offset, start, end in self._noted
@@ -95,7 +96,7 @@ class TimedEvent(Protocol):
         """Milliseconds until another one."""
 
 
-class EventClock:
+class EventClock(Clock):
     """For ops that are only in flight when they return.
 
     Args:
@@ -112,8 +113,8 @@ class EventClock:
         self._free: list[TimedEvent] = []
         """What was noted before and is recorded again: to make an event asks the driver."""
 
+    @override
     def start(self) -> None:
-        """See ``Clock``."""
         for _, _, begin, end in self._noted:
             self._free += (begin, end)
         self._noted.clear()
@@ -122,18 +123,18 @@ class EventClock:
         self.began_seconds = time.perf_counter()
         self._first = self.begin()
 
+    @override
     def begin(self) -> TimedEvent:
-        """See ``Clock``."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         return event
 
+    @override
     def end(self, op: Op, period_offset: int, begin: TimedEvent) -> None:
-        """See ``Clock``."""
         self._noted.append((op, period_offset, begin, self.begin()))
 
+    @override
     def ran(self) -> list[Ran]:
-        """See ``Clock``."""
         first = self._first
         if first is None:
             return []

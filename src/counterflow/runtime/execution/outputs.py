@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from counterflow.common.trees import each_tensor
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
-from counterflow.trees import each_tensor
 
 from ..dtensors import whole
 from ..messages.values import Unit, Value, take_apart

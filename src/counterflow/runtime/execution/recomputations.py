@@ -11,9 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Compute
-from counterflow.trees import versions
 
 from ..mini_batch.batch import Batch
 from ..stages.recomputation import copied, mapped, other_values, refuse_other

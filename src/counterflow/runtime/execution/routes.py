@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.schedule.ir import SkipLink
 
@@ -59,7 +60,7 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalRoute:
+class LocalRoute(Route):
     """A way between two stages of this worker.
 
     Attributes:
@@ -70,15 +71,15 @@ class LocalRoute:
     place: Place
     handed: HandedOver
 
+    @override
     def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
-        """See ``Route``."""
         for unit, piece in zip(units, pieces, strict=True):
             self.handed.pieces[self.place, unit] = piece
 
+    @override
     def take(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
-        """See ``Route``."""
         del as_leaves  # they are as they were given
         found: list[Taken] = []
         for unit in units:
@@ -86,17 +87,17 @@ class LocalRoute:
             found.append((structure, [leaf(tensor) for tensor in tensors], NONE))
         return found
 
+    @override
     def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        """See ``Route``."""
         self.handed.gradients[self.place, unit] = found
 
+    @override
     def take_gradients(self, unit: Unit) -> Gradients:
-        """See ``Route``."""
         return self.handed.gradients.pop((self.place, unit)), NONE
 
 
 @dataclass(frozen=True, slots=True)
-class SliceRoute:
+class SliceRoute(Route):
     """The way of a stage's state from the run of one slice to that of the next, and of its gradient back.
 
     Attributes:
@@ -112,15 +113,16 @@ class SliceRoute:
     def _key(self, unit: Unit) -> Of:
         return self.place, unit._replace(part=unit.part + self.by)
 
+    @override
     def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
-        """See ``Route``."""
         for unit, piece in zip(units, pieces, strict=True):
             self.handed.pieces[self._key(unit)] = piece
 
+    @override
     def take(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
-        """See ``Route``; in the memory in which it was left: it is saved once."""
+        """In the memory in which it was left: it is saved once."""
         del leaf, as_leaves
         found: list[Taken] = []
         for unit in units:
@@ -128,17 +130,17 @@ class SliceRoute:
             found.append((structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors], NONE))
         return found
 
+    @override
     def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        """See ``Route``."""
         self.handed.gradients[self._key(unit)] = found
 
+    @override
     def take_gradients(self, unit: Unit) -> Gradients:
-        """See ``Route``."""
         return self.handed.gradients.pop(self._key(unit)), NONE
 
 
 @dataclass(frozen=True, slots=True)
-class MessageRoute:
+class MessageRoute(Route):
     """A way to or from another worker.
 
     Attributes:
@@ -151,26 +153,26 @@ class MessageRoute:
     messages: MessageQueue
     answers: int | None = None
 
+    @override
     def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
-        """See ``Route``."""
         del units
         flat = pieces[0][1] if len(pieces) == 1 else [t for _, tensors in pieces for t in tensors]
         self.messages.put(self.number, flat, [(structure, len(tensors)) for structure, tensors in pieces])
 
+    @override
     def take(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
-        """See ``Route``."""
         del leaf
         return self.messages.take(self.number, len(units), as_leaves=as_leaves)
 
+    @override
     def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        """See ``Route``."""
         del unit
         self.messages.put(self.number, found)
 
+    @override
     def take_gradients(self, unit: Unit) -> Gradients:
-        """See ``Route``."""
         del unit
         return self.messages.take_gradients(self.number, self.answers)
 

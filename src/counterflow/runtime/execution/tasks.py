@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from counterflow.program.actions import Action, Compute, Message
 
 from ..mini_batch.batch import Batch
@@ -92,8 +94,8 @@ class RunOp(Task):
         self._in_flight, self._outputs = in_flight, tools.outputs
         self._transport, self._clock = in_flight.transport, in_flight.clock
 
+    @override
     def run(self) -> None:
-        """See ``Task``."""
         in_flight, transport, clock, op = self._in_flight, self._transport, self._clock, self.op
         transport.stay_near()
         if in_flight.over:
@@ -139,8 +141,8 @@ class _MessageTask(Task):
 class SendTask(_MessageTask):
     """The send of what lies ready."""
 
+    @override
     def run(self) -> None:
-        """See ``Task``."""
         batch = self._batches[self._slot]
         self._messages.send(self.envelope, batch.known, batch.learnt)
 
@@ -148,8 +150,8 @@ class SendTask(_MessageTask):
 class ReceiveTask(_MessageTask):
     """A receive that is posted."""
 
+    @override
     def run(self) -> None:
-        """See ``Task``."""
         batch = self._batches[self._slot]
         self._messages.receive(self.envelope, batch.known, batch.learnt)
 
@@ -166,8 +168,8 @@ class DoOther(Task):
         super().__init__(action)
         self._does = does
 
+    @override
     def run(self) -> None:
-        """See ``Task``."""
         self._does(self.action)
 
 

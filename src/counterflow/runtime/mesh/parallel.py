@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
-from counterflow.added_loss import was_added
+from counterflow.api.aux_loss import was_added
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
@@ -64,8 +65,9 @@ class StageModule(nn.Module, Feature):
         """What ``run``, which runs the layers, makes of a value; hooks of the stage are run around it."""
         return run(value)
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``: hooks of the stage are around the run, and what it gives is there, and whole.
+        """Hooks of the stage are around the run, and what it gives is there, and whole.
 
         Raises:
             ConfigError: a tensor is a DTensor.
@@ -82,8 +84,9 @@ class StageModule(nn.Module, Feature):
             )
         return mapped(self._plain, output)
 
+    @override
     def separates(self, layer: NamedLayer) -> str:
-        """See ``Feature``: layers have hooks of their own that see to their weights."""
+        """Layers have hooks of their own that see to their weights."""
         del layer
         return "its weights are sharded"
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import SkipLink
-from counterflow.trees import tensors_in
 
 from ..torch_private import storage_uses
 from .mappings import PLAIN, flat_with_paths, know

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
+from counterflow.common.trees import dimensional
 from counterflow.errors import ConfigError
-from counterflow.trees import dimensional
 
 from ..dtensors import is_dtensor
 from ..messages.values import Unit, Value

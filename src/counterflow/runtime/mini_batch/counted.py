@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from counterflow.loss_sum import LossSum
+from counterflow.api.loss_sum import LossSum
 
 from ..dtensors import whole
 from ..messages.values import Value
@@ -69,12 +70,12 @@ class Means(Feature):
         self._watch.weights.clear()
         return _NOTHING if self._layer is None else self._watch
 
+    @override
     def surrounds(self, layer: NamedLayer) -> bool:
-        """See ``Feature``."""
         return layer.index == self._layer
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         del layer
         with self.watching():
             return run(value, step, rows)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.trees import tensors_in
 from counterflow.schedule.ir import Schedule
-from counterflow.trees import tensors_in
 
 from ..devices import module_of, used_on
 from ..later import holds_host

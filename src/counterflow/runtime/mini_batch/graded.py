@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.loss_sum import SLICE, SliceOf
+from counterflow.api.loss_sum import SLICE, SliceOf
 
 from ..dtensors import whole as all_of
 from ..messages.values import Unit

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.api.loss_sum import SLICE, SliceOf
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import SLICE, SliceOf
 
 from ..doubling import is_doubling
 from ..messages.values import Unit

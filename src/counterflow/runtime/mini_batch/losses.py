@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.api.loss_sum import LossSum
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import LossSum
 
 from .. import later
 from ..dtensors import is_dtensor, whole

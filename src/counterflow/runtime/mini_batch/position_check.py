@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.api.loss_sum import SLICE, SliceOf
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
 from .loss_check import FirstOfKind
@@ -98,7 +98,7 @@ class PositionCheck:
 
     @staticmethod
     def end() -> None:
-        """See ``LossCheck``."""
+        """Do nothing: each slice is checked on its own."""
 
     finish = end
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.api.loss_sum import SLICE, SliceOf
 from counterflow.errors import ConfigError
-from counterflow.loss_sum import SLICE, SliceOf
 
 from ..messages.values import Unit
 from .given import Given

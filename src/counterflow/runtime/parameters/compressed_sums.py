@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution, why_in_full
@@ -50,7 +51,7 @@ class Codec(Protocol):
         """Values ``[k, m]`` of rows of bytes ``[k, n]``."""
 
 
-class Halves:
+class Halves(Codec):
     """bfloat16: rounded to 8 bits of mantissa.
 
     >>> Halves().decode(Halves().encode(torch.tensor([[1.0, 1.00390625, -3.0]])))
@@ -59,16 +60,16 @@ class Halves:
 
     multiple = 1
 
+    @override
     def encode(self, rows: Tensor) -> Tensor:
-        """See ``Codec``."""
         return rows.to(torch.bfloat16).view(torch.uint8)
 
+    @override
     def decode(self, rows: Tensor) -> Tensor:
-        """See ``Codec``."""
         return rows.view(torch.bfloat16).to(torch.float32)
 
 
-class Bytes:
+class Bytes(Codec):
     """8-bit whole numbers, and for each block of 256 values the largest one divided by 127 as its scale.
 
     A value is off by at most half its block's scale.
@@ -81,16 +82,16 @@ class Bytes:
 
     multiple = BLOCK
 
+    @override
     def encode(self, rows: Tensor) -> Tensor:
-        """See ``Codec``."""
         blocks = rows.view(len(rows), -1, BLOCK)
         scales = blocks.abs().amax(-1) / _LEVELS
         numbers = (blocks / scales.unsqueeze(-1)).round_()
         numbers = numbers.nan_to_num_(0.0, _LEVELS, -_LEVELS).clamp_(-_LEVELS, _LEVELS).to(torch.int8)
         return torch.cat([numbers.view(len(rows), -1).view(torch.uint8), scales.view(torch.uint8)], 1)
 
+    @override
     def decode(self, rows: Tensor) -> Tensor:
-        """See ``Codec``."""
         count = rows.shape[1] // (BLOCK + _SCALE_BYTES)
         numbers = rows[:, : count * BLOCK].view(torch.int8).to(torch.float32).view(len(rows), count, BLOCK)
         scales = rows[:, count * BLOCK :].contiguous().view(torch.float32)

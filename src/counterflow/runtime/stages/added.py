@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from counterflow.added_loss import COLLECTED, collecting
+from counterflow.api.aux_loss import COLLECTED, collecting
 
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Value
@@ -35,8 +36,8 @@ class Adding(Feature):
     adds: bool | None = None
     """Whether its layers added anything so far; None: they did not run yet."""
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         before: dict[str, Tensor] = {}
         if type(value) is not Tensor:
             value, before = apart(value)

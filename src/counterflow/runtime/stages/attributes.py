@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.capture.state import Entries, Items
-from counterflow.trees import version_of
+from counterflow.common.trees import version_of
 
 _TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that belong to torch: parameters, buffers, submodules, hooks, modes."""

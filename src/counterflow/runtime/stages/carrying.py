@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from counterflow.carry import NOTHING, Carry
+from counterflow.api.carry import NOTHING, Carry
 from counterflow.errors import ConfigError
 
 from .named_layer import NamedLayer, place_of

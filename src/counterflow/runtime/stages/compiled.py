@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from counterflow.added_loss import added_losses, forgets_added
+from counterflow.api.aux_loss import added_losses, forgets_added
+from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
-from counterflow.trees import versions
 
 from ..messages.values import Value
 from ..torch_private import backend_of, buffers_of, call_of
@@ -178,18 +179,19 @@ class Drawing(Feature):
         self._draws: dict[int, bool] = {}
         """By the layer's number, once it is known."""
 
+    @override
     def separates(self, layer: NamedLayer) -> str | None:
-        """See ``Feature``."""
         return "it draws random numbers" if self._draws.get(layer.index) else None
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         return self._streams.around_layer(layer, run, value, step, rows)
 
+    @override
     def around_block(
         self, layers: Sequence[NamedLayer], runs: Runs, value: Value, step: int, rows: SampleRows
     ) -> Value:
-        """See ``Feature``: layers that draw nothing need no stream.
+        """Layers that draw nothing need no stream.
 
         Raises:
             ConfigError: layers draw that did not before, and cannot run again.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
-from counterflow.trees import versions
 
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ..messages.values import Value
 from ..torch_private import whole_call
@@ -50,14 +51,15 @@ class HooksOnce(TorchFunctionMode, Feature):
         self._watching: AbstractContextManager[object] = _NOTHING
         """Around what makes the loss of the forward at hand."""
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         self._watching = self if torch.is_grad_enabled() and self.watches(step) else _NOTHING
         with self._watching:
             return run(value, step, rows)
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``; it is around the stage's layers already."""
+        """It is around the stage's layers already."""
         with self._watching if layer.index == LOSS and torch.is_grad_enabled() else _NOTHING:
             return run(value, step, rows)
 

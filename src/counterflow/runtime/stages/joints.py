@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from counterflow.trees import versions
+from counterflow.common.trees import versions
 
 from .graph_split import Walked, below, is_seam, variable
 from .recomputation import Replay, mapped, same_tensors

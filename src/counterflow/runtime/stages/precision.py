@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
@@ -96,8 +97,9 @@ class Autocast(Precision):
         self._seen: list[tuple[int, int]] = []
 
     @contextmanager
+    @override
     def computing(self) -> Iterator[None]:
-        """See ``Precision``; unlike ``torch.autocast`` it never drops the cache, in no thread."""
+        """Unlike ``torch.autocast`` it never drops the cache, in no thread."""
         if self._keeps:
             now = [(p.data_ptr(), p._version) for p in self._parameters]  # noqa: SLF001 - documented as it
             if now != self._seen:
@@ -118,24 +120,26 @@ class Autocast(Precision):
             if not self._keeps:
                 torch.clear_autocast_cache()
 
+    @override
     def step(self) -> AbstractContextManager[Any]:
-        """See ``Precision``."""
         return torch.autocast(self._kind, enabled=False)
 
+    @override
     def forget(self) -> None:
-        """See ``Precision``."""
         torch.clear_autocast_cache()
 
+    @override
     def updated(self, version: int, frees: Sequence[int]) -> None:
-        """See ``Precision``; an update may hide from the tensors' versions that it changed them."""
+        """An update may hide from the tensors' versions that it changed them."""
         del version, frees
         torch.clear_autocast_cache()
 
+    @override
     def separates(self, _: NamedLayer) -> None:
-        """See ``Feature``: within a block no leaf is passed on."""
+        """Within a block no leaf is passed on."""
 
+    @override
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         return run(mapped(_no_leaf, value) if torch.is_grad_enabled() else value, step, rows)
 
 
@@ -179,8 +183,8 @@ class Cast(Precision):
         ]
 
     @contextmanager
+    @override
     def computing(self) -> Iterator[None]:
-        """See ``Precision``."""
         if self._shown:
             yield
             return
@@ -216,34 +220,34 @@ class Cast(Precision):
                 )
 
     @property
+    @override
     def masters(self) -> list[nn.Parameter]:
-        """See ``Precision``."""
         return [parameter for _, _, parameter in self._places]
 
+    @override
     def backward(self) -> AbstractContextManager[Any]:
-        """See ``Precision``."""
         return self.computing()
 
+    @override
     def forget(self) -> None:
-        """See ``Precision``."""
         self._casts.clear()
 
+    @override
     def updated(self, version: int, frees: Sequence[int]) -> None:
-        """See ``Precision``."""
         for gone in (*frees, version):
             self._casts.pop(gone, None)
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         output = run(self.cast_input(value) if self._copy.stage == 0 else value, step, rows)
         return self.cast_output(output) if self._copy.last else output
 
+    @override
     def cast_input(self, value: Value) -> Value:
-        """See ``Precision``."""
         return _of_value(self._lower, value)
 
+    @override
     def cast_output(self, value: Value) -> Value:
-        """See ``Precision``."""
         return _of_value(self._raised, value)
 
     def _lower(self, tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
@@ -134,8 +135,8 @@ class RandomStreams(Feature):
         part = rows.slice << 64 | rows.start << 32 | rows.samples - rows.stop
         return self._key(step, rows.micro_batch, index, part)
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         around = self.layer(layer.index, step, rows)
         if around is _NOTHING:
             return run(value, step, rows)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
+from counterflow.api.torch_internals import never_compiled
+from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
-from counterflow.torch_private import never_compiled
-from counterflow.trees import tensors_in, versions
 
 from ..doubling import is_doubling
 from ..dtensors import is_dtensor
@@ -65,8 +66,8 @@ class InputGuard(Feature):
     changes: bool | None = None
     """Whether the input is changed in place; None: not known yet."""
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         if self.changes is False:
             return run(value, step, rows)
         given = self.given(value)

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from counterflow.carry import NOTHING, Carry
+from typing_extensions import override
+
+from counterflow.api.carry import NOTHING, Carry
 
 from ..messages.values import Value
 from .carrying import carries_in, carrying
@@ -48,11 +50,10 @@ class Remembering(Feature):
             for carry, expected in zip(every, before, strict=True):
                 carry.expect_slices(expected=expected)
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``.
-
-        Raises:
-            ConfigError: the layer leaves nothing in a ``Carry`` that it holds.
+        """Raises:
+        ConfigError: the layer leaves nothing in a ``Carry`` that it holds.
         """
         carries = self._carries[layer.index]
         if not carries or self.paused:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
-from counterflow.trees import tensors_in, versions
+from counterflow.common.trees import tensors_in, versions
 
 from ..messages.values import Value
 from .features import Feature, Run
@@ -52,8 +53,8 @@ class LayerReplays(Feature):
         }
         self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         self._watched.clear()
         value = run(value, step, rows)
         for guard, given, before, replay in self._watched:
@@ -63,8 +64,8 @@ class LayerReplays(Feature):
         self._watched.clear()
         return value
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         if not torch.is_grad_enabled():
             return run(value, step, rows)
         guard, buffers, first_runs = self._of[layer.index]

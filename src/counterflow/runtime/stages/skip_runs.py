@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
-from counterflow.carry import NOTHING, Carry
+from counterflow.api.carry import NOTHING, Carry
+from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
-from counterflow.trees import versions
 
 from ..messages.values import Value
 from .carrying import carries_in, carrying
@@ -45,8 +46,9 @@ class PassBy(Feature):
             self._of_layer[layer.index] = {*its.loads, *its.carries}, needed - {*its.carries}, set(needed)
             needed |= {*its.loads}
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``: the output has all that later layers and stages, and the next slice need.
+        """The output has all that later layers and stages, and the next slice need.
 
         Raises:
             ConfigError: the layer changes in place what others saved.
@@ -89,14 +91,15 @@ class SkipRunner(Feature):
             its_carries = carries_in(layer.module) if its.carries else ()
             self._carries[layer.index] = list(zip(its.carries, its_carries, strict=True))
 
+    @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
         self._compact.clear()
         return found if self._gives or (self._leaves and rows.slices > 1) else found.value
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``: the layer is given what it loads, and its output has what it makes for others.
+        """The layer is given what it loads, and its output has what it makes for others.
 
         Raises:
             ConfigError: it does not save what it has to.

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.carry import NOTHING
+from counterflow.api.carry import NOTHING
+from counterflow.api.torch_internals import in_backward
+from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
-from counterflow.torch_private import in_backward
-from counterflow.trees import versions
 
 
 class Skip:

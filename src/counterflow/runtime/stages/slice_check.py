@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from counterflow.common.trees import dimensional, tensors_in
 from counterflow.errors import ConfigError
-from counterflow.trees import dimensional, tensors_in
 
 from ..messages.values import Value
 from .features import Run

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from typing_extensions import override
 
 from counterflow.errors import ConfigError
 
@@ -91,8 +92,8 @@ class Splitting(Feature):
         finally:
             self._at_hand = None
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         if self._at_hand is not None and layer.index != self._first:
             value = self._at_hand.before(layer.index, value)
         return run(value, step, rows)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
+from counterflow.common.probe_flag import PROBING
 from counterflow.errors import ConfigError
-from counterflow.probing import PROBING
 from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule, fsdp_modules
@@ -346,11 +347,12 @@ class StageCopy:
 class _Mappings(Feature):
     """Registers the mappings that layers pass on as trees, until all their classes were seen."""
 
+    @override
     def separates(self, _: NamedLayer) -> None:
-        """See ``Feature``: what is passed on within a block goes through no message."""
+        """What is passed on within a block goes through no message."""
 
+    @override
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         output = run(value, step, rows)
         know(output)
         return output

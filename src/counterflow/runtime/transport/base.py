@@ -82,7 +82,7 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when it is done (on a GPU: when later work on the current stream may use it).
 
         Raises:
@@ -260,11 +260,11 @@ class Transport(ABC):
         """Begin to receive into ``buffers``; does not wait."""
 
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
-        """See ``Control.send_described``; also of tensors on the device."""
+        """Call ``Control.send_described``; transports of devices accept their tensors too."""
         return self.control.send_described(tensors, peer, tag)
 
     def receive_described(self, peer: int, tag: int) -> Described:
-        """See ``Control.receive_described``."""
+        """Call ``Control.receive_described``."""
         return self.control.receive_described(peer, tag)
 
     @abstractmethod
@@ -301,7 +301,7 @@ class Transport(ABC):
     # The control plane; see ``Control``
 
     def start_gather(self, values: Sequence[float]) -> Gathering:
-        """See ``Control.start_gather``."""
+        """Call ``Control.start_gather``."""
         return self.control.start_gather(values)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -309,34 +309,34 @@ class Transport(ABC):
         return self.start_gather(values).wait()
 
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Control.gather_objects``."""
+        """Call ``Control.gather_objects``."""
         return self.control.gather_objects(value)
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """See ``Control.spread``; over the control plane, whatever the data plane is."""
+        """Over the control plane, whatever the data plane is."""
         self.control.spread(tensor, source)
 
     def get_ready(self) -> None:
-        """See ``Control.get_ready``."""
+        """Call ``Control.get_ready``."""
         self.control.get_ready()
 
     @property
     def fails_first(self) -> bool:
-        """See ``Control.fails_first``."""
+        """Call ``Control.fails_first``."""
         return self.control.fails_first
 
     def statuses(self) -> list[Status | None]:
-        """See ``Control.statuses``."""
+        """Call ``Control.statuses``."""
         return self.control.statuses()
 
     def has_returned(self) -> None:
-        """See ``Control.has_returned``."""
+        """Call ``Control.has_returned``."""
         self.control.has_returned()
 
     def fail(self, error: BaseException) -> None:
-        """See ``Control.fail``."""
+        """Call ``Control.fail``."""
         self.control.fail(error)
 
     def close(self) -> None:
-        """See ``Control.close``."""
+        """Call ``Control.close``."""
         self.control.close()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import PrefixStore
+from typing_extensions import override
 
 from counterflow.errors import CounterflowError
 
@@ -119,8 +120,9 @@ class ProcessControl(Control):
 
     # Messages over the host
 
+    @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
-        """See ``Control.send_described``; it has lanes of its own."""
+        """It has lanes of its own."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
         if len(described) > HEADER_WORDS:
@@ -133,8 +135,8 @@ class ProcessControl(Control):
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
+    @override
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``Control.receive_described``."""
         header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         works = self.accept((header,), peer, lane_tag(tag, HEADER))
         return self.in_flight(works, peer).then(lambda _: self._receive_after(header, peer, tag))
@@ -202,22 +204,23 @@ class ProcessControl(Control):
 
     # Collectives
 
+    @override
     def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
-        """See ``Control.start_gather``."""
         return self._gathers.start(values)
 
+    @override
     def get_ready(self) -> None:
-        """See ``Control.get_ready``."""
         self._gathers.expect()
 
+    @override
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Control.gather_objects``."""
         gathered: list[object] = [None] * self.world_size
         self.collective(lambda: dist.all_gather_object(gathered, value, group=self._group))
         return gathered
 
+    @override
     def spread(self, tensor: Tensor, source: int) -> None:
-        """See ``Control.spread``; over the control plane, whatever the data plane is."""
+        """Over the control plane, whatever the data plane is."""
         self.collective(lambda: dist.broadcast(tensor, source, group=self._group))
 
     def collective(self, call: Callable[[], _T]) -> _T:
@@ -295,8 +298,9 @@ class ProcessControl(Control):
             raise self.trouble(send.error, send.peer, time.monotonic() - began) from send.error
         self.status.waiting_for = None
 
+    @override
     def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
-        """See ``Control.trouble``: what the watch saw first counts."""
+        """What the watch saw first counts."""
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _BROKEN):
             raise error
@@ -331,20 +335,22 @@ class ProcessControl(Control):
         return self._watch.told
 
     @property
+    @override
     def fails_first(self) -> bool:
-        """See ``Control.fails_first``."""
         return self._watch.is_first
 
+    @override
     def statuses(self) -> list[Status | None]:
-        """See ``Control.statuses``; the other ranks' are as old as their last post."""
+        """The other ranks' are as old as their last post."""
         return self._watch.statuses()
 
+    @override
     def has_returned(self) -> None:
-        """See ``Control.has_returned``."""
         self._watch.post_return()
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """See ``Control.fail``; only the first failure counts."""
+        """Only the first failure counts."""
         self._watch.post_failure(error)
 
     def leave(self, *, hosts_store: bool) -> None:
@@ -352,8 +358,9 @@ class ProcessControl(Control):
         if not self.closed and not self.failed:
             self._watch.leave(hosts=hosts_store)
 
+    @override
     def close(self) -> None:
-        """See ``Control.close``. After a failure the groups stay: what they wait for may never come."""
+        """After a failure the groups stay: what they wait for may never come."""
         if self.closed:
             return
         self.closed = True

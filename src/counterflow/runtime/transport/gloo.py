@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.program.actions import Matching
 
@@ -43,15 +44,15 @@ class GlooTransport(Transport):
         self._exchanges: Counter[Group] = Counter()
         """Exchanges of each group so far: all its ranks begin them in one order."""
 
+    @override
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
-        """See ``Transport.send``."""
         tag, control = lane_tag(tag, PAYLOAD), self.control
         if control.stager is not None:
             return control.carry(tensors, peer, tag)
         return control.sent(peer, control.post(tensors, peer, tag))
 
+    @override
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.receive``."""
         control = self.control
 
         def begin(targets: Sequence[Tensor]) -> Transfer[None]:
@@ -64,8 +65,9 @@ class GlooTransport(Transport):
                 return by_way_of(buffers, begin, self.device)
         return begin(buffers)
 
+    @override
     def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``. Two groups of the same ranks are two: their collectives may cross.
+        """Two groups of the same ranks are two: their collectives may cross.
 
         One that was given back is taken again: torch keeps a name, a list and keys in its store for each
         group that a process ever made.
@@ -75,13 +77,14 @@ class GlooTransport(Transport):
             return spare.pop()
         return Group(tuple(ranks), None if len(ranks) == 1 else self.control.new_group(ranks, "gloo"))
 
+    @override
     def release(self, groups: Iterable[Group]) -> None:
-        """See ``Transport.release``."""
         for group in groups:
             self._spare[group.ranks].append(group)
 
+    @override
     def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_reduce``. Gloo sums each element in one place, then spreads it."""
+        """Gloo sums each element in one place, then spreads it."""
         if len(group.ranks) == 1:
             return DONE
         handle = member(group)
@@ -89,10 +92,9 @@ class GlooTransport(Transport):
         assert work is not None
         return self.control.in_flight((work,), -1)
 
+    @override
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_to_all``.
-
-        Host tensors go as messages whose receives are posted first. Gloo's own exchange may begin with a
+        """Host tensors go as messages whose receives are posted first. Gloo's own exchange may begin with a
         send, behind which the report that the receive is ready waits, so two workers send in turn.
         """
         handle = member(group)
@@ -113,8 +115,8 @@ class GlooTransport(Transport):
 
         return self.control.in_flight(self.control.collective(begin), -1)
 
+    @override
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        """See ``Transport.broadcast``."""
         if len(group.ranks) > 1:
             handle = member(group)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.program.actions import Matching
 
@@ -180,8 +181,9 @@ class ThreadControl(Control):
 
     # Messages
 
+    @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Control.send_described``; in strict mode it waits until the receive is posted."""
+        """In strict mode it waits until the receive is posted."""
         if self.hub.strict:
             self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
@@ -209,8 +211,8 @@ class ThreadControl(Control):
         message.posted.set()
         return self._coming(message.delivered, peer)
 
+    @override
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``Control.receive_described``."""
         message = self._expected(peer, tag)
         message.posted.set()
 
@@ -243,16 +245,17 @@ class ThreadControl(Control):
 
     # Collectives
 
+    @override
     def start_gather(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
-        """See ``Control.start_gather``."""
         return self._join_all(tuple(values)).then(lambda rows: [list(row) for row in rows])
 
+    @override
     def gather_objects(self, value: object) -> list[object]:
-        """See ``Control.gather_objects``."""
         return list(self._join_all(value).wait())
 
+    @override
     def spread(self, tensor: Tensor, source: int) -> None:
-        """See ``Control.spread``; who has it waits until all others have taken it."""
+        """Who has it waits until all others have taken it."""
         mine = tensor if self.rank == source else None
         found = self._join_all(mine).wait()[source]
         if found is not None and self.rank != source:
@@ -291,26 +294,26 @@ class ThreadControl(Control):
 
     # Failing
 
+    @override
     def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
-        """See ``Control.trouble``."""
         del peer, waited_seconds
         if self.hub.failed is None:
             raise error
         failed, why = self.hub.failed
         return Lost(failed, f"worker of rank {failed} failed: {why}")
 
+    @override
     def statuses(self) -> list[Status | None]:
-        """See ``Control.statuses``."""
         return list(self.hub.statuses)
 
+    @override
     def has_returned(self) -> None:
-        """See ``Control.has_returned``."""
         self.status.now("its end")
         with self.hub.lock:
             self.hub.returned.add(self.rank)
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """See ``Control.fail``."""
         with self.hub.lock:
             if self.hub.failed is None:
                 self.hub.failed = self.rank, error
@@ -327,33 +330,34 @@ class LocalTransport(Transport):
         self.hub, self.kind = hub, hub.kind
         self.matching = Matching.ORDER if hub.strict else Matching.TAG
 
+    @override
     def wait_at_most(self, seconds: float) -> None:
-        """See ``Transport.wait_at_most``."""
         if self.control.limit is None:
             self.control.limit = self.control.timeout_seconds = self.timeout_seconds = seconds
 
+    @override
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send``."""
         return self.control.send_described(tensors, peer, tag)
 
+    @override
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.receive``."""
         return self.control.receive(buffers, peer, tag)
 
+    @override
     def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``."""
         return self.control.group(ranks)
 
+    @override
     def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_reduce``; summed in the order of the ranks."""
+        """Summed in the order of the ranks."""
 
         def take(total: Tensor) -> None:
             tensor.copy_(total)
 
         return self.control.join(group, tensor, _sum).then(take)
 
+    @override
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_to_all``."""
         place = group.ranks.index(self.rank)
 
         def take(rows: list[Tensor]) -> None:
@@ -362,8 +366,8 @@ class LocalTransport(Transport):
 
         return self.control.join(group, sent, list).then(take)
 
+    @override
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        """See ``Transport.broadcast``."""
         # A copy, because the source may change its tensor before the others have looked.
         mine = tensor.detach().clone() if self.rank == source else None
         found = self.control.join(group, mine, lambda values: next(v for v in values if v is not None)).wait()

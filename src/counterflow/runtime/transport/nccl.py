@@ -16,12 +16,13 @@ from threading import Thread
 
 import torch
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from counterflow.errors import CounterflowError
 
 from ..torch_private import abort, flight_record, nccl_options
 from .base import Group, Status, TimedOut, member
-from .control import ProcessControl
+from .control import DevicePlane, ProcessControl
 from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
@@ -68,7 +69,7 @@ _LONG = timedelta(days=30)
 The watch sees what the device waits for, and how long."""
 
 
-class NcclTransport(OrderedTransport):
+class NcclTransport(OrderedTransport, DevicePlane):
     """One process's transport over NCCL; all ranks make one at the same time.
 
     Args:
@@ -99,8 +100,8 @@ class NcclTransport(OrderedTransport):
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
         self.make_groups()
 
+    @override
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
-        """See ``OrderedTransport``."""
         del name
         options = message_options(_LONG) if messages and self.backend == NcclTransport.backend else None
         made = self.control.new_group(ranks, self.backend, _LONG, options)
@@ -108,8 +109,8 @@ class NcclTransport(OrderedTransport):
             self._data_groups.append(made)
         return made
 
+    @override
     def release(self, groups: Iterable[Group]) -> None:
-        """See ``Transport.release``."""
         mine = [member(group) for group in groups if group.handle is not None]
         if mine:
             self.progress.synchronize()  # nothing is in flight on them
@@ -117,12 +118,12 @@ class NcclTransport(OrderedTransport):
             self._data_groups.remove(group)
             self.control.end_group(group)
 
+    @override
     def device_status(self) -> Status:
-        """See ``DevicePlane``."""
         return self.progress.status()
 
+    @override
     def look_at_device(self) -> CounterflowError | None:
-        """See ``DevicePlane``."""
         status = self.device_status()
         waits = status is not self.status and status.waiting_for is not None
         if not waits or time.monotonic() - status.since < self.timeout_seconds:
@@ -132,8 +133,9 @@ class NcclTransport(OrderedTransport):
         self.control.late = late
         return worker_error(f"worker {self.rank}, {status.doing}", late, self)
 
+    @override
     def abort(self) -> None:
-        """See ``DevicePlane``: the host continues with undefined data, and gets the error at the
+        """The host continues with undefined data, and gets the error at the
         next agreement of the workers.
         """
         self.keep_flight_record()
@@ -157,15 +159,15 @@ class NcclTransport(OrderedTransport):
                 path.write_bytes(found)
                 _LOG.warning("worker %d: what NCCL had launched is in %s; see torchfrtrace", self.rank, path)
 
+    @override
     def close(self) -> None:
-        """See ``Transport.close``."""
         if not (self.control.closed or self.control.failed):
             with contextlib.suppress(RuntimeError):
                 self.progress.synchronize()  # nothing is in flight
         super().close()
 
+    @override
     def record_event(self) -> Event:
-        """See ``OrderedTransport``."""
         event = torch.cuda.Event(blocking=True)  # blocking: the host sleeps, it does not spin
         event.record()
         return event

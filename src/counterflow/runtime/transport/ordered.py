@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from typing_extensions import override
 
 from counterflow.program.actions import Matching
 
@@ -49,7 +50,7 @@ class _Later(Generic[T]):
         self.posted = self.begin()
 
     def done(self) -> bool:
-        """See ``Pending.done``."""
+        """True if the receive was posted and has ended."""
         return self.posted is not None and self.posted.done()
 
 
@@ -90,10 +91,9 @@ class OrderedTransport(Transport):
 
     # Messages
 
+    @override
     def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
-        """See ``Transport.connect``.
-
-        The communicators of the groups first, then those of pairs, in one order that all workers have: the
+        """The communicators of the groups first, then those of pairs, in one order that all workers have: the
         first that is not made is the next one of all its members. Pairs of neighbours are made side by side.
         """
         for group in groups:
@@ -114,8 +114,9 @@ class OrderedTransport(Transport):
     def _token(self) -> Tensor:
         return torch.zeros(1, device=self.device)
 
+    @override
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send``; tensors that are on the host go beside, over the control plane."""
+        """Tensors that are on the host go beside, over the control plane."""
         there, hosts = self._apart(tensors)
         group = self._to_higher if peer > self.rank else self._to_lower
         plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
@@ -134,8 +135,8 @@ class OrderedTransport(Transport):
             [tensor for tensor in tensors if tensor.device != self.device],
         )
 
+    @override
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.receive``."""
         there, hosts = self._apart(buffers)
         told = self.control.receive_described(peer, tag) if hosts else None
         if self._behind[peer]:
@@ -165,8 +166,8 @@ class OrderedTransport(Transport):
             return begin(buffers)
         return by_way_of(buffers, begin, self.device)
 
+    @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Transport.send_described``."""
         places = [place for place, tensor in enumerate(tensors) if tensor.device != self.device]
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
         words = describe(payload)
@@ -176,8 +177,8 @@ class OrderedTransport(Transport):
         )
         return both(told, self.send(payload, peer, tag))
 
+    @override
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        """See ``Transport.receive_described``."""
         told = self.control.receive_described(peer, tag)
 
         def begin() -> Transfer[list[Tensor]]:
@@ -230,33 +231,35 @@ class OrderedTransport(Transport):
             except RuntimeError as error:
                 raise self.control.trouble(error, peer) from error
 
+    @override
     def computed(self) -> None:
-        """See ``Transport.computed``."""
         self.progress.computed()
 
+    @override
     def stay_near(self) -> None:
-        """See ``Transport.stay_near``: what a host launched ahead, and its outputs, are in memory."""
+        """What a host launched ahead, and its outputs, are in memory."""
         self.progress.stay_near()
 
     # Collectives
 
+    @override
     def group(self, ranks: Sequence[int]) -> Group:
-        """See ``Transport.group``. Two groups of the same ranks are two."""
+        """Two groups of the same ranks are two."""
         alone = len(ranks) == 1
         return Group(tuple(ranks), None if alone else self.data_group(ranks, "sums"))
 
+    @override
     def all_reduce(self, tensor: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_reduce``."""
         if len(group.ranks) == 1:
             return DONE
         return self._collective(lambda handle: handle.allreduce([tensor]), group)
 
+    @override
     def all_to_all(self, received: Tensor, sent: Tensor, group: Group) -> Transfer[None]:
-        """See ``Transport.all_to_all``."""
         return self._collective(lambda handle: handle.alltoall_base(received, sent, [], []), group)
 
+    @override
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        """See ``Transport.broadcast``."""
         if len(group.ranks) > 1:
             root = group.ranks.index(source)
 

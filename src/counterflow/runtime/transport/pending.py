@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from typing_extensions import override
 
 from .base import Pending
 
@@ -23,7 +24,7 @@ def _always() -> bool:
     return True
 
 
-class Transfer(Generic[T]):
+class Transfer(Pending, Generic[T]):
     """A message or a collective in flight: ``Pending``, ``Described`` or ``Gathering``.
 
     Args:
@@ -37,12 +38,12 @@ class Transfer(Generic[T]):
         self._finish: Callable[[], T] | None = finish
         self._over = over
 
+    @override
     def done(self) -> bool:
-        """See ``Pending.done``."""
         return self._over()
 
+    @override
     def wait(self) -> T:
-        """See ``Pending.wait``."""
         if self._finish is not None:
             self._came: T = self._finish()
             self._finish, self._over = None, _always  # what they refer to may go

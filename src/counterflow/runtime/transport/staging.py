@@ -21,7 +21,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from typing_extensions import override
 
+from .base import Pending
 from .side_thread import SideThread
 
 Post: TypeAlias = Callable[[Tensor, int, int], Work]
@@ -37,7 +39,7 @@ _LONG = timedelta(days=30)
 """The reaper's own timeout: only a worker that waits can wait too long."""
 
 
-class PendingSend:
+class PendingSend(Pending):
     """A message on its way. Who holds the lock posts it, or waits for its works.
 
     Args:
@@ -56,12 +58,13 @@ class PendingSend:
         self.over = False
         self.error: RuntimeError | None = None
 
+    @override
     def done(self) -> bool:
-        """See ``Pending.done``: whether all has left, as far as was seen."""
+        """Whether all has left, as far as was seen."""
         return self.over and self.error is None
 
+    @override
     def wait(self) -> None:
-        """See ``Pending.wait``."""
         if not self.done():
             self._wait(self)
 
@@ -95,8 +98,8 @@ class StagedSend(PendingSend):
         self.tags: Sequence[int] = ()
         self.copied: Callable[[], None] | None = None
 
+    @override
     def finish(self, timeout: timedelta) -> None:
-        """See ``PendingSend.finish``."""
         super().finish(timeout)
         self.tensors = ()
 

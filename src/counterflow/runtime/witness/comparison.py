@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.nearness import difference, tolerance
+from counterflow.common.differences import difference, tolerance
 
 from ..mini_batch.batch import Batch
 from ..mini_batch.unit_watch import UnitWatch

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from counterflow.added_loss import add_loss, added_losses
+from counterflow.api.aux_loss import add_loss, added_losses
 from counterflow.capture.layer import CapturedLayer
-from counterflow.trees import tensors_in
+from counterflow.common.trees import tensors_in
 
 from ..messages.values import Keyworded
 from ..stages.attributes import restored_attributes

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
-from counterflow.added_loss import added_losses
+from counterflow.api.aux_loss import added_losses
 from counterflow.capture.layer import CapturedLayer
-from counterflow.trees import version_of
+from counterflow.common.trees import version_of
 
 from ..messages.values import Value
 from ..stages.attributes import restored_attributes
@@ -96,8 +97,8 @@ class _Draws(Feature):
     def __init__(self, streams: RandomStreams) -> None:
         self._streams, self.any = streams, False
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         del layer
         before = self._streams.states()
         output = run(value, step, rows)

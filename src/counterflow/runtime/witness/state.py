@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
-from counterflow.added_loss import added_losses
-from counterflow.nearness import difference, tolerance
+from counterflow.api.aux_loss import added_losses
+from counterflow.common.differences import difference, tolerance
+from counterflow.common.trees import version_of
 from counterflow.schedule.ir import Schedule
-from counterflow.trees import version_of
 
 from ..messages.mappings import know
 from ..messages.values import Value
@@ -72,8 +73,8 @@ class Repeats(Feature):
         self.layer = ""
         """The layer, for messages; empty: there is none."""
 
+    @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """See ``Feature``."""
         if self.layer:
             return run(value, step, rows)
         again = unpacked(packed(value), self._device)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.differences import tolerance
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.execution import Execution
-from counterflow.nearness import tolerance
 from counterflow.schedule.ir import Schedule
 
 from ..doubling import is_doubling

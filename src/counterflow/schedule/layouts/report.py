@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.shown import Part, Result, said
+from counterflow.common.json_models import Part, Result, said
 
 from .layout import Kind
 from .rederived import Rederived

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from typing_extensions import override
 
-from counterflow.trees import version_of
+from counterflow.common.trees import version_of
 
 from . import streams
 from .device import current, refuse_elsewhere
@@ -92,19 +93,20 @@ class StrictGroup(ProcessGroup):
         self._made: set[str] = set()
         self._group: list[Part] | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """See ``ProcessGroup``."""
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it
+        """Name of the backend, for torch."""
         return "strict_nccl"
 
     # -- messages
 
+    @override
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """See ``ProcessGroup``; NCCL knows no tags."""
+        """NCCL knows no tags."""
         del tag
         return self._message(SEND, tensors, dst)
 
+    @override
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """See ``ProcessGroup``."""
         del tag
         for tensor in tensors:
             spoil(tensor)
@@ -135,36 +137,38 @@ class StrictGroup(ProcessGroup):
 
     # -- collectives
 
+    @override
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """See ``ProcessGroup``."""
         del timeout
         (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
         op = opts.reduceOp if hasattr(opts, "reduceOp") else opts or ReduceOp.SUM
         return self._collective("all-reduce", tensor, _way(getattr(op, "op", op)))
 
+    @override
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:  # type: ignore[override]
-        """See ``ProcessGroup``."""
         del timeout
         (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
         root = opts if isinstance(opts, int) else opts.rootRank
         return self._collective(f"broadcast of rank {self.ranks[root]}", tensor, str(root))
 
+    @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
-        """See ``ProcessGroup``."""
         del opts, timeout
         (rows,), (tensor,) = outputs, inputs
         return self._collective("all-gather", tensor, "stack", rows)
 
+    @override
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
     ) -> Work:
-        """See ``ProcessGroup``; of rows of one length."""
+        """Of rows of one length."""
         del output_sizes, sizes, opts
         place = self.ranks.index(self.endpoint.rank)
         return self._collective("all-to-all", tensor, "stack", _Rows(output, place))
 
+    @override
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
-        """See ``ProcessGroup``; over NCCL it holds the host."""
+        """Over NCCL it holds the host."""
         del opts, timeout
         with streams.as_the_network():
             token = torch.zeros(1)
@@ -173,12 +177,12 @@ class StrictGroup(ProcessGroup):
         self.endpoint.stream.synchronize("is in a barrier")
         return work
 
+    @override
     def abort(self) -> None:
-        """See ``ProcessGroup``."""
         self.endpoint.abort()
 
-    def shutdown(self) -> None:
-        """See ``ProcessGroup``."""
+    @override
+    def shutdown(self) -> None: ...
 
     def _collective(
         self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | _Rows | None = None
@@ -221,8 +225,8 @@ class StrictGroup(ProcessGroup):
 class _Later(Work):
     """Work of an operation in a group: the group's own work is used."""
 
+    @override
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``Work``."""
         del timeout
         return True
 

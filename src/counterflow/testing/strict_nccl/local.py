@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.runtime.transport.base import Status, TimedOut
 from counterflow.runtime.transport.local import Hub, ThreadControl, Waited
@@ -41,8 +42,8 @@ class NcclHub(Hub):
         super().__init__(world_size, timeout_seconds=timeout_seconds)
         self.fabric = thread_fabric(world_size)
 
+    @override
     def transport(self, rank: int, device: torch.device | str = "cpu") -> StrictLocalTransport:
-        """See ``Hub``."""
         del device  # each has a pretended device
         return StrictLocalTransport(self, rank)
 
@@ -76,8 +77,8 @@ class StrictControl(ThreadControl):
         self.pretended = Device(rank, self.endpoint.wait, lambda: self.status.doing)
         self.endpoint.stream = self.pretended.stream
 
+    @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """See ``Control.send_described``."""
         for tensor in tensors:
             refuse_on_device(tensor)
         return super().send_described(tensors, peer, tag)
@@ -110,8 +111,8 @@ class StrictLocalTransport(OrderedTransport):
         self.make_groups()
 
     @contextmanager
+    @override
     def running(self) -> Iterator[None]:
-        """See ``Transport.running``."""
         pretended = self.control.pretended
         try:
             with (
@@ -123,20 +124,20 @@ class StrictLocalTransport(OrderedTransport):
         finally:
             self.control.fabric.leave(self.rank)
 
+    @override
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> StrictGroup | None:
-        """See ``OrderedTransport``."""
         del messages
         self._groups_made += 1
         if self.rank not in ranks:
             return None
         return StrictGroup(self.control.endpoint, tuple(ranks), f"{name} (group {self._groups_made})")
 
+    @override
     def record_event(self) -> Event:
-        """See ``OrderedTransport``."""
         return (streams.current_stream() or self.control.endpoint.stream).record_event()
 
+    @override
     def release(self, groups: Any) -> None:
-        """See ``Transport.release``."""
         del groups
         self.progress.synchronize()
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 
-from counterflow.options import option, phrase, said
+from counterflow.common.options import option, phrase, said
 
 AUTO = "auto"
 """``train.resume``: resume in the run's own folder. ``pipeline.transport``: choose by the machine."""

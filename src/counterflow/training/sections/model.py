@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Strict, model_validator
 
+from counterflow.common.options import option
 from counterflow.data.text import BYTE_VALUES
 from counterflow.errors import ConfigError
 from counterflow.models.shapes import EXAMPLE
-from counterflow.options import option
 
 from .. import registry
 from ..source import ModelSource

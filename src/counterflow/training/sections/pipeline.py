@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
+from counterflow.common.options import option
 from counterflow.execution import Configured
-from counterflow.options import option
 from counterflow.runtime.transport.kinds import kinds
 
 from .keys import AUTO, Section, WholeNumbers, count

@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from counterflow import toml
+from counterflow.common import toml
+from counterflow.common.options import option
+from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.options import option
 from counterflow.program.check import check
-from counterflow.reading import read_text
 from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from counterflow import toml
+from counterflow.common import toml
+from counterflow.common.options import option
 from counterflow.errors import ConfigError
-from counterflow.options import option
 
 from .. import registry
 from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, WholeNumbers, as_path, count

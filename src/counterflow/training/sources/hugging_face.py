@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from counterflow import toml
+from counterflow.common import toml
 from counterflow.errors import ConfigError
 
 from ..source import Made, ModelSource

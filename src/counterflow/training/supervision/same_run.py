@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from counterflow import toml
+from counterflow.common import toml
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.base import Transport
 

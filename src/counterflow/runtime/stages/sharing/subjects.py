@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from counterflow.trees import version_of
+from counterflow.common.trees import version_of
 
 LARGEST = 1000
 """Entries of a container beyond which it is compared by their number, and not looked into."""

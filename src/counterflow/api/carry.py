@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from .errors import ConfigError
-from .torch_private import in_backward
-from .trees import versions
+from ..common.trees import versions
+from ..errors import ConfigError
+from .torch_internals import in_backward
 
 NOTHING = object()
 """In place of a state that there is none of."""
@@ -153,8 +154,9 @@ class Carry(nn.Module):
             "_joins": False,
         }
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See ``__getstate__``; ``NOTHING`` is another object in every process."""
+        """``NOTHING`` is another object in every process."""
         _keep_out_of_compiled_code()
         self.__dict__.update({**state, "_given": NOTHING, "_left": NOTHING})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def option(

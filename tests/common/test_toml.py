@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterflow import ConfigError, toml
+from counterflow import ConfigError
+from counterflow.common import toml
 
 
 class Word(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def imported(name: str, extra: str = "transformers") -> Any:

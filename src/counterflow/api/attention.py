@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ..errors import ConfigError
 from .carry import Carry
-from .errors import ConfigError
-from .torch_private import FLASH, FLASH_BACKWARD
+from .torch_internals import FLASH, FLASH_BACKWARD
 
 
 def attend(

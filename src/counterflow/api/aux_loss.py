@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .errors import ConfigError
-from .torch_private import in_backward, never_compiled
+from ..errors import ConfigError
+from .torch_internals import in_backward, never_compiled
 
 
 @dataclass(slots=True)
