@@ -55,7 +55,7 @@ import counterflow as cf
 from counterflow.program.actions import Compute, Matching, Receive, Send
 from counterflow.program.lowering import lower
 from counterflow.program.runnable import refuse_what_cannot_run
-from counterflow.runtime import later
+from counterflow.runtime import host_copy
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind, Product
 
@@ -153,7 +153,7 @@ def sleep_until(deadline: float) -> None:
 DEVICE = Device()
 
 
-class Arriving(later.Later):
+class Arriving(host_copy.HostCopy):
     """A number that a stream computes: who reads it waits until the stream has come to it."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -170,8 +170,8 @@ def take_device(device: Device) -> None:
     """Let all contenders of this process compute on it."""
     global DEVICE  # noqa: PLW0603 - the stages are modules that know no settings
     DEVICE = device
-    later.Later = Arriving  # type: ignore[misc]
-    later.holds_host = lambda _: isinstance(device, Stream)
+    host_copy.HostCopy = Arriving  # type: ignore[misc]
+    host_copy.holds_host = lambda _: isinstance(device, Stream)
 
 
 REST_SECONDS = 0.005

@@ -45,10 +45,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "synthesis/bounds/lower.py": ("synthesis/bounds",),
     "synthesis/bounds/windows.py": ("synthesis/bounds",),
     "runtime/parameters/weights.py": ("runtime/parameters/test_one_worker.py",),
-    "runtime/parameters/saved.py": ("runtime/parameters/test_saved.py",),
+    "runtime/parameters/local_state.py": ("runtime/parameters/test_local_state.py",),
     "runtime/parameters/changes.py": ("runtime/parameters/test_changes.py",),
     "runtime/parameters/statistics.py": ("runtime/parameters/test_statistics.py",),
-    "runtime/parameters/holdings.py": ("runtime/parameters/test_holdings.py",),
+    "runtime/parameters/parameter_placement.py": ("runtime/parameters/test_parameter_placement.py",),
     "runtime/parameters/gradients.py": (
         *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.later import Later
+from counterflow.runtime.host_copy import HostCopy
 from counterflow.testing.strict_nccl.device import Device
 from counterflow.testing.strict_nccl.memory import CopyError
 from counterflow.testing.strict_nccl.modes import computing
@@ -83,7 +83,7 @@ def reads_list(device: torch.device, behind: Callable[[], None]) -> object:
 
 def reads_later(device: torch.device, behind: Callable[[], None]) -> object:
     behind()
-    return Later(torch.arange(3.0, device=device)).read()
+    return HostCopy(torch.arange(3.0, device=device)).read()
 
 
 def queries_event(device: torch.device, behind: Callable[[], None]) -> object:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.functional import mse_loss
 
 import counterflow as cf
-from counterflow.runtime.later import Later
+from counterflow.runtime.host_copy import HostCopy
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.progress import Progress
 from counterflow.runtime.transport.watch import Watch
@@ -164,7 +164,7 @@ def test_a_copy_out_of_pinned_memory_reads_it_when_the_device_comes_to_it() -> N
 
 
 def test_numbers_that_are_read_later_wait_for_their_copy() -> None:
-    assert on_device(lambda device: Later(torch.arange(3.0, device=device.handle)).read()) == [0, 1, 2]
+    assert on_device(lambda device: HostCopy(torch.arange(3.0, device=device.handle)).read()) == [0, 1, 2]
 
 
 # -- optimisers

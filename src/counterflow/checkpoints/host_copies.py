@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.devices import module_of, used_on
-from counterflow.runtime.later import holds_host
+from counterflow.runtime.host_copy import holds_host
 
 _SLAB_BYTES = 2**28
 """Size of pieces of pinned memory, a power of two because torch rounds each piece up to one."""

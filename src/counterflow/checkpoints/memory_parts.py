@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from counterflow.runtime.parameters.saved import LOSS_SCALE
+from counterflow.runtime.parameters.local_state import LOSS_SCALE
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 
@@ -29,7 +29,7 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
             for name in layer.state():
                 full = layer.names[name]
                 of.setdefault(first.get(full, full), []).append((stage,))
-    for names, _ in pipeline.weights.unlisted.entries():  # all workers have it
+    for names, _ in pipeline.weights.extra_state.entries():  # all workers have it
         of[first.get(names[0], names[0])] = [(stage,) for stage in pipeline.stages]
     updated = of if pipeline.weights.owners is None else _owned(pipeline, pipeline.weights.owners)
     parts = {OPTIMIZER: updated, AVERAGE: updated, MODEL: of}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import is_dtensor
-from counterflow.runtime.parameters.saved import (
+from counterflow.runtime.parameters.local_state import (
     BY_STAGE,
     RESIDUAL,
     StateName,

@@ -23,7 +23,7 @@ from .messages.values import Unit
 from .mini_batch.batch import Batch
 
 if TYPE_CHECKING:
-    from .forwards import Forwards
+    from .inference import Forwards
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Logits that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""

@@ -25,16 +25,16 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.recomputation import as_recomputed
 from counterflow.schedule.registry import schedule_of
 
-from .calls import Calls
+from .build.defaults import captured_layers, transport_of
+from .build.local_stages import local_stages, refuse_embeddings
+from .build.partition import PartitionedModel, partition_model
+from .build.recordings import Recordings
+from .build.runners import batches_of, runners_of
+from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
 from .execution.step import Step, Workers, place
-from .forwards import Forwards
 from .generation import GenerationCheck
-from .making.given import found_layers, transport_of
-from .making.held import held_stages, refuse_embeddings
-from .making.model import staged
-from .making.recordings import Recordings
-from .making.runner import batches_of, runners_of
+from .inference import Forwards
 from .mesh.layout import WORKER, Mesh, layout_of
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .messages.compression import Compression
@@ -51,8 +51,8 @@ from .stages.randomness import RandomStreams
 from .transport.base import Transport
 from .transport.watch import tells_who
 from .witness.witness import Witness
-from .workers import lease
 from .workers.arguments import refuse_others
+from .workers.lease import Lease, opened
 from .workers.sources import details_of_loss, details_of_model, versions
 
 
@@ -133,7 +133,7 @@ class Pipeline(Forwards):
         self.execution, self.batching = execution, batching
         schedule = schedule_of(schedule, {})
         if example is not None:
-            list_layers, costs = found_layers(
+            list_layers, costs = captured_layers(
                 model, example, list_layers, costs, self.batching, stages=schedule.stages
             )
         refuse_what_cannot_run(schedule)
@@ -151,7 +151,7 @@ class Pipeline(Forwards):
             shared=transport.shares_process,
             timeout_seconds=transport.timeout_seconds,
         )
-        its = staged(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
+        its = partition_model(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.cuts = its.cuts
         self._listing = Listing(model, list_layers)
         refuse_others(
@@ -167,7 +167,7 @@ class Pipeline(Forwards):
         )
         its = replace(its, schedule=as_recomputed(its.schedule, execution.recompute))
         self._model, self.schedule = its, its.schedule
-        self._held = held = held_stages(
+        self._held = held = local_stages(
             its,
             model,
             loss_function,
@@ -186,14 +186,14 @@ class Pipeline(Forwards):
         self.replicas: int = len(self.ranks)
         self.replica: int = place(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
-        self._lease = lease.opened(transport, self)
+        self._lease: Lease[TransportUser] = opened(transport, self)
         name = execution.gradient_compression
         self.gradient_compression = None if name is None else SumCompression(name)
         self.weights = Weights(
             held.stages,
             names=its.names,
             aliases=its.aliases,
-            unlisted=its.unlisted,
+            extra_state=its.extra_state,
             holders=its.holders,
             sharding=held.sharding,
             transport=transport,
@@ -211,7 +211,7 @@ class Pipeline(Forwards):
         self._run, self._evaluation = runners_of(
             its, held, execution, workers=workers, weights=self.weights, compression=self.compression
         )
-        self._calls = Calls(self.worker, transport, self._run, self._lease)
+        self._calls = CallGuard(self.worker, transport, self._run, self._lease)
         self._lease.groups = self.weights.groups
         transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
         held.leave_others(its, self.ranks[self.replica])
@@ -244,6 +244,11 @@ class Pipeline(Forwards):
             with self._reported():
                 self._calls.agree(Call.CLOSE, self.steps)
                 self._lease.close()
+
+    def layer_in_use(self, model: PartitionedModel) -> str | None:
+        """First layer of ``model`` whose earlier weights the mini-batches in flight need; None: no layer."""
+        busy = self._run.in_flight and not self.schedule.synchronous
+        return model.layer_in_common(self._model) if busy else None
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set what a pipeline lets its user set: ``keeps_gradients`` and ``steps``.
@@ -363,7 +368,7 @@ class Pipeline(Forwards):
         Raises:
             WorkerError: a worker failed, or a loss is not finite.
         """
-        self._calls.only_taken()
+        self._calls.require_stream_consumed()
         untold, self._untold = self._untold, []
         if self._evaluation.in_flight:
             with self._reported():

@@ -18,7 +18,7 @@ from counterflow.checkpoints.reader import Checkpoint
 from counterflow.checkpoints.state import MODEL
 from counterflow.common import toml
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.parameters.unlisted import unlisted_names
+from counterflow.runtime.parameters.extra_state import extra_state_names
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.layers import layers_of, state_names
 from counterflow.runtime.transport.base import Transport
@@ -187,7 +187,7 @@ def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
     }
     if isinstance(model, nn.Module):
         every = model.state_dict()
-        state |= {name: every[name] for name in unlisted_names(model, names_of)}
+        state |= {name: every[name] for name in extra_state_names(model, names_of)}
     shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
     for name in sorted(shapes.keys() ^ theirs.keys()):
         where = "the checkpoint" if name in theirs else "the config's model"

@@ -9,9 +9,9 @@ from torch import nn
 
 from counterflow.runtime.mesh.layout import Layout
 from counterflow.runtime.mesh.sharding import Sharding
+from counterflow.runtime.parameters.extra_state import ExtraState
 from counterflow.runtime.parameters.names import Names
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
-from counterflow.runtime.parameters.unlisted import Unlisted
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.randomness import RandomStreams
@@ -81,7 +81,7 @@ def weights_of(
         optimizer=optimizer,
         scheduler=scheduler,
         streams=STREAMS,
-        unlisted=Unlisted(nn.Module() if model is None else model, names),
+        extra_state=ExtraState(nn.Module() if model is None else model, names),
         sharded=sharded,
     )
 

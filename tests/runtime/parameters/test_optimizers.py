@@ -183,7 +183,7 @@ def test_what_was_loaded_is_beside_what_is_kept(zero_stage: int, monkeypatch: py
         asked.add((slot, bool(group["fused"])))
         return home_of(slot, optimizer, group, parameter)
 
-    monkeypatch.setattr("counterflow.runtime.parameters.saved.home_of", noted)
+    monkeypatch.setattr("counterflow.runtime.parameters.local_state.home_of", noted)
 
     def work() -> bool:
         one, other = (

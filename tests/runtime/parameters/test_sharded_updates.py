@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.parameters.saved import ParameterState
+from counterflow.runtime.parameters.local_state import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes

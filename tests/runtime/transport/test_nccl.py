@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import WorkerError
-from counterflow.runtime.making import runner
+from counterflow.runtime.build import runners
 from counterflow.runtime.transport import nccl
 from counterflow.runtime.transport.base import Control, Group, Status
 from counterflow.runtime.transport.ordered import OrderedTransport
@@ -135,7 +135,7 @@ def test_launches_may_hold_their_hosts(schedule: Schedule, replicas: int, option
 
 
 def test_sums_that_begin_early_would_hold_workers_for_ever(holding: pytest.MonkeyPatch) -> None:
-    holding.setattr(runner, "when_summed", lambda asked, _: asked)
+    holding.setattr(runners, "when_summed", lambda asked, _: asked)
     assert "StartSync" in told(schemes.gems(2, 3), sync="eager")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from counterflow.errors import ConfigError
 
-from .. import later
+from .. import host_copy
 from ..mini_batch.losses import Losses, added
 from ..mini_batch.told import PART_WIDTH, Part, Weighed
 from ..parameters.gradients import OwnNorm, StageNorm
@@ -50,7 +50,7 @@ class MiniBatch:
     scale: float = 1.0
     norms: list[OwnNorm | StageNorm] = field(default_factory=list)
     used: str = "nothing was updated with it"
-    digests: list[later.Later] = field(default_factory=list)
+    digests: list[host_copy.HostCopy] = field(default_factory=list)
     loss: float = math.nan
     norm: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)

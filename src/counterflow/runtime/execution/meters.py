@@ -25,7 +25,7 @@ from counterflow.schedule.ir import Op
 from ..devices import module_of
 from ..dtensors import parts
 from ..graphs import pointer, pointers, saved_by
-from ..later import holds_host
+from ..host_copy import holds_host
 
 
 class Ran(NamedTuple):

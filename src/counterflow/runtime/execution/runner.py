@@ -48,12 +48,12 @@ from counterflow.program.actions import (
 )
 from counterflow.program.segments import Segments, without_update
 
-from .. import later
+from .. import host_copy
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.told import Told
-from ..parameters.by_hand import ByHand
 from ..parameters.gradients import StageNorm, clip_factor
+from ..parameters.manual_changes import ManualChanges
 from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
@@ -108,7 +108,7 @@ class Runner:
             ClipStage: self._clip_stage,
             Update: self._update,
         }
-        self._by_hand = ByHand({} if self._flushes else weights.stages, workers.transport.device)
+        self._by_hand = ManualChanges({} if self._flushes else weights.stages, workers.transport.device)
         self._lists: dict[tuple[int, int, bool, bool], Tasks] = {}
         most = execution.max_norm
         self._limit = None if most is None else most / math.sqrt(schedule.stages)
@@ -212,7 +212,7 @@ class Runner:
         self.weights.detach()
         if self._cut.drains and self._flushes:
             if its.compared:
-                its.digests.append(later.Later(self.weights.copies.digests()))
+                its.digests.append(host_copy.HostCopy(self.weights.copies.digests()))
             self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
         self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
@@ -434,7 +434,7 @@ class Runner:
         with copy.versions.unseen():
             self.weights.update(stage, its.step)
         if its.compared:
-            its.digests.append(later.Later(self.weights.copies.digests({stage}, buffers=False)))
+            its.digests.append(host_copy.HostCopy(self.weights.copies.digests({stage}, buffers=False)))
         copy.precision.updated(version, frees)
 
     def _of(self, period: int) -> MiniBatch:

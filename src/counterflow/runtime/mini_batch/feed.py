@@ -20,7 +20,7 @@ from counterflow.common.trees import tensors_in
 from counterflow.schedule.ir import Schedule
 
 from ..devices import module_of, used_on
-from ..later import holds_host
+from ..host_copy import holds_host
 from ..messages.mappings import PLAIN
 from .samples import moved
 

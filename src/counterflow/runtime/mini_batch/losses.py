@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from counterflow.api.loss_sum import LossSum
 from counterflow.errors import ConfigError
 
-from .. import later
+from .. import host_copy
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit
 from .told import NOTHING, Counts, Part, Weighed
@@ -351,7 +351,7 @@ class Losses:
     entries: list[Entry] = field(default_factory=list)
     has_graph: bool = False
     graphs_to_come: int = 0
-    _later: later.Later | None = None
+    _later: host_copy.HostCopy | None = None
     _arrived: int = 0
 
     def note_graph(self, loss: Tensor, *, again: bool) -> None:
@@ -365,7 +365,7 @@ class Losses:
     def ask(self) -> None:
         """Start copying all losses to the host, so reading them waits for no later op."""
         there = [number for entry in self.entries for number in _travelling(entry)]
-        self._later = later.Later(_in_a_row(there)) if there else None
+        self._later = host_copy.HostCopy(_in_a_row(there)) if there else None
 
     def _arrive(self) -> None:
         """Have all as numbers."""

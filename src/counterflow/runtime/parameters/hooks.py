@@ -45,9 +45,9 @@ class Hooks:
         """Let the parameters have them again, before those that were registered meanwhile."""
         while self._taken:
             hooks, kept = self._taken.pop()
-            later = dict(hooks)
+            added = dict(hooks)
             hooks.clear()
-            hooks.update(kept | later)
+            hooks.update(kept | added)
 
 
 def called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:

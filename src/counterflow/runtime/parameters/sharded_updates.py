@@ -21,9 +21,9 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.owners import owners
 
 from ..transport.base import Group, Transport
-from .alike import send_alike
 from .gradients import GradientGroup
 from .names import Names
+from .replica_digests import broadcast_tensors
 
 
 def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool) -> None:
@@ -121,4 +121,4 @@ class Owners:
             for owner, parameters in sorted(self._shared[ranks].items()):
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
                 if trained:
-                    send_alike(trained, owner, self._groups[ranks], self._transport)
+                    broadcast_tensors(trained, owner, self._groups[ranks], self._transport)

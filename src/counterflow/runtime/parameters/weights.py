@@ -25,23 +25,23 @@ from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams
 from ..stages.stage import StageCopy
 from ..transport.base import Transport
-from .alike import Copies, Key, tensors_of
-from .average import Average, Averaged
 from .changes import Changes
-from .choices import choices_of, choose, refuse_other_choices
 from .compressed_sums import SumCompression
 from .coupled import Coupling
+from .ema import AveragedWeight, ExponentialAverage
+from .extra_state import ExtraState
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
-from .holdings import Holdings
 from .hooks import Hooks
+from .local_state import LocalState
 from .loss_scale import LossScale
 from .names import Names, named_parameters, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
+from .parameter_placement import ParameterPlacement
 from .recipes import Recipes
-from .saved import SavedState
+from .replica_digests import Key, ReplicaDigests, tensors_of
 from .sharded_updates import Owners
 from .statistics import Statistics
-from .unlisted import Unlisted
+from .trainable import check_same_choices, choose, trainable_choices
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Weights:
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
-        unlisted: what the model's state has beside that of its layers.
+        extra_state: what the model's state has beside that of its layers.
         streams: of random draws: what hooks of parameters and optimisers draw is the same on all copies.
         sharded: whether of a parameter's holders one alone has its optimiser state (ZeRO stage 1).
         compression: form in which gradients are summed; None: in full.
@@ -66,7 +66,7 @@ class Weights:
 
     keeps_gradients = False
     """Whether ``kept_gradients`` has those of the last update."""
-    average: Average | None = None
+    average: ExponentialAverage | None = None
     """Average of the trained weights; None: not requested."""
     loss_scale: LossScale | None = None
     """By what gradients are too large until they are used; None: they are as they are."""
@@ -83,18 +83,20 @@ class Weights:
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
         streams: RandomStreams,
-        unlisted: Unlisted,
+        extra_state: ExtraState,
         sharded: bool,
         compression: SumCompression | None = None,
     ) -> None:
         self.stages, self.transport = stages, transport
-        self.names, self.aliases, self.unlisted = names, aliases, unlisted
+        self.names, self.aliases, self.extra_state = names, aliases, extra_state
         self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
         self.kept_gradients: dict[str, Tensor] = {}
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
-        unlisted.start_alike(transport)
-        self.holdings = Holdings(stages, names, holders, sharding, transport, compression=compression)
+        extra_state.broadcast(transport)
+        self.holdings = ParameterPlacement(
+            stages, names, holders, sharding, transport, compression=compression
+        )
         self.groups = self.holdings.made
         """All groups that were made."""
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
@@ -103,7 +105,7 @@ class Weights:
         """Whether any parameter of the model has a hook."""
         self.changes = Changes(stages, names, self.holdings.groups)
         self._statistics = Statistics(stages, self.holdings.groups, self.changes, transport)
-        self.saved = SavedState(self)
+        self.saved = LocalState(self)
         self.optimizers: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         self.owners = Owners(self.holdings.every(), names, transport) if sharded else None
@@ -119,7 +121,7 @@ class Weights:
         recipes = Recipes(optimizer, scheduler, streams, transport, sharded=sharded)
         recipes.compare(self.optimizers, self.schedulers)
         self._coupling.refuse(self.optimizers, self._optimized)
-        self.copies = Copies(self._compared, self.layout, transport)
+        self.copies = ReplicaDigests(self._compared, self.layout, transport)
 
     # -- who holds what
 
@@ -144,9 +146,9 @@ class Weights:
             ConfigError: FSDP holds one that changes.
         """
         parameters = {stage: named_parameters(copy, self.names) for stage, copy in self.stages.items()}
-        choices = choices_of(parameters, chosen)
+        choices = trainable_choices(parameters, chosen)
         with refusing():
-            refuse_other_choices(choices, shared_names(self.names), self.transport)
+            check_same_choices(choices, shared_names(self.names), self.transport)
         choose(parameters, choices, self.sharding.summed)
         for copy in self.stages.values():
             copy.trains = any(p.requires_grad for p in copy.parameters())
@@ -380,7 +382,7 @@ class Weights:
                     f"rank {self.transport.rank} averages weights with a decay of {decay}, rank {rank} with "
                     f"{other}; all workers make the same calls"
                 )
-        self.average = Average(decay, self._optimized, self.stages)
+        self.average = ExponentialAverage(decay, self._optimized, self.stages)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -438,7 +440,7 @@ class Weights:
                 found[stage, along].append(average)
         return found
 
-    def _averages_of_all(self) -> Iterator[tuple[int, str, Averaged]]:
+    def _averages_of_all(self) -> Iterator[tuple[int, str, AveragedWeight]]:
         """Stage, name and average, where all holders of a weight have one."""
         if self.average is not None and self.owners is None:
             for stage in self.stages:

@@ -22,7 +22,7 @@ Choices = Mapping[int, Mapping[str, bool]]
 """For each of them, whether it is trained."""
 
 
-def choices_of(parameters: Parameters, chosen: Callable[[str], bool]) -> Choices:
+def trainable_choices(parameters: Parameters, chosen: Callable[[str], bool]) -> Choices:
     """A user's choices; what has no gradient in any case is not asked for.
 
     Args:
@@ -61,7 +61,7 @@ def choose(parameters: Parameters, choices: Choices, summed: Container[int]) -> 
             parameter.requires_grad_(on)
 
 
-def refuse_other_choices(choices: Choices, tied: Container[str], transport: Transport) -> None:
+def check_same_choices(choices: Choices, tied: Container[str], transport: Transport) -> None:
     """Refuse choices that differ by worker; all workers call it.
 
     Args:

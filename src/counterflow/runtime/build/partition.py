@@ -17,7 +17,7 @@ from counterflow.schedule.ir import Schedule
 from ..mini_batch.losses import LossFunction
 from ..parameters.names import Names
 from ..parameters.shared_buffers import SharedBuffer, shared_buffers
-from ..parameters.unlisted import Unlisted
+from ..parameters.extra_state import ExtraState
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
 from ..stages.named_layer import NamedLayer, have_statistics, loss_layer, place_of
@@ -28,7 +28,7 @@ Model = nn.Module | Sequence[nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
-class StagedModel:
+class PartitionedModel:
     """A model in stages.
 
     Attributes:
@@ -39,7 +39,7 @@ class StagedModel:
         skips: by stage, what it saves for others and loads of them; None: nothing.
         names: of parameters, by stage.
         aliases: of tensors with several names: by the first one, all names.
-        unlisted: what is in no layer.
+        extra_state: what is in no layer.
         order: the names in the model's ``state_dict``; none of a list of layers.
         holders: by stage, the workers of a group that hold it.
         shared_buffers: buffers that several stages have.
@@ -53,7 +53,7 @@ class StagedModel:
     skips: tuple[StageSkips | None, ...]
     names: Names
     aliases: dict[str, tuple[str, ...]]
-    unlisted: Unlisted
+    extra_state: ExtraState
     order: tuple[str, ...]
     holders: tuple[tuple[int, ...], ...]
     shared_buffers: tuple[SharedBuffer, ...]
@@ -71,7 +71,7 @@ class StagedModel:
         """Layers of all stages."""
         return sum(map(len, self.layers))
 
-    def layer_in_common(self, other: StagedModel) -> str | None:
+    def layer_in_common(self, other: PartitionedModel) -> str | None:
         """The first layer of which another model has a module with weights, as in messages."""
         modules = {id(child) for of_stage in other.layers for x in of_stage for child in x.module.modules()}
         for layer in (layer for of_stage in self.layers for layer in of_stage):
@@ -93,7 +93,7 @@ class StagedModel:
         return list({id(module): module for root in roots for module in root.modules()}.values())
 
 
-def staged(
+def partition_model(
     model: Model,
     loss_function: LossFunction | None,
     schedule: Schedule,
@@ -101,7 +101,7 @@ def staged(
     *,
     cuts: Sequence[int] | str | None,
     costs: Sequence[float] | None,
-) -> StagedModel:
+) -> PartitionedModel:
     """Cut a model into the stages of a schedule; arguments as of ``Pipeline``.
 
     Raises:
@@ -121,7 +121,7 @@ def staged(
     skips = stage_skips(modules, edges, sliced=schedule.workload.slices > 1)
     schedule = schedule.with_skips(links_of(skips))
     program = Program(schedule, ())
-    return StagedModel(
+    return PartitionedModel(
         schedule,
         layers,
         loss,
@@ -129,7 +129,7 @@ def staged(
         tuple(skips),
         _names_of(layers, loss),
         aliases_of(model),
-        Unlisted(model, [layer.names for layer in every]),
+        ExtraState(model, [layer.names for layer in every]),
         tuple(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else (),
         tuple(program.holders(stage) for stage in range(stages)),
         tuple(shared_buffers(layers, loss)),

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.program.actions import Matching
 
+from .build.partition import PartitionedModel
 from .execution.runner import Runner
 from .mini_batch.agreement import agreed_call
 from .mini_batch.refusal import Refusal
@@ -26,9 +27,16 @@ from .transport.turns import elsewhere, my_worker
 from .transport.watch import worker_error
 from .workers.lease import Lease
 
-if TYPE_CHECKING:
-    from .making.model import StagedModel
-    from .pipeline import Pipeline
+
+class TransportUser(Protocol):
+    """A pipeline, as another one on the same transport sees it."""
+
+    @property
+    def in_flight(self) -> bool:
+        """True if mini-batches or evaluations are in flight."""
+
+    def layer_in_use(self, model: PartitionedModel) -> str | None:
+        """First layer of ``model`` whose earlier weights the mini-batches in flight need; None: no layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ class _Failure:
         return error
 
 
-class Calls:
+class CallGuard:
     """The calls of one pipeline on one worker.
 
     Args:
@@ -68,13 +76,13 @@ class Calls:
         lease: of the transport.
     """
 
-    def __init__(self, worker: int, transport: Transport, run: Runner, lease: Lease[Pipeline]) -> None:
+    def __init__(self, worker: int, transport: Transport, run: Runner, lease: Lease[TransportUser]) -> None:
         self._worker, self._transport, self._run, self._lease = worker, transport, run, lease
         self._thread = my_worker()
         self._failure: _Failure | None = None
         self.streams = False
         """Whether not all was taken that ``stream_weights`` gives here."""
-        self.shows_average = False
+        self.averaged = False
         """Whether the weights are their averages now."""
 
     @property
@@ -82,7 +90,7 @@ class Calls:
         """Whether a call failed in the midst, which closed the pipeline."""
         return self._failure is not None
 
-    def only_whole(self) -> None:
+    def require_working(self) -> None:
         """Refuse any call after one that failed in the midst.
 
         Raises:
@@ -91,7 +99,7 @@ class Calls:
         if self._failure is not None:
             raise self._failure.error()
 
-    def only_alone(self) -> None:
+    def require_exclusive(self) -> None:
         """Refuse a step of a closed pipeline, and one that would get among another pipeline's messages."""
         if self._lease.closed:
             raise ConfigError("the pipeline is closed; make another one")
@@ -102,45 +110,44 @@ class Calls:
                 f"{self._transport.kind} its messages would be taken for this one's; flush() it before"
             )
 
-    def only_trainer(self, model: StagedModel) -> None:
+    def require_sole_trainer(self, model: PartitionedModel) -> None:
         """Refuse a step where another pipeline has several versions of some layers' weights in use."""
         for other in self._lease.others():
-            busy = other._run.in_flight and not other.schedule.synchronous  # noqa: SLF001
-            shared = model.layer_in_common(other._model) if busy else None  # noqa: SLF001
+            shared = other.layer_in_use(model)
             if shared is not None:
                 raise ConfigError(
                     f"{shared} is trained by another pipeline too, whose mini-batches in flight need earlier "
                     "versions of its weights; call that pipeline's flush() before this one's step"
                 )
 
-    def only_own(self, call: str) -> None:
+    def require_original_weights(self, call: str) -> None:
         """Refuse ``call`` where the weights are their averages, or the pipeline is closed."""
-        self.only_whole()
-        if self.shows_average:
+        self.require_working()
+        if self.averaged:
             raise ConfigError(
                 f"{call} within averaged(), where the weights are their averages; leave it before (the state "
                 "of the average is model_state_dict(ema=True))"
             )
 
-    def only_updated(self, call: str) -> None:
+    def require_no_pending_gradients(self, call: str) -> None:
         """Refuse ``call`` where gradients wait for an update."""
-        self.only_own(call)
+        self.require_original_weights(call)
         if self._run.waiting:
             raise ConfigError(f"{call} while gradients wait for an update; make a step with one before")
 
-    def only_taken(self) -> None:
+    def require_stream_consumed(self) -> None:
         """Refuse any call where others wait until a stream of weights is taken, or the pipeline is closed."""
-        self.only_whole()
+        self.require_working()
         if self.streams:
             raise ConfigError(
                 "stream_weights() is not at its end, and other workers wait in it; take all that it gives "
                 "before the next call"
             )
 
-    def only_when_empty(self, call: str) -> None:
+    def require_idle(self, call: str) -> None:
         """Refuse ``call`` where mini-batches are in flight."""
-        self.only_taken()
-        self.only_own(call)
+        self.require_stream_consumed()
+        self.require_original_weights(call)
         if self._run.in_flight:
             raise ConfigError(f"{call} while mini-batches are in flight; call flush() before, on all workers")
 
@@ -168,7 +175,7 @@ class Calls:
             taking: whether the call reads a stream of weights.
         """
         if not taking:
-            self.only_taken()
+            self.require_stream_consumed()
         try:
             if my_worker() is not self._thread:
                 raise ConfigError(

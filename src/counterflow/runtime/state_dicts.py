@@ -18,17 +18,17 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Op
 
-from .calls import Calls
+from .build.local_stages import LocalStages
+from .build.partition import PartitionedModel
+from .call_guard import CallGuard
 from .execution.evaluation import EvaluationRunner
 from .execution.interpreter import timelines
 from .execution.runner import Runner
 from .execution.step import Step
-from .making.held import Held
-from .making.model import StagedModel
 from .mini_batch.batches import Batches
 from .mini_batch.refusal import refusing
 from .mini_batch.told import Call
-from .parameters.saved import BY_STAGE, ParameterState
+from .parameters.local_state import BY_STAGE, ParameterState
 from .parameters.weights import Weights
 from .stages.compiled import CompiledLayers
 from .stages.randomness import RandomStreams
@@ -49,8 +49,8 @@ class States(ABC):
     streams: RandomStreams
     steps: int
     """Steps that were made."""
-    _model: StagedModel
-    _held: Held
+    _model: PartitionedModel
+    _held: LocalStages
     _perhaps_unsplit: set[int]
     """Stages with split backwards of which it is not known yet whether they can be split."""
     _perhaps_compiled: set[int]
@@ -58,7 +58,7 @@ class States(ABC):
     _run: Runner
     _evaluation: EvaluationRunner
     _batches: Batches
-    _calls: Calls
+    _calls: CallGuard
     _untold: list[Step]
 
     @abstractmethod
@@ -224,17 +224,17 @@ class States(ABC):
         Raises:
             ConfigError: there is no average, or the context is entered twice.
         """
-        self._calls.only_own("averaged()")
+        self._calls.require_original_weights("averaged()")
         self._untold = self.flush()
         with ExitStack() as shown:
             with self._reported():
                 self._calls.agree(Call.AVERAGED, self.steps)
                 shown.enter_context(self.weights.averaged())
-            self._calls.shows_average = True
+            self._calls.averaged = True
             try:
                 yield
             finally:
-                self._calls.shows_average = False
+                self._calls.averaged = False
 
     def model_state_dict(
         self, *, rank: int | None = None, local: bool = False, ema: bool = False
@@ -255,7 +255,7 @@ class States(ABC):
             WorkerError: the copies of a stage differ.
         """
         if local:
-            self._calls.only_when_empty("model_state_dict(local=True)")
+            self._calls.require_idle("model_state_dict(local=True)")
             with self.weights.averaged() if ema else nullcontext():
                 return self.weights.saved.state_dict()
         with self._reported():
@@ -289,7 +289,7 @@ class States(ABC):
     def _streamed(self, rank: int | None, *, ema: bool) -> Iterator[tuple[str, Any]]:
         if rank is not None and not 0 <= rank < self.transport.world_size:
             raise ConfigError(f"rank={rank}; there are ranks 0 to {self.transport.world_size - 1}")
-        self._calls.only_own("the state")
+        self._calls.require_original_weights("the state")
         self._untold = self.flush()
         self._calls.agree(Call.STATE_DICT, self.steps)
         self.weights.check_copies(f"after {self.steps} steps")
@@ -319,7 +319,7 @@ class States(ABC):
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        self._calls.only_when_empty("load_model_state_dict")
+        self._calls.require_idle("load_model_state_dict")
         self.weights.saved.load_state_dict(state)
 
     def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class States(ABC):
                 no such rank.
             WorkerError: the copies of a stage differ.
         """
-        self._calls.only_updated("state_dict")
+        self._calls.require_no_pending_gradients("state_dict")
         model = self.model_state_dict(rank=rank, local=local)
         with self._reported():
             rest = (
@@ -374,7 +374,7 @@ class States(ABC):
         Raises:
             ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
         """
-        self._calls.only_updated("load_state_dict")
+        self._calls.require_no_pending_gradients("load_state_dict")
         if missing := [
             name for name in ("model", "optimizer", "scheduler", "step", "seed") if name not in state
         ]:
@@ -399,7 +399,7 @@ class States(ABC):
             ConfigError: gradients wait for an update; or workers that hold a parameter choose differently,
                 and then nothing is changed.
         """
-        self._calls.only_updated("set_trainable")
+        self._calls.require_no_pending_gradients("set_trainable")
         self._untold = self.flush()
         with self._reported():
             self._calls.agree(Call.SET_TRAINABLE, self.steps)
@@ -412,7 +412,7 @@ class States(ABC):
         Raises:
             ConfigError: gradients wait for an update.
         """
-        self._calls.only_updated(call)
+        self._calls.require_no_pending_gradients(call)
         self._untold = self.flush()
 
     def _reported(self) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelized
 from ..mesh.sharding import Sharding
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
-from ..parameters.alike import refuse_other_seeds, start_alike
+from ..parameters.replica_digests import refuse_other_seeds, broadcast_initial_weights
 from ..parameters.names import shared_names
 from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
@@ -34,11 +34,11 @@ from ..stages.remote import refuse_remote
 from ..stages.stage import StageCopy
 from ..torch_private import keeps_buffers
 from ..transport.base import Transport
-from .model import Model, StagedModel
+from .partition import Model, PartitionedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalStages:
     """What a worker holds of a model.
 
     Attributes:
@@ -59,7 +59,7 @@ class Held:
         """Around a step: split backwards go twice through functions that the user compiled."""
         return keeps_buffers() if self.split else nullcontext()
 
-    def leave_others(self, model: StagedModel, ranks: Sequence[int]) -> None:
+    def leave_others(self, model: PartitionedModel, ranks: Sequence[int]) -> None:
         """Let the user's model have no numbers of what lives elsewhere; ``ranks`` by worker of the group."""
         self.owned.leave(
             (place_of(layer), layer.module, [ranks[worker] for worker in model.holders[stage]])
@@ -77,8 +77,8 @@ class Held:
                     stage.compile(backend)
 
 
-def held_stages(
-    model: StagedModel,
+def local_stages(
+    model: PartitionedModel,
     given: Model,
     loss_function: LossFunction | None,
     execution: Execution,
@@ -89,7 +89,7 @@ def held_stages(
     transport: Transport,
     parallelize: Parallelize | None,
     further: DeviceMesh | None,
-) -> Held:
+) -> LocalStages:
     """Make a worker's stages, and let the user shard their weights; all workers call it.
 
     Args:
@@ -153,7 +153,7 @@ def held_stages(
         for stage in held
     }
     split = _split(schedule, stages)
-    start_alike(stages, model.names, model.holders, layout, transport)
+    broadcast_initial_weights(stages, model.names, model.holders, layout, transport)
     sharding = Sharding(layout)
     if parallelize is not None and further is not None:
         sharding = _sharded(
@@ -166,7 +166,7 @@ def held_stages(
             layout=layout,
             transport=transport,
         )
-    return Held(stages, owned, loss_function, split, sharding)
+    return LocalStages(stages, owned, loss_function, split, sharding)
 
 
 def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) -> None:
@@ -197,7 +197,7 @@ def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
     return found
 
 
-def _means(model: StagedModel, loss_function: LossFunction | None, batching: Batching) -> Means:
+def _means(model: PartitionedModel, loss_function: LossFunction | None, batching: Batching) -> Means:
     """What watches the last stage's loss."""
     synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
     if insists and not synchronous:
@@ -209,7 +209,7 @@ def _means(model: StagedModel, loss_function: LossFunction | None, batching: Bat
 def _sharded(
     stages: dict[int, StageCopy],
     split: tuple[int, ...],
-    model: StagedModel,
+    model: PartitionedModel,
     execution: Execution,
     *,
     parallelize: Parallelize,
@@ -249,7 +249,7 @@ def _sharded(
     return found
 
 
-def refuse_embeddings(model: StagedModel, execution: Execution, replicas: int) -> None:
+def refuse_embeddings(model: PartitionedModel, execution: Execution, replicas: int) -> None:
     """Refuse embeddings that would train to other numbers in stages; errors as of ``Setting.refuse``."""
     Setting(
         model.schedule.scheme,

@@ -40,7 +40,7 @@ same for all stages.
 """
 
 
-class SavedState:
+class LocalState:
     """A worker's part of the model's and the training's state.
 
     Args:
@@ -56,7 +56,7 @@ class SavedState:
 
         Whole tensors, also where this worker has a part: who has the others makes the same call.
         """
-        parts = (*map(self._state_of, self._weights.stages), self._weights.unlisted.entries())
+        parts = (*map(self._state_of, self._weights.stages), self._weights.extra_state.entries())
         pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
         return {name: kept for names, kept in pairs for name in names}
 
@@ -71,7 +71,7 @@ class SavedState:
         """All state at hand as it is, not copied: of the model under the first name that is known, kind
         ``model``, then of the training.
         """
-        states = (*map(self._state_of, self._weights.stages), self._weights.unlisted.entries())
+        states = (*map(self._state_of, self._weights.stages), self._weights.extra_state.entries())
         for names, value in chain.from_iterable(states):
             yield StateName("model", names[0]), value
         for (key,), value in chain.from_iterable(map(self._training_of, self._weights.stages)):
@@ -87,7 +87,7 @@ class SavedState:
         stream = Stream(self._weights.transport, rank)
         yield from self._stages(stream, self._state_of)
         first = self._weights.transport.rank == 0
-        yield from stream.part(list(self._weights.unlisted.entries()) if first else None, tells=first)
+        yield from stream.part(list(self._weights.extra_state.entries()) if first else None, tells=first)
 
     def _stages(
         self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
@@ -115,10 +115,10 @@ class SavedState:
                     if isinstance(mine, Tensor) and is_dtensor(mine):
                         part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
                 parts.append((layer, part))
-        unlisted = self._weights.unlisted.found_in(state)
+        extra_state = self._weights.extra_state.found_in(state)
         for layer, part in parts:
             layer.load_state(part)
-        self._weights.unlisted.load(unlisted)
+        self._weights.extra_state.load(extra_state)
         if self._weights.average is not None:
             self._weights.average.begin()
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from counterflow.execution import Batching
 from counterflow.schedule.ir import Schedule
 
+from .build.recordings import Recordings
 from .cut_probe import CutProbe
 from .execution.evaluation import Found, PendingEvaluation
 from .execution.step import Evaluation
 from .generation import GenerationCheck, Sampling, generated
-from .making.recordings import Recordings
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.given import Given
@@ -25,7 +25,7 @@ from .mini_batch.refusal import refusing
 from .mini_batch.samples import joined, moved
 from .mini_batch.told import Call, Told
 from .stages.listing import Listing
-from .states import States
+from .state_dicts import States
 from .witness.witness import Witness
 
 
@@ -209,11 +209,11 @@ class Forwards(States):
 
     def _batch(self, given: Callable[[], Given], call: Call, *, outputs: bool = False) -> Batch:
         with refusing():
-            self._calls.only_alone()
+            self._calls.require_exclusive()
             self._listing.refuse_changes()
             if call.trains:
-                self._calls.only_own("step")
-            self._calls.only_trainer(self._model)
+                self._calls.require_original_weights("step")
+            self._calls.require_sole_trainer(self._model)
         self._recordings.follow(self.steps, self._end_in_flight, training=call.trains)
         batch = self._batches.made(given, call, self.steps, self._run, outputs=outputs)
         self._cut_probe.check(batch)

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.dtensors import part_of
-from counterflow.runtime.parameters.saved import StateName, assembled
+from counterflow.runtime.parameters.local_state import StateName, assembled
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.workers.launch import launch
@@ -472,7 +472,7 @@ def test_parts_are_those_of_the_weight(mesh: DeviceMesh, monkeypatch: pytest.Mon
         asked.append(like)
         return part_of(value, like)
 
-    monkeypatch.setattr("counterflow.runtime.parameters.saved.part_of", noted)
+    monkeypatch.setattr("counterflow.runtime.parameters.local_state.part_of", noted)
     row = Row(1.0, 2.0)
     row.weight = nn.Parameter(distribute_tensor(row.weight.detach(), mesh, [Shard(0)]))
     weights = weights_of([[row]], optimizer=adam)
@@ -507,7 +507,7 @@ def test_a_number_goes_where_the_optimizer_keeps_it(monkeypatch: pytest.MonkeyPa
         return torch.device("meta" if slot == "step" else "cpu")
 
     state = trained(made()).saved.training_state()
-    monkeypatch.setattr("counterflow.runtime.parameters.saved.home_of", home)
+    monkeypatch.setattr("counterflow.runtime.parameters.local_state.home_of", home)
     other = made()
     other.saved.load_training_state(state)
     for optimizer in other.optimizers.values():
@@ -526,8 +526,8 @@ def test_what_is_in_no_layer_comes_from_the_first_rank() -> None:
         weights = weights_of([[Row(1.0)]], holders=[[0, 1]], transport=transport, model=model)
         model.mean.fill_(transport.rank)  # they should not differ; here they tell whose was taken
         seen: list[bool] = []
-        entries = weights.unlisted.entries
-        weights.unlisted.entries = lambda: seen.append(True) or entries()  # type: ignore[method-assign,func-returns-value]
+        entries = weights.extra_state.entries
+        weights.extra_state.entries = lambda: seen.append(True) or entries()  # type: ignore[method-assign,func-returns-value]
         return shown(dict(weights.saved.stream(None)))["mean"], len(seen)
 
     assert on_threads(2, work) == [([0.0], 1), ([0.0], 0)]

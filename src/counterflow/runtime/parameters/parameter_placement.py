@@ -23,7 +23,7 @@ from .gradients import GradientGroup, unique
 from .names import Names, named_parameters, shared_names
 
 
-class Holdings:
+class ParameterPlacement:
     """What one worker holds; all workers make theirs together.
 
     Args:

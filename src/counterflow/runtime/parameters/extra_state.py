@@ -21,7 +21,7 @@ from .digest import digest
 from .names import matching
 
 
-def unlisted_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list[str]:
+def extra_state_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list[str]:
     """The names of the model's state that no layer has, nor anything tied to what a layer has.
 
     Args:
@@ -42,7 +42,7 @@ def unlisted_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list[st
     return [name for name in model.state_dict(keep_vars=True) if name not in listed]
 
 
-class Unlisted:
+class ExtraState:
     """What is in no layer of a model.
 
     Args:
@@ -55,7 +55,7 @@ class Unlisted:
 
     def __init__(self, model: Model, layers: Sequence[Mapping[str, str]]) -> None:
         self._model = model if isinstance(model, nn.Module) else nn.Module()
-        self.names = unlisted_names(model, layers)
+        self.names = extra_state_names(model, layers)
         every = (self._model.named_parameters, self._model.named_buffers)
         registered = (
             {name for named in every for name, _ in named(remove_duplicate=False)} if self.names else {}
@@ -111,7 +111,7 @@ class Unlisted:
                 )
             self._model.get_submodule(owner).set_extra_state(deepcopy(given))
 
-    def start_alike(self, transport: Transport) -> None:
+    def broadcast(self, transport: Transport) -> None:
         """Take the tensors of rank 0 where a rank has others; all workers call it.
 
         Raises:

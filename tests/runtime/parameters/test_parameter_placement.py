@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.mesh.layout import Layout
 from counterflow.runtime.mesh.sharding import How, Sharding
 from counterflow.runtime.parameters.gradients import GradientGroup
-from counterflow.runtime.parameters.holdings import Holdings
+from counterflow.runtime.parameters.parameter_placement import ParameterPlacement
 from counterflow.runtime.transport.base import Group, Transport
 from counterflow.runtime.transport.local import Hub, LocalTransport
 
@@ -53,7 +53,7 @@ def holdings(
     layout: Layout,
     rank: int = 0,
     known: dict[str, How] | None = None,
-) -> tuple[Holdings, list[tuple[int, ...]]]:
+) -> tuple[ParameterPlacement, list[tuple[int, ...]]]:
     """What a rank holds of stages with some modules each, and for which ranks it made groups, in order."""
     first, stages = 0, []
     for number, its in enumerate(modules):
@@ -63,7 +63,7 @@ def holdings(
     held = {number: stage for number, stage in enumerate(stages) if worker in holders[number]}
     transport = Noting(rank, len(layout.ranks))
     sharding = Known(layout, known=known or {})
-    found = Holdings(held, names_of(*stages), holders, sharding, transport)
+    found = ParameterPlacement(held, names_of(*stages), holders, sharding, transport)
     assert sharding.given == [name for s in held for name in dict(names_of(*stages)[s]).values()]
     return found, transport.asked
 

@@ -27,7 +27,7 @@ Key = tuple[int | str, tuple[int, ...]]
 """A stage, or a weight that several stages share, and the dimensions of the mesh along which it is cut."""
 
 
-def start_alike(
+def broadcast_initial_weights(
     stages: Mapping[int, StageCopy],
     names: Names,
     holders: Sequence[Sequence[int]],
@@ -71,7 +71,7 @@ def start_alike(
             return
         group = transport.group(sorted(found))
         if transport.rank in found:
-            send_alike(tensors, source, group, transport)
+            broadcast_tensors(tensors, source, group, transport)
         transport.gather([])  # a group is not ended while somebody still waits on it
         transport.release([group])
 
@@ -116,7 +116,7 @@ def _is_first(layout: Layout, rank: int, worker: int) -> bool:
     return layout.place(rank)[WORKER] == worker and layout.is_first(rank, (REPLICA, *layout.further))
 
 
-def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
     """Let tensors become those of one rank of a group, bit for bit; as bytes, in pieces."""
     left = iter(tensors)
     for sizes in pieces([tensor.nbytes for tensor in tensors]):
@@ -132,7 +132,7 @@ def send_alike(tensors: Sequence[Tensor], source: int, group: Group, transport: 
                     target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
-class Copies:
+class ReplicaDigests:
     """Comparison of the tensors that this worker and others hold; all workers make it together.
 
     Invariant: all workers report the same number of digests, so an existing gather carries them.

@@ -19,7 +19,7 @@ def holds_host(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Later:
+class HostCopy:
     """Numbers on their way.
 
     Args:

@@ -25,7 +25,7 @@ from ..dtensors import like, local, part_of
 from ..dtypes import sum_dtype
 
 
-class Averaged(NamedTuple):
+class AveragedWeight(NamedTuple):
     """A weight and its average, which has the shape of what this rank holds of it."""
 
     parameter: nn.Parameter
@@ -37,7 +37,7 @@ class Averaged(NamedTuple):
         return like(self.parameter, self.average)
 
 
-class Average:
+class ExponentialAverage:
     """One worker's averages; they begin as the weights are.
 
     Args:
@@ -61,7 +61,7 @@ class Average:
             )
         self._updated = updated
         self._into = get_ema_multi_avg_fn(decay)
-        self._kept: dict[int, dict[str, Averaged]] = {stage: {} for stage in stages}
+        self._kept: dict[int, dict[str, AveragedWeight]] = {stage: {} for stage in stages}
         self._updates: dict[int, int] = {}
         self.begin()
 
@@ -75,12 +75,12 @@ class Average:
         """Keep averages of what is trained by now, and of nothing else."""
         for stage, kept in self._kept.items():
             self._kept[stage] = {
-                name: kept[name] if name in kept else Averaged(parameter, _begun(parameter))
+                name: kept[name] if name in kept else AveragedWeight(parameter, _begun(parameter))
                 for name, parameter in self._updated(stage)
                 if parameter.requires_grad
             }
 
-    def of(self, stage: int) -> dict[str, Averaged]:
+    def of(self, stage: int) -> dict[str, AveragedWeight]:
         """What is kept of a stage, by the weights' first names."""
         return self._kept[stage]
 
@@ -134,7 +134,7 @@ def _begun(parameter: nn.Parameter) -> Tensor:
     return local(parameter).detach().to(sum_dtype(parameter.dtype), copy=True)
 
 
-def _lists(every: Iterable[Averaged]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _lists(every: Iterable[AveragedWeight]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Averages and weights of one dtype and device; those of lower precision one by one, as they are cast."""
     same: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
         lambda: ([], [])

@@ -21,8 +21,8 @@ from ..mini_batch.refusal import refusing
 from ..mini_batch.told import Call, Told
 from ..stages.precision import Precision
 from ..transport.base import Transport
-from .held import Held
-from .model import StagedModel
+from .local_stages import LocalStages
+from .partition import PartitionedModel
 
 _MANY = 16
 """Number of changes after which a warning says that each costs a recording."""
@@ -63,7 +63,7 @@ class Recordings:
             recording.settle()
 
     @classmethod
-    def of(cls, model: StagedModel, held: Held, transport: Transport) -> Recordings:
+    def of(cls, model: PartitionedModel, held: LocalStages, transport: Transport) -> Recordings:
         """The recordings of a model in stages, of which this worker has some."""
         every = [layer.module for layers in model.layers for layer in layers]
         precision = next(stage.precision for stage in held.stages.values())

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from counterflow.checkpoints import load_checkpoint, save_checkpoint
 from counterflow.checkpoints.memory import Memory
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.parameters.average import Average
+from counterflow.runtime.parameters.ema import ExponentialAverage
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
@@ -149,7 +149,7 @@ def test_replicas_and_tied_weights(schedule: Schedule, zero_stage: int) -> None:
 def test_low_precision_is_averaged_in_float32() -> None:
     """Of a weight that moves by less than bfloat16 tells from it."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    average = Average(0.999, lambda _: [("0.weight", weight)], [0])
+    average = ExponentialAverage(0.999, lambda _: [("0.weight", weight)], [0])
     expected = torch.ones(3)
     for step in range(50):
         with torch.no_grad():

@@ -29,8 +29,8 @@ from ..stages.named_layer import LOSS
 from ..stages.sharing.reach import Root
 from ..stages.sharing.watch import ObjectWatch
 from ..transport.base import Transport
-from .held import Held
-from .model import StagedModel
+from .local_stages import LocalStages
+from .partition import PartitionedModel
 
 _ONE = threading.Lock()
 """Workers that are threads wait for the first of them to make and prove the lists of all."""
@@ -40,8 +40,8 @@ _forwards = lru_cache(maxsize=8)(lower_evaluation)
 
 
 def runners_of(
-    model: StagedModel,
-    held: Held,
+    model: PartitionedModel,
+    held: LocalStages,
     execution: Execution,
     *,
     workers: Workers,
@@ -84,7 +84,7 @@ def runners_of(
     return runner, EvaluationRunner(forwards, make, held.stages, workers, shared)
 
 
-def _roots(held: Held) -> dict[int, list[Root]]:
+def _roots(held: LocalStages) -> dict[int, list[Root]]:
     """By stage what a worker runs of it: layers and, with the last stage, the loss function."""
     found: dict[int, list[Root]] = {}
     for stage, copy in held.stages.items():
@@ -94,7 +94,7 @@ def _roots(held: Held) -> dict[int, list[Root]]:
     return found
 
 
-def _segments(model: StagedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:
+def _segments(model: PartitionedModel, execution: Execution, workers: Workers, weights: Weights) -> Segments:
     """The proved lists of all workers, and how they repeat."""
     schedule, transport = model.schedule, workers.transport
     shared = Shared(weights.ties, model.statistics)
@@ -131,8 +131,8 @@ def when_summed(asked: Sync, transport: Transport) -> Sync:
 
 
 def batches_of(
-    model: StagedModel,
-    held: Held,
+    model: PartitionedModel,
+    held: LocalStages,
     execution: Execution,
     batching: Batching,
     *,

@@ -16,15 +16,15 @@ from counterflow.errors import ConfigError
 from ..doubling import is_doubling
 from ..dtensors import local
 from ..stages.stage import StageCopy
-from .alike import tensors_of
 from .digest import digest
+from .replica_digests import tensors_of
 
 _FIRST_STEPS = 4
 """Steps after which contents are noted too, as torch does not count changes through ``.data``; then steps 4,
 8, 16, ..."""
 
 
-class ByHand:
+class ManualChanges:
     """A worker's watch between steps.
 
     Args:

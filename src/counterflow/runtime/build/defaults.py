@@ -34,7 +34,7 @@ def transport_of(
     return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
 
 
-def found_layers(
+def captured_layers(
     model: nn.Module | Sequence[nn.Module],
     example: Any,
     list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None,
