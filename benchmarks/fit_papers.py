@@ -15,10 +15,10 @@ from counterflow.papers.figures.entries import best_plan
 from counterflow.papers.figures.published import Figure, Run, Stated, Use
 from counterflow.papers.figures.reproduction import Verdict, predict_row, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link
-from counterflow.planning.task import Task
+from counterflow.planning.task import PlanningTask
 from counterflow.schedule.modes import Recompute
 
-Change = Callable[[Task], Task]
+Change = Callable[[PlanningTask], PlanningTask]
 GIB = 2**30
 
 
@@ -27,7 +27,7 @@ def changed(run: Run, change: Change) -> Run:
     return replace(run, task=lambda: change(run.task()))
 
 
-def with_cluster(task: Task, cluster: Cluster) -> Task:
+def with_cluster(task: PlanningTask, cluster: Cluster) -> PlanningTask:
     """The same on another cluster."""
     return replace(task, cluster=cluster)
 
@@ -47,7 +47,7 @@ def messages(gigabytes: float) -> Change:
 def sums(gigabytes: float) -> Change:
     """All-reduces between nodes of so many GB/s."""
 
-    def change(task: Task) -> Task:
+    def change(task: PlanningTask) -> PlanningTask:
         link = task.cluster.allreduce_between or task.cluster.between
         return with_cluster(task, replace(task.cluster, allreduce_between=faster(link, gigabytes)))
 
@@ -62,7 +62,7 @@ def reserve(gibibytes: float) -> Change:
 def saved(factor: float, now: float) -> Change:
     """Blocks that save ``factor`` times what the formula says, in place of ``now`` times."""
 
-    def change(task: Task) -> Task:
+    def change(task: PlanningTask) -> PlanningTask:
         block = task.profile.layer("block")
         more = replace(block, saved_bytes=tuple(size * factor / now for size in block.saved_bytes))
         return replace(task, profile=replace(task.profile, layers={**task.profile.layers, "block": more}))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import counterflow as cf
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.prediction import Configuration
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.task import load_example
@@ -25,7 +25,9 @@ def test_plan_takes_an_example_records_or_files(tmp_path: Path) -> None:
     same = cf.plan(task.model, task.profile, task.cluster, task.mini_batch, constraints=Constraints(**LIMITS))
     assert found.best[0].seconds == same.best[0].seconds
     for name in ("model", "profile", "cluster"):
-        (tmp_path / name).with_suffix(".toml").write_text(files.dumps(getattr(task, name)), encoding="utf-8")
+        (tmp_path / name).with_suffix(".toml").write_text(
+            input_files.dumps(getattr(task, name)), encoding="utf-8"
+        )
     model, profile, cluster = (tmp_path / f"{name}.toml" for name in ("model", "profile", "cluster"))
     read = cf.plan(model, profile, cluster, task.mini_batch, **LIMITS)
     assert read.best[0].seconds == found.best[0].seconds

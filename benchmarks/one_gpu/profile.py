@@ -24,7 +24,7 @@ from counterflow.measure.profile import assembled, kinds_of
 from counterflow.measure.survey import survey
 from counterflow.models.loss import next_token_loss
 from counterflow.planning import Model
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from one_gpu import Report
 from one_gpu.host import LlamaBlock
 
@@ -121,7 +121,7 @@ def surveyed(report: Report, name: str) -> tuple[str, str, dict[str, Any]]:
         step_overhead_seconds=found.around_seconds,
         sources={"layers": "measured, median of 3"},
     )
-    texts = {"model.toml": files.dumps(model), "profile.toml": files.dumps(profile)}
+    texts = {"model.toml": input_files.dumps(model), "profile.toml": input_files.dumps(profile)}
     return "measured", f"{model.name}, {len(layers)} layers", {"files": texts}
 
 

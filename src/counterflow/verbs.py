@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
-from .planning.inputs import files
+from .planning.inputs import input_files
 from .planning.inputs.cluster import Cluster
 from .planning.inputs.model import Model
 from .planning.inputs.profile import Profile
 from .planning.predict import predict as _predict
 from .planning.prediction import Configuration, Prediction
 from .planning.search.constraints import Constraints, cuts_of
-from .planning.search.found import Found
 from .planning.search.search import Progress, search
-from .planning.task import Task
+from .planning.search.search_result import SearchResult
+from .planning.task import PlanningTask
 from .schedule import registry
 from .schedule.ir import OptionValue, Schedule
 
@@ -46,7 +46,7 @@ def plan(
     count: int = 10,
     progress: Progress | None = None,
     **limits: Any,
-) -> Found:
+) -> SearchResult:
     """Find the best scheme, depth, width, micro-batch and recomputation for a model on a cluster.
 
     Args:
@@ -72,12 +72,12 @@ def plan(
     'chimera'
     """
     given = {
-        "model": _record(model, files.load_model),
-        "profile": _record(profile, files.load_profile),
-        "cluster": _record(cluster, files.load_cluster),
+        "model": _record(model, input_files.load_model),
+        "profile": _record(profile, input_files.load_profile),
+        "cluster": _record(cluster, input_files.load_cluster),
         "mini_batch": mini_batch,
     }
-    task = Task.of(
+    task = PlanningTask.of(
         example,
         {name: value for name, value in given.items() if value is not None},
         lambda missing: f"plan needs {', '.join(missing)}; give these, or the name of an example",
@@ -129,9 +129,9 @@ def predict(
     elif sizes:
         raise ConfigError(f"{', '.join(sizes)}: the configuration has its own sizes; leave these out")
     return _predict(
-        _record(model, files.load_model),
-        _record(profile, files.load_profile),
-        _record(cluster, files.load_cluster),
+        _record(model, input_files.load_model),
+        _record(profile, input_files.load_profile),
+        _record(cluster, input_files.load_cluster),
         configuration,
         mini_batch=mini_batch,
     )

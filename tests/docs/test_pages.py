@@ -22,7 +22,7 @@ from counterflow.cli import application
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Model
 from counterflow.planning.comparison import Compared
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.runtime.parameters.optimizers import Parameters
@@ -261,7 +261,12 @@ def test_from_a_profile_to_a_plan_to_a_run(run: Run, tmp_path: Path, monkeypatch
 
 def test_planning(tmp_path: Path) -> None:
     found: list[Any] = []
-    loads = files.load_model, files.load_profile, files.load_cluster, files.load_cluster
+    loads = (
+        input_files.load_model,
+        input_files.load_profile,
+        input_files.load_cluster,
+        input_files.load_cluster,
+    )
     for text, load in zip(blocks("planning.md", "toml"), loads, strict=True):
         path = tmp_path / "x.toml"
         path.write_text(text, encoding="utf-8")

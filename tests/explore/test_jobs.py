@@ -15,7 +15,7 @@ from counterflow.explore.jobs import Jobs
 from counterflow.explore.orders import order, workload_of
 from counterflow.explore.plans import changed, known, plan, task_of
 from counterflow.explore.requests import OrderRequest, PlanRequest, ScheduleReference, SearchInput
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.task import load_example
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
@@ -116,7 +116,7 @@ def test_the_order_is_told_in_the_words_of_the_commands() -> None:
 def test_a_plan_is_that_of_the_planner(client: TestClient) -> None:
     """Each scheme's best, with what limits it; a device with little memory leaves fewer."""
     small = load_example("hanayo-bert64")
-    text = files.dumps(small.model)
+    text = input_files.dumps(small.model)
     request = PlanRequest.model_validate(
         {"example": "hanayo-bert64", "model": {"name": "m.toml", "text": text}, "mini_batch": 2}
     )

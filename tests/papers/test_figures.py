@@ -26,7 +26,7 @@ from counterflow.papers.figures.published import (
 from counterflow.papers.figures.quantities import difference
 from counterflow.papers.figures.reproduction import Verdict, reproduce, total
 from counterflow.papers.figures.throughputs import scheme_bars
-from counterflow.planning.task import Task, load_example
+from counterflow.planning.task import PlanningTask, load_example
 from counterflow.schedule.modes import Recompute
 
 KEPT: dict[str, Any] = json.loads(
@@ -124,7 +124,7 @@ def test_descriptions_are_complete() -> None:
 def test_settings_are_what_the_texts_say() -> None:
     """Devices, networks, batches and depths of the papers' experiment sections."""
 
-    def task(name: str, run: int = 0) -> Task:
+    def task(name: str, run: int = 0) -> PlanningTask:
         return FIGURES[name].runs[run].task()
 
     # WPipe, section 4: Env-1 is one machine of eight V100; Env-2 has eight machines.

@@ -10,7 +10,7 @@ import pytest
 from counterflow.papers.report import FormShown, plan_shown
 from counterflow.papers.step_times import ClosedForm, beside
 from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
-from counterflow.planning.search.found import Plan
+from counterflow.planning.search.search_result import Plan
 
 
 def block(forward: float, weights: float) -> LayerProfile:

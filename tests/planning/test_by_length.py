@@ -12,7 +12,7 @@ from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.by_length import of_length, plans_by_length, slices_win_from
 from counterflow.planning.cost.slice_costs import SliceCost
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.task import Task
+from counterflow.planning.task import PlanningTask
 from counterflow.schedule.modes import Recompute
 from counterflow.simulation.slice_lengths import balanced_slices
 
@@ -21,7 +21,7 @@ BLOCK = LayerProfile(
 )
 PROFILE = Profile("p", "m", "2026-01-01", {"block": BLOCK}, op_overhead_seconds=0.1, positions=64)
 CLUSTER = Cluster("c", 4, 1, 2400.0, Link(0.0, 0.0), Link(0.0, 0.0))
-TASK = Task("", "", Model("m", ("block",) * 8), PROFILE, CLUSTER, 2, "")
+TASK = PlanningTask("", "", Model("m", ("block",) * 8), PROFILE, CLUSTER, 2, "")
 FEW = Constraints(schemes=("1f1b", "zb-v"), depths=(4,), recompute=(Recompute.NONE,), slices=(1, 2, 4))
 
 
@@ -44,7 +44,7 @@ def test_slices_win_from_a_length_on() -> None:
     found = plans_by_length(TASK, FEW, times=(0.125, 1, 4, 8))
     assert [each.positions for each in found] == [8, 64, 256, 512]
     assert [each.slices_win for each in found] == [False, True, True, True]
-    assert [each.whole is not None for each in found] == [True, True, True, False]
+    assert [each.unsliced is not None for each in found] == [True, True, True, False]
     assert found[0].faster is not None
     assert found[0].faster < 1
     assert found[3].sliced is not None
@@ -52,15 +52,15 @@ def test_slices_win_from_a_length_on() -> None:
     first = slices_win_from(found)
     assert first is not None
     assert first.positions == 64
-    assert first.whole is not None
+    assert first.unsliced is not None
     assert first.sliced is not None
-    assert first.faster == first.whole.seconds / first.sliced.seconds > 1
+    assert first.faster == first.unsliced.seconds / first.sliced.seconds > 1
     assert slices_win_from(found[:1]) is None
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no positions"):
-        plans_by_length(Task("", "", TASK.model, of_length(PROFILE, 0), CLUSTER, 2, ""), FEW)
+        plans_by_length(PlanningTask("", "", TASK.model, of_length(PROFILE, 0), CLUSTER, 2, ""), FEW)
     with pytest.raises(ConfigError, match="give 2 or more too"):
         plans_by_length(TASK, Constraints(slices=(1,)))
 

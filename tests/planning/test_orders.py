@@ -11,8 +11,8 @@ from counterflow.planning import Cluster, LayerProfile, Link, Model, Predictor, 
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.search.found import Found
 from counterflow.planning.search.search import search
+from counterflow.planning.search.search_result import SearchResult
 from counterflow.planning.why import why
 from counterflow.schedule.modes import Recompute
 from counterflow.synthesis import Objective
@@ -35,7 +35,7 @@ WANTED = Constraints(
 
 def computed(
     model: Model = MODEL, cluster: Cluster = CLUSTER, wanted: Constraints = WANTED
-) -> tuple[Found, Orders]:
+) -> tuple[SearchResult, Orders]:
     found = search(model, PROFILE, cluster, 8, wanted)
     return found, compute_orders(found, wanted, moves=200)
 

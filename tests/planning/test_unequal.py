@@ -23,7 +23,7 @@ from counterflow.planning import (
     Profile,
 )
 from counterflow.planning.cost.device_placement import devices, network
-from counterflow.planning.inputs.files import dumps, load_cluster
+from counterflow.planning.inputs.input_files import dumps, load_cluster
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.schedule.modes import Recompute

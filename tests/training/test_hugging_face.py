@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterflow.checkpoints import load_weights
 from counterflow.errors import ConfigError
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.training import RunConfig, load_config
@@ -191,8 +191,8 @@ def test_what_is_profiled_is_planned_and_trained(base: Path, tmp_path: Path) -> 
     assert found.model.optimizer_states == pytest.approx(2)  # Adam's, of what is trained
     frozen = sum(found.profile.layer(kind).frozen_bytes for kind in found.model.layers)
     assert frozen == 4 * (whole - adapters)
-    (tmp_path / "model.toml").write_text(files.dumps(found.model))
-    model = files.load_model(tmp_path / "model.toml")
+    (tmp_path / "model.toml").write_text(input_files.dumps(found.model))
+    model = input_files.load_model(tmp_path / "model.toml")
     assert model == found.model
     cluster = dataclasses.replace(found.cluster, devices=2)
     plans = search(model, found.profile, cluster, 8, Constraints(schemes=("dapple",), depths=(2,)))

@@ -13,7 +13,7 @@ from counterflow.measure.cluster import fitted
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.survey import _pairs, _workers_of_each_node
 from counterflow.planning import Configuration, predict
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.runtime.stages.stage import StageCopy
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
@@ -40,12 +40,12 @@ def test_a_profile_is_a_readable_file_that_reads_back(config: Configure, tmp_pat
     assert found.cluster.size == 1
     assert found.messages == ()
     for name, load in (
-        ("model", files.load_model),
-        ("profile", files.load_profile),
-        ("cluster", files.load_cluster),
+        ("model", input_files.load_model),
+        ("profile", input_files.load_profile),
+        ("cluster", input_files.load_cluster),
     ):
         path = tmp_path / f"{name}.toml"
-        path.write_text(files.dumps(getattr(found, name)))
+        path.write_text(input_files.dumps(getattr(found, name)))
         assert load(path) == getattr(found, name)
     block = found.profile.layer("gpt-block")
     assert block.samples == (1.0, 2.0)

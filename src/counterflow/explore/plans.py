@@ -9,15 +9,15 @@ from typing import Any
 from counterflow.drawing import chart_of
 from counterflow.drawing.page import page_data
 from counterflow.drawing.units import bytes_text, compact, time_unit
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.inputs.cluster import Cluster, Link
+from counterflow.planning.plan_report import ExampleShown
 from counterflow.planning.prediction import choices
-from counterflow.planning.report import ExampleShown
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.search.found import Plan
 from counterflow.planning.search.node_orders import in_words
 from counterflow.planning.search.search import search
-from counterflow.planning.task import EXAMPLES, Task, load_example
+from counterflow.planning.search.search_result import Plan
+from counterflow.planning.task import EXAMPLES, PlanningTask, load_example
 from counterflow.planning.why import why
 
 from .requests import PlanRequest
@@ -36,13 +36,17 @@ def known() -> list[dict[str, Any]]:
     return [ExampleShown.model_validate(load_example(name)).model_dump() for name in names]
 
 
-def task_of(request: PlanRequest) -> Task:
+def task_of(request: PlanRequest) -> PlanningTask:
     """Planning task of a request: an example, with the user's files in place of the example's.
 
     Raises:
         ConfigError: an unknown example, a damaged file, or something is missing.
     """
-    readers = {"model": files.read_model, "profile": files.read_profile, "cluster": files.read_cluster}
+    readers = {
+        "model": input_files.read_model,
+        "profile": input_files.read_profile,
+        "cluster": input_files.read_cluster,
+    }
     values: dict[str, Any] = {}
     for name, read in readers.items():
         file = getattr(request, name)
@@ -50,7 +54,7 @@ def task_of(request: PlanRequest) -> Task:
             values[name] = read(file.text, file.name)
     if request.mini_batch is not None:
         values["mini_batch"] = request.mini_batch
-    return Task.of(
+    return PlanningTask.of(
         request.example,
         values,
         lambda missing: f"nothing to plan: choose an example, or also give {', '.join(missing)}",

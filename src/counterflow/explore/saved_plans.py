@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from counterflow.planning.prediction import Prediction
-from counterflow.planning.task import Task
+from counterflow.planning.task import PlanningTask
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs
 
@@ -31,7 +31,7 @@ class SavedPlan:
 class SavedPlans:
     """Planning task and its plans, in the order of the page's table."""
 
-    task: Task
+    task: PlanningTask
     plans: tuple[SavedPlan, ...]
 
 

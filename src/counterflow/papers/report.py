@@ -9,9 +9,9 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from counterflow.common.json_models import Part, Result, reads, said
+from counterflow.planning.plan_report import PlanShown
 from counterflow.planning.prediction import Parts
-from counterflow.planning.report import PlanShown
-from counterflow.planning.search.found import Plan
+from counterflow.planning.search.search_result import Plan
 
 from .closed_forms import Range
 from .figures.published import TOLERANCE

@@ -15,10 +15,10 @@ from counterflow.errors import ConfigError, PlanError
 from .inputs.model import Model
 from .inputs.profile import LayerProfile, Profile
 from .search.constraints import Constraints
-from .search.found import Plan
 from .search.search import search
-from .search.slicings import TRIED, unknown_cost
-from .task import Task
+from .search.search_result import Plan
+from .search.slicings import NUMBERS, unknown_cost
+from .task import PlanningTask
 
 TIMES = (0.25, 0.5, 1, 2, 4, 8, 16)
 """Lengths that are planned, in the profile's own."""
@@ -50,27 +50,27 @@ class AtLength:
 
     Attributes:
         positions: positions of a sample's sequence.
-        whole: the best plan without slices.
+        unsliced: the best plan without slices.
         sliced: the best plan with slices.
     """
 
     positions: int
-    whole: Plan | None
+    unsliced: Plan | None
     sliced: Plan | None
 
     @property
     def slices_win(self) -> bool:
-        """Whether the plan with slices is faster, or the only one that fits."""
+        """True if the plan with slices is faster, or the only one that fits."""
         if self.sliced is None:
             return False
-        return self.whole is None or self.sliced.seconds < self.whole.seconds
+        return self.unsliced is None or self.sliced.seconds < self.unsliced.seconds
 
     @property
     def faster(self) -> float | None:
-        """How many times as fast the plan with slices is; None: one of them does not fit."""
-        if self.whole is None or self.sliced is None:
+        """Speed of the plan with slices in that of the plan without; None: one of them does not fit."""
+        if self.unsliced is None or self.sliced is None:
             return None
-        return self.whole.seconds / self.sliced.seconds
+        return self.unsliced.seconds / self.sliced.seconds
 
 
 def of_length(profile: Profile, times: float) -> Profile:
@@ -87,9 +87,9 @@ def of_length(profile: Profile, times: float) -> Profile:
 
 def _of_length(layer: LayerProfile, times: float) -> LayerProfile:
     fixed, attention = layer.fixed_share, layer.attention_share * times**2
-    whole = fixed + (1.0 - fixed - layer.attention_share) * times + attention
+    seconds_factor = fixed + (1.0 - fixed - layer.attention_share) * times + attention
     scaled: dict[str, Any] = {
-        name: tuple(whole * value for value in getattr(layer, name)) for name in _SECONDS
+        name: tuple(seconds_factor * value for value in getattr(layer, name)) for name in _SECONDS
     }
     scaled |= {name: tuple(times * value for value in getattr(layer, name)) for name in _BYTES}
     return replace(
@@ -97,8 +97,8 @@ def _of_length(layer: LayerProfile, times: float) -> LayerProfile:
         **scaled,
         output_bytes=times * layer.output_bytes,
         state_bytes=times * layer.state_bytes,
-        attention_share=attention / whole,
-        fixed_share=fixed / whole,
+        attention_share=attention / seconds_factor,
+        fixed_share=fixed / seconds_factor,
     )
 
 
@@ -108,7 +108,7 @@ def _model_of_length(model: Model, times: float) -> Model:
 
 
 def plans_by_length(
-    task: Task,
+    task: PlanningTask,
     constraints: Constraints,
     *,
     times: Sequence[float] = TIMES,
@@ -127,32 +127,32 @@ def plans_by_length(
     """
     if not task.profile.positions:
         raise ConfigError(unknown_cost(task.profile))
-    numbers = tuple(n for n in constraints.slices or TRIED if n > 1)
+    numbers = tuple(n for n in constraints.slices or NUMBERS if n > 1)
     if not numbers:
-        raise ConfigError("slices=1: to compare slices by length, give 2 or more too, or leave it out")
-    found = []
-    for number, each in enumerate(times):
-        model, profile = _model_of_length(task.model, each), of_length(task.profile, each)
+        raise ConfigError("slices=1: to compare slices by length, give 2 or more too, or omit it")
+    plans = []
+    for number, factor in enumerate(times):
+        model, profile = _model_of_length(task.model, factor), of_length(task.profile, factor)
         if progress is not None:
             progress(number, len(times), f"{profile.positions:,} positions")
 
         def best(*slices: int, model: Model = model, profile: Profile = profile) -> Plan | None:
-            wanted = replace(constraints, slices=slices)
+            requirements = replace(constraints, slices=slices)
             try:
-                return search(model, profile, task.cluster, task.mini_batch, wanted, count=1).best[0]
+                return search(model, profile, task.cluster, task.mini_batch, requirements, count=1).best[0]
             except PlanError:
                 return None
 
         fitting = tuple(n for n in numbers if n <= profile.positions)
-        found.append(AtLength(profile.positions, best(1), best(*fitting) if fitting else None))
-    return tuple(found)
+        plans.append(AtLength(profile.positions, best(1), best(*fitting) if fitting else None))
+    return tuple(plans)
 
 
 def slices_win_from(lengths: Sequence[AtLength]) -> AtLength | None:
     """The shortest length at which slices win, there and at all longer ones; None: at none."""
     first = None
-    for each in reversed(lengths):
-        if not each.slices_win:
+    for length in reversed(lengths):
+        if not length.slices_win:
             break
-        first = each
+        first = length
     return first

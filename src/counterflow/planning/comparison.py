@@ -78,7 +78,7 @@ class Compared:
 
     @property
     def synchronous(self) -> bool:
-        """Whether every update follows a flush, so the numbers equal those of one process."""
+        """True if every update follows a flush, so the numbers equal those of one process."""
         return self.schedule.synchronous
 
     @cached_property
@@ -90,8 +90,8 @@ class Compared:
         if self.synchronous:
             return self.simulation.makespan
         steady = self.simulation.steady_step
-        each = self.schedule.micro_batches
-        return math.inf if steady is None else steady * self.micro_batches / each
+        micro_batches = self.schedule.micro_batches
+        return math.inf if steady is None else steady * self.micro_batches / micro_batches
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -101,7 +101,7 @@ class Compared:
 
     @property
     def proved(self) -> bool | None:
-        """Whether no order of these stages and limits is better; None if none was computed."""
+        """True if no order of these stages and limits is better; None if none was computed."""
         return None if self.computed is None else self.computed.proved
 
     @property
@@ -137,8 +137,8 @@ class Compared:
     @cached_property
     def peak_bytes(self) -> float | None:
         """Maximum bytes of a worker; None if no bytes were given."""
-        found = self.simulation.peak_bytes
-        return None if found is None else max(found)
+        peaks = self.simulation.peak_bytes
+        return None if peaks is None else max(peaks)
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +170,6 @@ class Comparison:
         return f"Comparison({self.workers} workers, {self.micro_batches} micro-batches, {counted}{best})"
 
     def _repr_html_(self) -> str:
-        """The best row of each scheme in a notebook."""
         columns = ("scheme", "step", "bubbles", "activations", "weights", "")
         rows = [
             (
@@ -188,10 +187,10 @@ class Comparison:
     @property
     def best(self) -> tuple[Compared, ...]:
         """The fastest row of each scheme, fastest first."""
-        found: dict[str, Compared] = {}
+        fastest: dict[str, Compared] = {}
         for row in self.rows:
-            found.setdefault(row.name if row.computed else row.scheme, row)
-        return tuple(found.values())
+            fastest.setdefault(row.name if row.computed else row.scheme, row)
+        return tuple(fastest.values())
 
 
 def compare(
@@ -247,26 +246,27 @@ def compare(
         stages_a_worker=stages_a_worker,
     )
     known = registry.SCHEMES.values() if schemes is None else [registry.scheme(name) for name in schemes]
-    asked = [
+    builds = [
         (scheme, options)
         for scheme in dict.fromkeys(known)
         for options in _options(scheme, workers, micro_batches, stages_a_worker * workers)
     ]
-    _refuse_too_many(asked)
+    _refuse_too_many(builds)
     placements = _placements(workers) if seconds or moves else ()
-    tell = _telling(report, len(asked) + len(placements))
-    given = costs, costs_of, micro_batches
+    report_row = _row_counter(report, len(builds) + len(placements))
+    model = costs, costs_of, micro_batches
     room = workers if peak is None and memory_bytes is None else peak
     limits = {"memory_bytes": memory_bytes, "seconds": seconds / max(len(placements), 1), "moves": moves}
     rows: list[Compared] = []
     left_out: dict[str, str] = {}
-    for name, found in chain(
-        _of_schemes(asked, workers, given, tell), _of_placements(placements, room, limits, given, tell)
+    for name, outcome in chain(
+        _of_schemes(builds, workers, model, report_row),
+        _of_placements(placements, room, limits, model, report_row),
     ):
-        if isinstance(found, Compared):
-            rows.append(found)
+        if isinstance(outcome, Compared):
+            rows.append(outcome)
         else:
-            left_out.setdefault(name, str(found))
+            left_out.setdefault(name, str(outcome))
     for row in rows:
         left_out.pop(row.scheme, None)
     fits = [row for row in rows if _fits(row, peak, memory_bytes)]
@@ -281,23 +281,22 @@ def compare(
     )
 
 
-_Given = tuple[Costs, CostsOf, int]
+_CostedModel = tuple[Costs, CostsOf, int]
 """Costs, their unit, and micro-batches."""
 
-_Found = Iterator[tuple[str, Compared | ConfigError]]
+_Rows = Iterator[tuple[str, Compared | ConfigError]]
 """Names with the compared schedule, or with the reason why it does not exist."""
 
 
 def _of_schemes(
-    asked: Sequence[tuple[Scheme, dict[str, OptionValue]]],
+    builds: Sequence[tuple[Scheme, dict[str, OptionValue]]],
     workers: int,
-    given: _Given,
-    tell: Callable[[str], None],
-) -> _Found:
-    """Every schedule of a scheme with these options."""
-    costs, costs_of, micro_batches = given
-    for scheme, options in asked:
-        tell(scheme.name)
+    model: _CostedModel,
+    report_row: Callable[[str], None],
+) -> _Rows:
+    costs, costs_of, micro_batches = model
+    for scheme, options in builds:
+        report_row(scheme.name)
         try:
             scheme.refuse_too_large(options)
             schedule = scheme.build(**options)
@@ -305,24 +304,23 @@ def _of_schemes(
             yield scheme.name, error
             continue
         if schedule.workers == workers:
-            own = of_stages(costs, schedule.placement, costs_of)
-            yield scheme.name, Compared(simulate(schedule, own), micro_batches)
+            stage_costs = of_stages(costs, schedule.placement, costs_of)
+            yield scheme.name, Compared(simulate(schedule, stage_costs), micro_batches)
 
 
 def _of_placements(
     placements: Sequence[Placement],
     room: float | None,
     limits: dict[str, Any],
-    given: _Given,
-    tell: Callable[[str], None],
-) -> _Found:
-    """The best orders found for these placements, within this many shares' activations."""
-    costs, costs_of, micro_batches = given
+    model: _CostedModel,
+    report_row: Callable[[str], None],
+) -> _Rows:
+    costs, costs_of, micro_batches = model
     for placement in placements:
-        tell("computed orders")
+        report_row("computed orders")
         try:
             _refuse_too_large(placement, micro_batches)
-            found = synthesize(
+            synthesis = synthesize(
                 plain(placement, micro_batches, split=True),
                 of_stages(costs, placement, costs_of),
                 peak=None if room is None else room * placement.stages / placement.workers,
@@ -331,18 +329,12 @@ def _of_placements(
         except ConfigError as error:  # not even one micro-batch is within the limits
             yield _computed_name(placement), error
             continue
-        yield COMPUTED, Compared(found.simulation, micro_batches, found)
+        yield COMPUTED, Compared(synthesis.simulation, micro_batches, synthesis)
 
 
 def _refuse(
     costs_of: CostsOf, costs: Costs, peak: float | None, memory_bytes: float | None, **counts: int
 ) -> None:
-    """Refuse options that cannot be compared.
-
-    Raises:
-        ConfigError: a count is below 1, a limit in bytes is given without bytes, or costs are those of a
-            stage.
-    """
     if costs_of is CostsOf.STAGE:
         raise ConfigError("costs_of='stage': stages of different schemes differ in size; use worker or model")
     for name, value in counts.items():
@@ -355,46 +347,39 @@ def _refuse(
         raise ConfigError("a limit in bytes needs bytes of weights and activations; give these costs too")
 
 
-def _refuse_too_many(asked: Sequence[tuple[Scheme, Mapping[str, OptionValue]]]) -> None:
-    """Refuse schedules that together take minutes and gigabytes; a single one that is too large is left out.
+def _refuse_too_many(builds: Sequence[tuple[Scheme, Mapping[str, OptionValue]]]) -> None:
+    """Refuse schedules that together take minutes and gigabytes; a single one that is too large is omitted.
 
     Raises:
         ConfigError: there are too many ops.
     """
-    counts = [scheme.least_ops(options) for scheme, options in asked]
+    counts = [scheme.least_ops(options) for scheme, options in builds]
     ops = sum(count for count in counts if count <= MOST_OPS)
     if ops > _MOST_OPS_TOGETHER:
         raise ConfigError(
-            f"{len(asked):,} schedules of this size have at least {ops:,} ops, and at most "
+            f"{len(builds):,} schedules of this size have at least {ops:,} ops, and at most "
             f"{_MOST_OPS_TOGETHER:,} are compared; choose smaller numbers, or only some schemes"
         )
 
 
 def _refuse_too_large(placement: Placement, micro_batches: int) -> None:
-    """Refuse to compute an order of too many ops.
-
-    Raises:
-        ConfigError: there are too many ops.
-    """
     ops = 3 * placement.stages * micro_batches
     if ops > MOST_OPS:
         raise ConfigError(f"{ops:,} ops, and at most {MOST_OPS:,} are ordered")
 
 
-def _telling(report: Report | None, total: int) -> Callable[[str], None]:
-    """Count finished rows and report them."""
+def _row_counter(report: Report | None, total: int) -> Callable[[str], None]:
     done = count()
 
-    def tell(what: str) -> None:
+    def report_row(what: str) -> None:
         number = next(done)
         if report is not None:
             report(number, total, what)
 
-    return tell
+    return report_row
 
 
 def _placements(workers: int) -> tuple[Placement, ...]:
-    """Placements for which orders are computed."""
     return (linear(workers), wave(workers, 1)) if workers > 1 else ()
 
 
@@ -404,7 +389,6 @@ _SIZES = frozenset({*DEPTH, MICRO_BATCHES.name, PERIODS.name})
 def _options(
     scheme: Scheme, workers: int, micro_batches: int, layers: int
 ) -> Iterator[dict[str, OptionValue]]:
-    """All options of a scheme that are worth trying with this many workers, including split backwards."""
     base: dict[str, OptionValue] = {scheme.depth: workers}
     if not scheme.updates_each_micro_batch:
         base[MICRO_BATCHES.name] = micro_batches
@@ -417,24 +401,21 @@ def _options(
 
 
 def _name(schedule: Schedule) -> str:
-    """A schedule's scheme, with the options other than sizes in the words of pictures."""
     scheme = registry.scheme(schedule.scheme)
-    told = [
+    shown = [
         option.told(value)
         for name, value in schedule.options
         if name not in _SIZES and (option := scheme.option(name)) is not None and value != option.usual
     ]
-    return ", ".join([scheme.name, *filter(None, told)])
+    return ", ".join([scheme.name, *filter(None, shown)])
 
 
 def _computed_name(placement: Placement) -> str:
-    """Name of an order that was computed for this placement."""
     turns = placement.stages > placement.workers
     return f"computed, {'two stages per worker in a V' if turns else 'one stage per worker'}"
 
 
 def _fits(row: Compared, peak: float | None, memory_bytes: float | None) -> bool:
-    """Whether a row is within the limits."""
     if peak is not None and row.activations > peak * (1 + ROUNDING):
         return False
     return memory_bytes is None or (row.peak_bytes or 0.0) <= memory_bytes

@@ -36,7 +36,7 @@ from .play import Play
 from .predict import Predictor
 from .prediction import Configuration, Prediction
 from .search.constraints import Constraints
-from .search.found import Found, Plan
+from .search.search_result import Plan, SearchResult
 from .search.space import Omission
 
 Progress = Callable[[float, float, str], None]
@@ -139,7 +139,7 @@ class Orders:
 
 
 def compute_orders(
-    found: Found,
+    found: SearchResult,
     constraints: Constraints,
     *,
     seconds: float = 30.0,
@@ -159,7 +159,7 @@ def compute_orders(
     return _Run(found, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
 
 
-def with_orders(found: Found, orders: Orders) -> Found:
+def with_orders(found: SearchResult, orders: Orders) -> SearchResult:
     """The search's result, with the best computed order at its head if it wins."""
     if orders.best is None:
         return found
@@ -193,7 +193,7 @@ class _Job:
 class _Run:
     def __init__(
         self,
-        found: Found,
+        found: SearchResult,
         constraints: Constraints,
         seconds: float,
         moves: int | None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from counterflow.errors import ConfigError, hint
 
-from .inputs import files
+from .inputs import input_files
 from .inputs.cluster import Cluster
 from .inputs.model import Model
 from .inputs.profile import Profile
@@ -44,7 +44,7 @@ EXAMPLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PlanningTask:
     """A planning task.
 
     Attributes:
@@ -66,25 +66,27 @@ class Task:
     source: str
 
     @classmethod
-    def of(cls, example: str | None, given: Mapping[str, Any], missing: Callable[[list[str]], str]) -> Task:
+    def of(
+        cls, example: str | None, parts: Mapping[str, Any], missing: Callable[[list[str]], str]
+    ) -> PlanningTask:
         """An example with some of its parts replaced, or a task from all parts.
 
         Args:
             example: name of the example; None: all parts are given.
-            given: some of ``PARTS``.
+            parts: some of ``PARTS``.
             missing: function of the missing parts that returns the message.
 
         Raises:
             ConfigError: the example is unknown, or a part is missing.
         """
         if example is not None:
-            return replace(load_example(example), **given)
-        if absent := [name for name in PARTS if name not in given]:
+            return replace(load_example(example), **parts)
+        if absent := [name for name in PARTS if name not in parts]:
             raise ConfigError(missing(absent))
-        return cls("", "", source="", **given)
+        return cls("", "", source="", **parts)
 
 
-def load_example(name: str) -> Task:
+def load_example(name: str) -> PlanningTask:
     """The paper's run of that name.
 
     Raises:
@@ -97,8 +99,12 @@ def load_example(name: str) -> Task:
         raise ConfigError(f"unknown example {name!r}{hint(name, EXAMPLES)}")
     text = resources(__package__).joinpath("examples", f"{name}.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
-    readers = {"model": files.read_model, "profile": files.read_profile, "cluster": files.read_cluster}
+    readers = {
+        "model": input_files.read_model,
+        "profile": input_files.read_profile,
+        "cluster": input_files.read_cluster,
+    }
     parts: dict[str, Any] = {
         part: read(json.dumps(data.pop(part)), f"{name}.json") for part, read in readers.items()
     }
-    return Task(name=name, **data, **parts)
+    return PlanningTask(name=name, **data, **parts)

@@ -1,4 +1,4 @@
-"""Why a plan is the best: what limits it, and which change would make the second-best win.
+"""Explanation of the best plan: its limit, and the change that would make the second-best win.
 
 Invariant: every number comes from simulating the plans again with other links, other all-reduces or more
 memory; nothing is guessed. It also says if no such change would make the second-best win.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .play import Play
 from .prediction import Parts
-from .search.found import Found, Plan
+from .search.search_result import Plan, SearchResult
 
 _MOST = 64.0
 """Maximum factor by which links and all-reduces are made slower or faster."""
@@ -56,14 +56,14 @@ class Why:
     in_more_memory: Plan | None
 
 
-def why(found: Found) -> Why:
+def why(result: SearchResult) -> Why:
     """Explain the result of a search.
 
     Args:
-        found: result of the search, with one plan or more.
+        result: result of the search, with one plan or more.
     """
-    best = found.of_schemes[0]
-    second = found.of_schemes[1] if len(found.of_schemes) > 1 else None
+    best = result.of_schemes[0]
+    second = result.of_schemes[1] if len(result.of_schemes) > 1 else None
     parts = best.play.parts()
     beyond = {name: getattr(parts, name) for name in Parts.__slots__ if name != "compute"}
     limit = max(beyond, key=lambda name: beyond[name])
@@ -73,12 +73,12 @@ def why(found: Found) -> Why:
         second=second,
         second_parts=second.play.parts() if second else None,
         break_evens=tuple(_break_evens(best.play, second.play)) if second else (),
-        in_more_memory=found.in_more_memory,
+        in_more_memory=result.in_more_memory,
     )
 
 
 def _break_evens(best: Play, second: Play) -> list[BreakEven]:
-    found = []
+    changes = []
     for what, change in _CHANGES.items():
 
         def gap(times: float, change: Callable[[Play, float], Play] = change) -> float:
@@ -87,8 +87,8 @@ def _break_evens(best: Play, second: Play) -> list[BreakEven]:
         for end in (1 / _MOST, _MOST):
             times = _crossing(gap, end)
             if times is not None:
-                found.append(BreakEven(what, times))
-    return found
+                changes.append(BreakEven(what, times))
+    return changes
 
 
 _CHANGES: dict[str, Callable[[Play, float], Play]] = {

@@ -31,7 +31,7 @@ from counterflow.measure.profile import assembled, kinds_of, skips_of, ties_of
 from counterflow.measure.progress import Progress
 from counterflow.measure.survey import survey
 from counterflow.planning import Cluster, Model, Profile
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 
 from .config import RunConfig
 from .job import Job, prepare
@@ -60,7 +60,7 @@ class Measured:
     """Messages and all-reduces between two workers on different nodes."""
 
 
-_AsData = Annotated[dict[str, Any], BeforeValidator(files.as_data)]
+_AsData = Annotated[dict[str, Any], BeforeValidator(input_files.as_data)]
 
 
 class Profiled(Result):

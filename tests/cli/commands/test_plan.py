@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from counterflow.cli import application
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.training import load_config
 
@@ -63,7 +63,7 @@ def inputs(tmp_path: Path) -> str:
     }
     for name, value in sections.items():
         assert isinstance(value, Model | Profile | Cluster)
-        (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
+        (tmp_path / f"{name}.toml").write_text(input_files.dumps(value), encoding="utf-8")
     return " ".join(f"--{name} {tmp_path / name}.toml" for name in sections) + " --mini-batch 16"
 
 
@@ -273,7 +273,9 @@ def test_wanted_values_that_leave_no_candidate(run: Run) -> None:
 
 def test_where_nothing_fits_the_work_has_failed(run: Run, tmp_path: Path) -> None:
     cluster = load_example("chimera-bert48").cluster
-    text = files.dumps(cluster).replace(f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 6.5e9")
+    text = input_files.dumps(cluster).replace(
+        f"memory_bytes = {cluster.memory_bytes!r}", "memory_bytes = 6.5e9"
+    )
     path = tmp_path / "small.toml"
     path.write_text(text, encoding="utf-8")
     answer = run(f"plan --example chimera-bert48 --scheme gems --cluster {path}")
@@ -299,7 +301,7 @@ def test_planning_starts_without_torch() -> None:
     code = (
         "import sys; from counterflow.planning.task import load_example;"
         "from counterflow.planning.search import search;"
-        "from counterflow.planning.inputs import files;"
+        "from counterflow.planning.inputs import input_files;"
         "e = load_example('chimera-bert48');"
         "search.search(e.model, e.profile, e.cluster, 512,"
         " search.Constraints(schemes=('dapple',), depths=(4,), samples=(4,)));"

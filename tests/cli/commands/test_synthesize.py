@@ -8,7 +8,7 @@ import pytest
 import counterflow as cf
 from counterflow.drawing.charting import chart_of
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 
@@ -146,7 +146,7 @@ def test_measured_costs_take_the_place_of_given_ones(
         "cluster": Cluster("c", 1, 4, 7e6, Link(0.01, 1e-9), Link(0.0, 0.0)),
     }
     for name, value in inputs.items():
-        (tmp_path / f"{name}.toml").write_text(files.dumps(value), encoding="utf-8")
+        (tmp_path / f"{name}.toml").write_text(input_files.dumps(value), encoding="utf-8")
     flags = " ".join(f"--{name} {tmp_path / f'{name}.toml'}" for name in inputs)
     line = f"{STRAIGHT} {flags} --micro-batch-size 1 --moves 50 --json"
     result = run(line).json

@@ -27,11 +27,11 @@ from counterflow.planning import (
 )
 from counterflow.planning.cost.tensor_parallel import places, positioned
 from counterflow.planning.inputs.cluster import all_reduce
-from counterflow.planning.inputs.files import dumps, load_profile
-from counterflow.planning.search.any_cuts import AnyCuts
+from counterflow.planning.inputs.input_files import dumps, load_profile
 from counterflow.planning.search.bounds import common
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.search.paths import Hops
+from counterflow.planning.search.cut_free_bound import CutFreeBound
+from counterflow.planning.search.path_bounds import HopCosts
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.space import space
@@ -291,8 +291,8 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Profile, Configurati
     bound = bounds.bounds(shape.most_stashed)
     assert bound.seconds * play.updates <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(worker.total for worker in play.memory) * (1 + 1e-9)
-    any_cuts = AnyCuts.of(shape, MODEL, here.profile, configuration.samples, configuration.recompute)
-    least = any_cuts.seconds(shape, Hops.of(shape.placement, play.network), play.network)
+    cut_free = CutFreeBound.of(shape, MODEL, here.profile, configuration.samples, configuration.recompute)
+    least = cut_free.seconds(shape, HopCosts.of(shape.placement, play.network), play.network)
     assert least * play.updates <= play.seconds * (1 + 1e-9)
 
 

@@ -13,11 +13,11 @@ from counterflow.planning.cost.sharded_state import ShardedState
 from counterflow.planning.cost.stage_memory import StageMemory
 from counterflow.planning.cost.stages import StageCosts, StageTie
 from counterflow.planning.inputs.cluster import Cluster, Collective, Link
-from counterflow.planning.search.bounds import Common, _Stashes, _State, common
-from counterflow.planning.search.least_times import PipeTimes, Times, least_times
-from counterflow.planning.search.paths import Hops, Paths
-from counterflow.planning.search.shape import Shape
-from counterflow.planning.search.ways import Workers, _ready, _summed
+from counterflow.planning.search.bounds import Common, _Stashes, _WorkerState, common
+from counterflow.planning.search.least_times import MinimumTimes, PipeTimes, least_times
+from counterflow.planning.search.order_free_bounds import WorkerBounds, _ready, _summed
+from counterflow.planning.search.path_bounds import HopCosts, PathBounds
+from counterflow.planning.search.shape import WorkloadShape
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 
@@ -72,7 +72,7 @@ def links(workers: int, latency: float = 0.0, **others: Any) -> Network:
     return Network(**found | others)
 
 
-def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
+def straight(workers: int, micro_batches: int, **others: Any) -> WorkloadShape:
     """A straight synchronous pipeline."""
     found: dict[str, Any] = {
         "placement": linear(workers),
@@ -84,21 +84,23 @@ def straight(workers: int, micro_batches: int, **others: Any) -> Shape:
         "most_in_flight": None,
         "synchronous": True,
     }
-    return Shape(**found | others)
+    return WorkloadShape(**found | others)
 
 
-def ready(shape: Shape, each: list[Times], *ways: tuple[list[float], list[float]]) -> list[float]:
+def ready(
+    shape: WorkloadShape, each: list[MinimumTimes], *ways: tuple[list[float], list[float]]
+) -> list[float]:
     """When gradients are ready, by the times of each pipe, and its ways before and after each stage."""
     times = PipeTimes(*(np.array(rows) for rows in zip(*map(columns, each), strict=True)))
     before, after = (np.array(rows) for rows in zip(*ways, strict=True))
-    return _ready(shape, times, Paths(before, after, np.zeros_like(before)), range(len(ways)))
+    return _ready(shape, times, PathBounds(before, after, np.zeros_like(before)), range(len(ways)))
 
 
-def columns(times: Times) -> tuple[list[float], ...]:
+def columns(times: MinimumTimes) -> tuple[list[float], ...]:
     return times.forward, times.both, times.through, times.backward_op
 
 
-def bounded(shape: Shape, stages: StageCosts, network: Network, **others: Any) -> Common:
+def bounded(shape: WorkloadShape, stages: StageCosts, network: Network, **others: Any) -> Common:
     return common(shape, stages, network, CLUSTER, Recompute.NONE, **others)
 
 
@@ -137,12 +139,12 @@ def test_a_pipe_s_ways_up_down_and_around() -> None:
     latency, per_byte = ((0.0, 100.0), (1000.0, 0.0)), ((0.0, 0.5), (0.25, 0.0))
     network = links(2, latency_seconds=latency, seconds_per_byte=per_byte)
     stages = costs((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), output_bytes=(10.0, 20.0, 0.0))
-    times = Times([1.0, 2.0, 4.0], [9.0, 18.0, 36.0], [9.0, 18.0, 36.0], [8.0, 16.0, 32.0])
+    times = MinimumTimes([1.0, 2.0, 4.0], [9.0, 18.0, 36.0], [9.0, 18.0, 36.0], [8.0, 16.0, 32.0])
 
     def path(*holders: int) -> list[list[float]]:
         placement = Placement(2, (holders,))
         on = times.on(placement.pipes_stages, ())
-        found = Paths.of(Hops.of(placement, network), on, stages.message_bytes, (1.0, 2))
+        found = PathBounds.of(HopCosts.of(placement, network), on, stages.message_bytes, (1.0, 2))
         return [rows[0].tolist() for rows in (found.before, found.after, found.stay)]
 
     up, down = (100 + 5, 1000 + 5), (1000 + 2.5 / 2, 100 + 10 / 2)
@@ -171,52 +173,54 @@ def test_when_gradients_are_ready_at_the_earliest() -> None:
     forward, backward = [1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]
     both = [f + b for f, b in zip(forward, backward, strict=True)]
     path = ([0.0, 1.0, 3.0, 6.0], [0.0, 10.0, 30.0, 60.0])
-    times = Times(forward, both, both, backward)
+    times = MinimumTimes(forward, both, both, backward)
     # Stage 3: twice its own 44 and stage 0's forward. Then one backward after the other.
     assert ready(shape, [times], path) == [150, 140, 120, 90]
     # Stage 1 waits for its worker, which has stages 1 and 2 to do twice from 1 on, if stage 3 takes nothing.
-    slow = Times([1.0, 2.0, 3.0, 0.0], [11.0, 22.0, 33.0, 0.0], [11.0, 22.0, 33.0, 0.0], backward)
+    slow = MinimumTimes([1.0, 2.0, 3.0, 0.0], [11.0, 22.0, 33.0, 0.0], [11.0, 22.0, 33.0, 0.0], backward)
     quick = ([0.0, 1.0, 3.0, 6.0], [0.0, 1.0, 2.0, 3.0])
     assert ready(shape, [slow], quick) == [112, 1 + 2 * (22 + 33), 1 + 2 * (2 + 33), 2 * (0 + 1)]
 
 
 def test_weight_gradients_of_their_own_are_ready_when_a_stage_has_all_its_ops() -> None:
     shape = straight(2, 3)
-    times = Times([10.0, 1.0], [32.0, 4.0], [22.0, 3.0], [12.0, 2.0])
+    times = MinimumTimes([10.0, 1.0], [32.0, 4.0], [22.0, 3.0], [12.0, 2.0])
     path = ([0.0, 10.0], [0.0, 12.0])
     assert ready(shape, [times], path) == [3 * 32, 10 + 3 * 4]
 
 
 def test_pipes_without_micro_batches_have_no_gradients() -> None:
     shape = straight(2, 2, placement=bidirectional(2), passes=(2, 0), together=(1, 1))
-    times, path = Times([1.0] * 2, [3.0] * 2, [3.0] * 2, [2.0] * 2), ([0.0, 1.0], [0.0, 2.0])
-    dear = Times([100.0] * 2, [300.0] * 2, [300.0] * 2, [200.0] * 2)
+    times, path = MinimumTimes([1.0] * 2, [3.0] * 2, [3.0] * 2, [2.0] * 2), ([0.0, 1.0], [0.0, 2.0])
+    dear = MinimumTimes([100.0] * 2, [300.0] * 2, [300.0] * 2, [200.0] * 2)
     assert ready(shape, [times, dear], path, path) == [1 + 6 + 2, 1 + 6]
     assert ready(replace(shape, passes=(0, 2)), [dear, times], path, path) == [9, 7]
     # Both: the later one of each stage.
     assert ready(replace(shape, passes=(1, 1)), [dear, times], path, path) == [303, 301]
 
 
-def state(update: float, fixed: list[float], stash: list[float], usable: list[float], *others: Any) -> _State:
+def state(
+    update: float, fixed: list[float], stash: list[float], usable: list[float], *others: Any
+) -> _WorkerState:
     which, around, occupied = zip(*others, strict=True) if others else ((), (), ())
     stashes = _Stashes(np.array(which, dtype=np.int64), np.array(around), np.array(occupied))
-    return _State.of(update, np.array(fixed), np.array(stash), np.array(usable), stashes)
+    return _WorkerState.of(update, np.array(fixed), np.array(stash), np.array(usable), stashes)
 
 
 def test_the_fullest_worker_and_what_its_stashes_need() -> None:
     found = state(9.0, [10.0, 20.0], [5.0, 7.0], [100.0, 30.0], (0, 4.0, 900.0), (1, 6.0, 50.0))
-    assert found == _State(9.0, 4 + 900 / 90, 27.0, 1, -3.0)
+    assert found == _WorkerState(9.0, 4 + 900 / 90, 27.0, 1, -3.0)
     # Worker 0 has more to hold; worker 1 has less room than it needs.
     found = state(0.0, [50.0, 20.0], [5.0, 7.0], [100.0, 20.0], (0, 4.0, 100.0), (1, 6.0, 50.0))
-    assert found == _State(0.0, 4 + 100 / 50, 27.0, 1, 7.0)
-    assert state(0.0, [1.0], [0.0], [1.0]) == _State(0.0, 0.0, 1.0, 0, 0.0)
+    assert found == _WorkerState(0.0, 4 + 100 / 50, 27.0, 1, 7.0)
+    assert state(0.0, [1.0], [0.0], [1.0]) == _WorkerState(0.0, 0.0, 1.0, 0, 0.0)
     # Half a byte is room as well.
     assert state(0.0, [1.0], [0.0], [1.5], (0, 4.0, 3.0)).stored == 4 + 6
 
 
 def test_what_follows_from_a_promised_peak() -> None:
-    rows = {"around": 3.0, "through": 20.0, "count": 4.0, "stay": 60.0, "apart": 1.5, "slope": 5.0}
-    worker = Workers(np.array([0]), **{name: np.array([value]) for name, value in rows.items()})
+    rows = {"around": 3.0, "through": 20.0, "count": 4.0, "stay": 60.0, "weight_gradients": 1.5, "slope": 5.0}
+    worker = WorkerBounds(np.array([0]), **{name: np.array([value]) for name, value in rows.items()})
     assert worker.promised(2, 1) == 3 + 60 / 2 + 5 / 2
     assert worker.promised(3, 1) == 3 + 60 / 3 + 5
     assert worker.promised(4, 1) == worker.promised(9, 1) == 3 + 60 / 4 + 3 * 5 / 2
@@ -284,8 +288,8 @@ def test_weight_gradients_may_come_last() -> None:
     assert bounded(shape, stages, links(2)).bounds(None).seconds == 31
     assert bounded(shape, stages, SUMMED).bounds(None).seconds == 31 + 70
     # With one stash all but one have had their weight gradients (2 s at least) at the last forward.
-    workers = bounded(shape, stages, links(2)).ways.workers
-    rows = np.array((workers.around, workers.through, workers.apart, workers.slope)).T.tolist()
+    workers = bounded(shape, stages, links(2)).order_free.workers
+    rows = np.array((workers.around, workers.through, workers.weight_gradients, workers.slope)).T.tolist()
     assert rows == [[0, 9, 2, 3], [3, 15, 5, 5]]
     assert (workers.stay.tolist(), workers.count.tolist()) == ([3 * 8, 3 * 5], [3, 3])
 
@@ -298,9 +302,9 @@ def test_weight_gradients_may_come_last() -> None:
         (straight(2, 3, split=True, parts=2), True),
     ],
 )
-def test_where_steps_overlap_a_worker_still_runs_all_its_ops(shape: Shape, barrier: bool) -> None:
+def test_where_steps_overlap_a_worker_still_runs_all_its_ops(shape: WorkloadShape, barrier: bool) -> None:
     found = bounded(shape, STAGES, SUMMED, barrier=barrier)
-    ways = found.ways
+    ways = found.order_free
     assert (ways.least, ways.after, ways.workers.which.tolist(), ways.together) == (30, 0, [], 1)
     assert found.bounds(1).seconds == 30
 
@@ -338,7 +342,7 @@ def test_pipes_that_nothing_passes_need_no_place() -> None:
     found = bounded(shape, stages, links(2))
     assert found.bounds(None).seconds == LAST + 30
     assert (found.bounds(None).fullest, found.bounds(None).least_bytes) == (1, 20)
-    assert found.ways.workers.count.tolist() == [3, 3]
+    assert found.order_free.workers.count.tolist() == [3, 3]
 
 
 def test_sharded_state_is_less_on_each_worker_and_is_sent() -> None:
@@ -405,7 +409,7 @@ def test_a_whole_backward_may_be_the_quicker_one() -> None:
 
 
 def test_slower_workers_take_longer() -> None:
-    times = Times([1.0, 2.0], [3.0, 6.0], [5.0, 7.0], [2.0, 4.0])
+    times = MinimumTimes([1.0, 2.0], [3.0, 6.0], [5.0, 7.0], [2.0, 4.0])
     slowed = times.on(((1, 0),), (10.0, 100.0))
     assert [rows.tolist() for rows in slowed] == [[[100, 20]], [[300, 60]], [[500, 70]], [[200, 40]]]
     assert [rows.tolist() for rows in times.on(((1, 0),), ())] == [[list(rows)] for rows in columns(times)]
@@ -422,11 +426,11 @@ def test_stages_that_take_next_to_nothing() -> None:
     quick = costs((1e-3, 2e-3), (3e-3, 4e-3), summed=(1.0, 1.0))
     found = bounded(straight(2, 1), quick, links(2))
     assert found.bounds(None).seconds == pytest.approx(10e-3)
-    assert found.ways.workers.apart.tolist() == [0, 0]
+    assert found.order_free.workers.weight_gradients.tolist() == [0, 0]
     summed = links(2, allreduce=(Collective(1e-3), Collective(2e-3)), copies=2)
     assert bounded(straight(2, 1), quick, summed).bounds(None).seconds == pytest.approx(11e-3)
     path = ([0.0, 1e-3], [0.0, 3e-3])
-    times = Times([1e-3, 2e-3], [4e-3, 6e-3], [4e-3, 6e-3], [3e-3, 4e-3])
+    times = MinimumTimes([1e-3, 2e-3], [4e-3, 6e-3], [4e-3, 6e-3], [3e-3, 4e-3])
     assert ready(straight(2, 1), [times], path) == pytest.approx([10e-3, 7e-3])
 
 
@@ -448,7 +452,7 @@ def test_a_worker_of_two_pipes_has_the_ops_of_both_before_the_last_sum() -> None
 
 
 def test_all_later_stages_of_a_worker_come_before_the_first() -> None:
-    times = Times([1.0] * 3, [3.0] * 3, [3.0] * 3, [2.0] * 3)
+    times = MinimumTimes([1.0] * 3, [3.0] * 3, [3.0] * 3, [2.0] * 3)
     path = ([0.0, 1.0, 2.0], [0.0, 2.0, 4.0])
     shape = straight(1, 2, placement=looped(1, 3))
     assert ready(shape, [times], path) == [2 * 9, 2 * 7, 2 * 5]

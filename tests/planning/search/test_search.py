@@ -30,17 +30,17 @@ from counterflow.planning import (
 from counterflow.planning.cost.device_placement import network
 from counterflow.planning.cost.stages import Cuts, Cutting, may_cut
 from counterflow.planning.play import Play
-from counterflow.planning.search.any_cuts import AnyCuts
 from counterflow.planning.search.bounds import common
 from counterflow.planning.search.constraints import Constraints
+from counterflow.planning.search.cut_free_bound import CutFreeBound
 from counterflow.planning.search.node_orders import node_orders
-from counterflow.planning.search.paths import Hops
+from counterflow.planning.search.path_bounds import HopCosts
 from counterflow.planning.search.search import search
 from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.shared_bounds import SharedBounds
-from counterflow.planning.search.sketch import Sketches, least_seconds
 from counterflow.planning.search.slicings import slicings_of
 from counterflow.planning.search.space import space
+from counterflow.planning.search.sync_free_bound import SyncFreeBounds, sync_free_seconds
 from counterflow.planning.why import why
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, OpKind, Schedule
@@ -317,10 +317,10 @@ def test_no_candidate_beats_its_bound(drawn: tuple[tuple[Cluster, Configuration]
         sharded=play.sharded,
     ).bounds(shape.most_stashed, configuration.zero_stage, shape.most_in_flight)
     assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
-    any_cuts = AnyCuts.of(shape, MODEL, profile, configuration.samples, configuration.recompute)
-    least = any_cuts.seconds(shape, Hops.of(shape.placement, links), links)
+    cut_free = CutFreeBound.of(shape, MODEL, profile, configuration.samples, configuration.recompute)
+    least = cut_free.seconds(shape, HopCosts.of(shape.placement, links), links)
     assert least <= bound.seconds_in_any_memory * (1 + 1e-9)
-    assert least_seconds(play) <= play.seconds * (1 + 1e-9)
+    assert sync_free_seconds(play) <= play.seconds * (1 + 1e-9)
     assert bound.least_bytes <= max(w.total for w in play.memory) * (1 + 1e-9)
     assert bound.too_many_bytes <= 0 or not play.fits
     if play.fits:
@@ -529,9 +529,9 @@ def test_no_split_candidate_beats_its_bound(
             )
             shared = common(group.shape, play.stages, play.network, cluster, recompute)
             bound = shared.bounds(group.shape.most_stashed, 0, group.shape.most_in_flight)
-            any_cuts = AnyCuts.of(group.shape, MODEL, predictor.profile, samples, recompute)
-            hops = Hops.of(group.shape.placement, play.network)
-            least = any_cuts.seconds(group.shape, hops, play.network)
+            cut_free = CutFreeBound.of(group.shape, MODEL, predictor.profile, samples, recompute)
+            hops = HopCosts.of(group.shape.placement, play.network)
+            least = cut_free.seconds(group.shape, hops, play.network)
             assert 0 < least <= bound.seconds_in_any_memory * (1 + 1e-9)
             assert bound.seconds_in_any_memory <= play.seconds * (1 + 1e-9)
             assert bound.seconds <= play.seconds * (1 + 1e-9) or not play.fits
@@ -551,7 +551,7 @@ def test_a_closer_bound_of_halves_is_not_above_a_sketch(concat: str, recompute: 
     shared, cuts = SharedBounds(predictor), Cutting.BALANCED
     plain = shared.of(group, recompute, *place, cuts=cuts, zero_stage=0).seconds_in_any_memory
     closer = play.step_seconds(shared.of_halves(group, recompute, *place, cuts))
-    assert max(plain, closer) <= least_seconds(play) * (1 + 1e-9)
+    assert max(plain, closer) <= sync_free_seconds(play) * (1 + 1e-9)
     assert (closer >= plain) is (concat == "backward-halving")
     flowing = Predictor(replace(MODEL, config={"pipeline": {"barrier": False}}), PROFILE, cluster)
     assert SharedBounds(flowing).of_halves(group, recompute, *place, cuts) == 0
@@ -562,15 +562,15 @@ def test_candidates_whose_ops_take_the_same_time_share_a_sketch() -> None:
     whole = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=1, samples=1)
     layer = predictor.play(replace(whole, recompute=Recompute.LAYER))
     plays = [predictor.play(whole), layer, layer.with_zero_stage(1)]
-    sketches = Sketches()
-    assert sketches.least_seconds(plays[1], 2.0, "again") == math.inf
-    assert sketches.least_seconds(plays[2], 1.0, "again") == math.inf
-    none, again, sharded = map(least_seconds, plays)
+    sync_free = SyncFreeBounds()
+    assert sync_free.seconds(plays[1], 2.0, "again") == math.inf
+    assert sync_free.seconds(plays[2], 1.0, "again") == math.inf
+    none, again, sharded = map(sync_free_seconds, plays)
     assert 2 < none < again == sharded < 1000
     # Within a later limit it is played, once.
-    assert [sketches.least_seconds(play, 1000.0, "again") for play in (plays[2], plays[1])] == [again] * 2
-    assert sketches.least_seconds(plays[1], 1.0, "again") == again
-    assert sketches.least_seconds(plays[0], 1000.0, "none") == none
+    assert [sync_free.seconds(play, 1000.0, "again") for play in (plays[2], plays[1])] == [again] * 2
+    assert sync_free.seconds(plays[1], 1.0, "again") == again
+    assert sync_free.seconds(plays[0], 1000.0, "none") == none
 
 
 def test_what_a_scheme_refuses_is_no_candidate() -> None:

@@ -11,12 +11,12 @@ from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
 from counterflow.planning.by_length import AtLength, plans_by_length
 from counterflow.planning.cost.device_placement import Arrangement
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.orders import SYNTHESIZED, Orders, compute_orders, with_orders
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.search.found import Found, Plan
 from counterflow.planning.search.search import search
-from counterflow.planning.task import EXAMPLES, Task, load_example
+from counterflow.planning.search.search_result import Plan, SearchResult
+from counterflow.planning.task import EXAMPLES, PlanningTask, load_example
 from counterflow.planning.why import why
 from counterflow.schedule.formats import dumps
 from counterflow.schedule.placement import looped
@@ -40,21 +40,21 @@ class Inputs(OptionRecord):
     cluster: Path | None = asked(None, "Nodes, devices, memory and links of the cluster.", metavar="FILE")
     mini_batch: int | None = asked(None, "Samples of one update, over all replicas.", metavar="SAMPLES")
 
-    def task(self) -> Task:
+    def task(self) -> PlanningTask:
         """The planning task.
 
         Raises:
             ConfigError: neither an example nor everything that an example contains is given.
         """
         readers: dict[str, Callable[[Any], Any]] = {
-            "model": files.load_model,
-            "profile": files.load_profile,
-            "cluster": files.load_cluster,
+            "model": input_files.load_model,
+            "profile": input_files.load_profile,
+            "cluster": input_files.load_cluster,
             "mini_batch": int,
         }
         values = {name: getattr(self, name) for name in readers}
         read = {name: readers[name](value) for name, value in values.items() if value is not None}
-        return Task.of(self.example, read, _nothing_to_plan)
+        return PlanningTask.of(self.example, read, _nothing_to_plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Ordering(OptionRecord):
         if not self.synthesize and (self.seconds is not None or self.moves is not None):
             raise ConfigError(f"--{'moves' if self.seconds is None else 'seconds'}: only with --synthesize")
 
-    def ordered(self, result: Found, constraints: Constraints) -> tuple[Found, Orders | None]:
+    def ordered(self, result: SearchResult, constraints: Constraints) -> tuple[SearchResult, Orders | None]:
         """The plans found, with computed orders for the best ones if these are asked for."""
         if not self.synthesize:
             return result, None
@@ -146,7 +146,7 @@ def plan(
     out, best = output.out, result.best[0]
     written = None if out is None else _write(task, best, out)
     if as_json:
-        from counterflow.planning.report import planned
+        from counterflow.planning.plan_report import planned
 
         print_json(planned(task, result, explained, orders, by_length))
         return
@@ -202,7 +202,7 @@ def _nothing_to_plan(missing: list[str]) -> str:
 def _list(as_json: bool) -> None:
     known = [load_example(name) for name in EXAMPLES]
     if as_json:
-        from counterflow.planning.report import Examples
+        from counterflow.planning.plan_report import Examples
 
         print_json(Examples.of(examples=known))
         return
@@ -211,18 +211,18 @@ def _list(as_json: bool) -> None:
         echo(f"{example.name:<{width}}  {example.about}, mini-batch {example.mini_batch:,}")
 
 
-def _save(task: Task, folder: Path) -> None:
+def _save(task: PlanningTask, folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name in ("model", "profile", "cluster"):
         path = folder / f"{name}.toml"
         with writing(path):
-            path.write_text(files.dumps(getattr(task, name)), encoding="utf-8")
+            path.write_text(input_files.dumps(getattr(task, name)), encoding="utf-8")
     names = " ".join(f"--{name} {folder / f'{name}.toml'}" for name in ("model", "profile", "cluster"))
     note(f"Edit and plan: counterflow plan {names} --mini-batch {task.mini_batch}")
 
 
-def _write(task: Task, best: Plan, path: Path) -> Path | None:
+def _write(task: PlanningTask, best: Plan, path: Path) -> Path | None:
     """Write the plan's config and, next to it, a computed order. Returns the order's file, or None if a
     scheme makes the order.
     """

@@ -52,7 +52,7 @@ def profile(
 
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
-    from counterflow.planning.inputs import files
+    from counterflow.planning.inputs import input_files
     from counterflow.runtime.workers.place import place
     from counterflow.training import load_config
     from counterflow.training.profiling import SIZES, Profiled, measure
@@ -75,7 +75,7 @@ def profile(
     for name in NAMES:
         path = out / f"{name}.toml"
         with writing(path):
-            path.write_text(files.dumps(getattr(measured, name)), encoding="utf-8")
+            path.write_text(input_files.dumps(getattr(measured, name)), encoding="utf-8")
     if as_json:
         print_json(Profiled.model_validate(measured))
     else:

@@ -10,7 +10,7 @@ import typer
 
 from counterflow.common.cli_fields import asked
 from counterflow.errors import ConfigError
-from counterflow.planning.inputs.files import load_cluster, load_model, load_profile
+from counterflow.planning.inputs.input_files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
 from counterflow.planning.play import Play
 from counterflow.planning.predict import Predictor

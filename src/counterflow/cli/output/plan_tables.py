@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from counterflow.planning.inputs.cluster import Cluster
     from counterflow.planning.orders import Orders
     from counterflow.planning.prediction import Configuration, Parts, Prediction
-    from counterflow.planning.search.found import Found, Plan
-    from counterflow.planning.task import Task
+    from counterflow.planning.search.search_result import Plan, SearchResult
+    from counterflow.planning.task import PlanningTask
     from counterflow.planning.why import Why
 
 
 def print_plans(
-    task: Task,
-    result: Found,
+    task: PlanningTask,
+    result: SearchResult,
     explained: Why,
     top: int | None,
     *,
@@ -191,7 +191,7 @@ def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
     )
     for comparison in lengths:
         cells = []
-        for plan in (comparison.whole, comparison.sliced):
+        for plan in (comparison.unsliced, comparison.sliced):
             configuration = None if plan is None else plan.play.configuration
             cells.append("none fits" if configuration is None else configuration.scheme)
             if plan is comparison.sliced:
@@ -326,7 +326,7 @@ def _rest(plan: Configuration) -> str:
     return ", ".join(filter(None, [f"B={plan.samples}", choices(plan), recomputation]))
 
 
-def _rejected(result: Found) -> Any:
+def _rejected(result: SearchResult) -> Any:
     table = table_of(
         "scheme",
         "tried",

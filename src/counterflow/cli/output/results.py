@@ -13,7 +13,7 @@ from counterflow.common.json_models import Result, sections
 from counterflow.measure.health import Doctor
 from counterflow.papers.report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
-from counterflow.planning.report import Examples, Planned
+from counterflow.planning.plan_report import Examples, Planned
 from counterflow.program.report import Checked
 from counterflow.schedule.layouts.report import LayoutShown
 from counterflow.schedule.report import Schemes

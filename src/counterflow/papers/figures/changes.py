@@ -18,14 +18,14 @@ from pydantic import TypeAdapter
 from counterflow.planning.inputs.cluster import Cluster
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import LayerProfile, Profile
-from counterflow.planning.task import Task, load_example
+from counterflow.planning.task import PlanningTask, load_example
 
 _CLUSTER = TypeAdapter(Cluster)
 
 _Data = Mapping[str, Any]
 
 
-def example_task(run: _Data, common: _Data, about: str) -> Task:
+def example_task(run: _Data, common: _Data, about: str) -> PlanningTask:
     """An example of the planner with a run's changes.
 
     Args:
@@ -39,7 +39,7 @@ def example_task(run: _Data, common: _Data, about: str) -> Task:
     return replace(changed_task(task, run), name="", about=about)
 
 
-def changed_task(task: Task, change: _Data) -> Task:
+def changed_task(task: PlanningTask, change: _Data) -> PlanningTask:
     """A task with changes of its cluster, model, profile and mini-batch."""
     cluster = task.cluster
     if change.get("cluster"):

@@ -11,9 +11,9 @@ from statistics import fmean
 from counterflow.errors import PlanError
 from counterflow.planning.prediction import choices
 from counterflow.planning.search.constraints import Constraints, value_of
-from counterflow.planning.search.found import Plan
 from counterflow.planning.search.search import search
-from counterflow.planning.task import Task
+from counterflow.planning.search.search_result import Plan
+from counterflow.planning.task import PlanningTask
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
@@ -63,7 +63,9 @@ class Entry:
         return None if self.plan is None else fmean(self.plan.prediction.peak_bytes)
 
 
-def best_plan(competitor: Competitor, run: Run, task: Task, stated: Stated | None = None) -> Plan | None:
+def best_plan(
+    competitor: Competitor, run: Run, task: PlanningTask, stated: Stated | None = None
+) -> Plan | None:
     """The planner's best plan in the paper's space.
 
     Args:
@@ -100,7 +102,7 @@ def best_plan(competitor: Competitor, run: Run, task: Task, stated: Stated | Non
 
 
 def _mini_batch(
-    competitor: Competitor, run: Run, task: Task, depths: tuple[int, ...], samples: tuple[int, ...]
+    competitor: Competitor, run: Run, task: PlanningTask, depths: tuple[int, ...], samples: tuple[int, ...]
 ) -> int:
     if run.micro_batches is not None:
         return run.micro_batches * samples[0] * task.cluster.size // depths[0]
@@ -108,7 +110,7 @@ def _mini_batch(
     return task.mini_batch * (3 if any(size % 3 == 0 for size in competitor.samples) else 1)
 
 
-def _search(task: Task, mini_batch: int, wanted: Constraints) -> Plan | None:
+def _search(task: PlanningTask, mini_batch: int, wanted: Constraints) -> Plan | None:
     try:
         results = search(task.model, task.profile, task.cluster, mini_batch, wanted, count=1)
     except PlanError:
@@ -120,7 +122,9 @@ def _throughput(plan: Plan) -> float:
     return plan.prediction.samples_per_second
 
 
-def entry_of(figure: Figure, competitor: Competitor, run: Run, task: Task, *, free: bool = True) -> Entry:
+def entry_of(
+    figure: Figure, competitor: Competitor, run: Run, task: PlanningTask, *, free: bool = True
+) -> Entry:
     """A scheme in a run; without ``free`` the whole space is searched only if nothing is stated."""
     usable = task.cluster.usable_bytes
     if competitor.change:
@@ -134,7 +138,7 @@ def entry_of(figure: Figure, competitor: Competitor, run: Run, task: Task, *, fr
     return Entry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable, large)
 
 
-def _unlimited(task: Task) -> Task:
+def _unlimited(task: PlanningTask) -> PlanningTask:
     return replace(task, cluster=replace(task.cluster, memory_bytes=_UNLIMITED_BYTES))
 
 

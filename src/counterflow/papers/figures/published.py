@@ -15,7 +15,7 @@ from typing import Any
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.cost.stages import Cutting
 from counterflow.planning.search.constraints import Constraints
-from counterflow.planning.task import Task
+from counterflow.planning.task import PlanningTask
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
 
@@ -210,7 +210,7 @@ class Run:
     """
 
     label: str
-    task: Callable[[], Task]
+    task: Callable[[], PlanningTask]
     micro_batches: int | None = None
     depth: int | None = None
     samples: int | None = None

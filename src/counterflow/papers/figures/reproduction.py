@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from counterflow.planning.task import Task
+from counterflow.planning.task import PlanningTask
 
 from .entries import Entry, configuration, entry_of, is_stated
 from .published import RATIOS, TOLERANCE, Figure, Published, Quantity
@@ -186,7 +186,7 @@ def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
     return Row(published, shown, value(published, table), value(published, free))
 
 
-def _constants(task: Task) -> dict[str, str]:
+def _constants(task: PlanningTask) -> dict[str, str]:
     """Where the cluster's numbers and the block's come from."""
     cluster = {name: f"{text}" for name, text in task.cluster.sources.items()}
     block = task.profile.layer(task.model.layers[len(task.model.layers) // 2]).sources

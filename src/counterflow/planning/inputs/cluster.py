@@ -19,7 +19,7 @@ FORM: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 class AllReduce(StrEnum):
-    """How copies on several devices of several nodes are summed.
+    """Algorithm of an all-reduce over several devices of several nodes.
 
     ``hierarchical``: reduce-scatter inside each node, all-reduce between nodes, of a part by each device,
     all-gather inside. ``ring``: one ring through all devices, node after node, as in Gloo.
@@ -122,7 +122,7 @@ class Node:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether its workers share cores."""
+        """True if its workers share cores."""
         return self.cores is not None and self.cores < self.devices
 
 
@@ -260,7 +260,7 @@ class Cluster:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether workers of a node share cores."""
+        """True if workers of a node share cores."""
         return any(node.shares_cores for node, _ in self.kinds_of_nodes())
 
     def allreduce_link(self, *, spans_nodes: bool) -> Link:
@@ -337,12 +337,14 @@ def all_reduce(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = 
         ring = _one_level(cluster, link, count)
         crossing = _one_level(cluster, between, count).seconds_per_byte
         return replace(ring, crossing_seconds_per_byte=crossing if shared else 0.0)
-    here = _one_level(cluster, inside, max(copies))
-    there = _one_level(cluster, between, len(copies))
+    inside_nodes = _one_level(cluster, inside, max(copies))
+    between_nodes = _one_level(cluster, between, len(copies))
     # Each device has a part of the bytes, and all parts leave the node.
-    out = there.seconds_per_byte if shared else there.seconds_per_byte / min(copies)
+    out = between_nodes.seconds_per_byte if shared else between_nodes.seconds_per_byte / min(copies)
     return Collective(
-        here.latency_seconds + there.latency_seconds, here.seconds_per_byte + out, out if shared else 0.0
+        inside_nodes.latency_seconds + between_nodes.latency_seconds,
+        inside_nodes.seconds_per_byte + out,
+        out if shared else 0.0,
     )
 
 
@@ -419,10 +421,10 @@ def broadcasts(cluster: Cluster, copies: Sequence[int], nodes: Sequence[Node] = 
 
 def slowest(links: Iterable[Link]) -> Link:
     """A link with the maximum latency and the maximum seconds per byte of all."""
-    each = list(links)
-    if len(each) == 1:
-        return each[0]
-    return Link(max(one.latency_seconds for one in each), max(one.seconds_per_byte for one in each))
+    choices = list(links)
+    if len(choices) == 1:
+        return choices[0]
+    return Link(max(link.latency_seconds for link in choices), max(link.seconds_per_byte for link in choices))
 
 
 def _require_counts(of: Cluster | NodeKind, *names: str) -> None:

@@ -134,24 +134,24 @@ class Model:
 
     @cached_property
     def execution(self) -> Configured:
-        """How its config executes it; a config is checked when a run is made, not here."""
+        """Execution settings of its config; a config is checked when a run starts, not here."""
         known = Configured.model_fields
-        asked = self.config.get("pipeline", {})
-        return Configured.model_construct(**{key: asked[key] for key in asked if key in known})  # type: ignore[arg-type]
+        configured = self.config.get("pipeline", {})
+        return Configured.model_construct(**{key: configured[key] for key in configured if key in known})  # type: ignore[arg-type]
 
     @property
     def barrier(self) -> bool:
-        """Whether steps end on all workers; as its config says, by default true."""
+        """True if steps end on all workers; as its config says, by default true."""
         return self.execution.barrier
 
     @property
     def clips(self) -> bool:
-        """Whether updates wait for the norm of the whole gradient; as its config says, by default true."""
+        """True if updates wait for the gradient's norm; as its config says, by default true."""
         return self.execution.waits_for_norm
 
     @property
     def shards_state(self) -> bool:
-        """Whether its config shards optimiser state over the holders of a stage."""
+        """True if its config shards optimiser state over the holders of a stage."""
         return self.execution.zero_stage == 1
 
     @property
@@ -185,10 +185,10 @@ class Model:
 
     def runs(self) -> list[tuple[str, int]]:
         """Equal adjacent layers, as (kind, number)."""
-        found: list[tuple[str, int]] = []
+        runs: list[tuple[str, int]] = []
         for kind in self.layers:
-            if found and found[-1][0] == kind:
-                found[-1] = (kind, found[-1][1] + 1)
+            if runs and runs[-1][0] == kind:
+                runs[-1] = (kind, runs[-1][1] + 1)
             else:
-                found.append((kind, 1))
-        return found
+                runs.append((kind, 1))
+        return runs

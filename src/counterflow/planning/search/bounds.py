@@ -2,9 +2,10 @@
 
 The search simulates candidates by rising bound and stops when no bound is below the best plans; so the bounds
 decide which candidates are never simulated, and have to be true. Each is proved where it is computed. They
-use the placement of a schedule's workload and the number of micro-batches through each pipe (``Shape``);
-about the order they use only what the scheme promises. If backwards are split, a micro-batch's way back is
-that of its input gradients; weight gradients may be computed at any time after these.
+use the placement of a schedule's workload and the number of micro-batches through each pipe
+(``WorkloadShape``); about the order they use only what the scheme promises. If backwards are split, a
+micro-batch's way back is that of its input gradients; weight gradients may be computed at any time after
+these.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..cost.memory import counted_twice, message_buffers
 from ..cost.sharded_state import ShardedState
 from ..cost.stages import StageCosts
 from ..inputs.cluster import Cluster
-from .paths import Floats, Ints, held_pairs
-from .shape import Shape
-from .ways import Ways, least_ways
+from .order_free_bounds import OrderFreeBounds, order_free_bounds
+from .path_bounds import Floats, Ints, stage_holders
+from .shape import WorkloadShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class Common:
     """Common part of the bounds of candidates that differ only in the peak they promise.
 
     Attributes:
-        ways: bounds in any memory.
+        order_free: bounds in any memory.
         states: memory of workers by ``zero_stage``.
     """
 
-    ways: Ways
-    states: tuple[_State, ...]
+    order_free: OrderFreeBounds
+    states: tuple[_WorkerState, ...]
 
     def bounds(
         self, most_stashed: int | None, zero_stage: int = 0, most_in_flight: int | None = None
@@ -66,13 +67,13 @@ class Common:
         has more than ``most_in_flight`` in flight; None: unknown.
         """
         state = self.states[zero_stage]
-        at_all = self.ways.seconds(most_stashed, most_in_flight) + state.update
-        stored = state.stored + self.ways.after + state.update
+        at_all = self.order_free.seconds(most_stashed, most_in_flight) + state.update
+        stored = state.stored + self.order_free.after + state.update
         return Bounds(max(at_all, stored), at_all, state.least_bytes, state.fullest, state.too_many_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _WorkerState:
     """Bounds that depend on where optimiser state is held.
 
     Attributes:
@@ -90,7 +91,9 @@ class _State:
     too_many_bytes: float
 
     @classmethod
-    def of(cls, update: float, fixed: Floats, stash: Floats, usable: Floats, stashes: _Stashes) -> _State:
+    def of(
+        cls, update: float, fixed: Floats, stash: Floats, usable: Floats, stashes: _Stashes
+    ) -> _WorkerState:
         """The state of workers with this fixed memory, and at least one stash of their largest stage."""
         needed, over = fixed + stash, fixed + stash - usable
         fullest = int(over.argmax())
@@ -112,7 +115,7 @@ class _Stashes(NamedTuple):
 
 
 def common(
-    shape: Shape,
+    shape: WorkloadShape,
     stages: StageCosts,
     network: Network,
     cluster: Cluster,
@@ -122,7 +125,7 @@ def common(
     step_overhead_seconds: float = 0.0,
     barrier: bool = True,
     sharded: ShardedState | None = None,
-    ways: Ways | None = None,
+    order_free: OrderFreeBounds | None = None,
 ) -> Common:
     """The common bounds of a candidate; ``bounds`` adds those that follow from promises about its order.
 
@@ -136,15 +139,15 @@ def common(
         step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser.
         barrier: whether a step begins when the previous one has ended on all workers.
         sharded: owners with ``zero_stage`` 1; None: it is not tried.
-        ways: its bounds in any memory, if they are known.
+        order_free: its bounds in any memory, if they are known.
     """
-    if ways is None:
-        ways = least_ways(shape, stages, network, recompute, barrier=barrier)
-    held, memory, slowness = held_pairs(shape.placement), stages.held(recompute), network.slowness
+    if order_free is None:
+        order_free = order_free_bounds(shape, stages, network, recompute, barrier=barrier)
+    holders, memory, slowness = stage_holders(shape.placement), stages.held(recompute), network.slowness
     pipes, passes = shape.placement.pipes, np.array(shape.passes)[:, np.newaxis]
 
     def of_workers(by_stage: Sequence[float]) -> Floats:
-        return held.summed(np.array([by_stage] * pipes))
+        return holders.summed(np.array([by_stage] * pipes))
 
     fixed = of_workers(list(map(add, memory.fixed, memory.weights)))
     if stages.ties:
@@ -154,22 +157,24 @@ def common(
         fixed += message_buffers(shape.placement, max(shape.together) * largest, stages)
     # Minimum memory: what exists throughout, and one stash of the worker's largest stage.
     together = np.array(shape.together)[:, np.newaxis]
-    stash = held.most(np.where(passes > 0, together * np.array(memory.stash), 0.0))
-    usable = np.array(network.usable_bytes or (cluster.usable_bytes,) * held.workers)
+    stash = holders.most(np.where(passes > 0, together * np.array(memory.stash), 0.0))
+    usable = np.array(network.usable_bytes or (cluster.usable_bytes,) * holders.workers)
     # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
     # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
     # worker's first op and after its last. What all stashes occupy, in byte-seconds, has to find place in
     # the free memory between these two.
-    which, around = ways.workers.which, ways.workers.around
-    stashes = _Stashes(which, around, held.summed(passes * np.array(memory.stash) * ways.stay)[which])
+    which, around = order_free.workers.which, order_free.workers.around
+    stashes = _Stashes(
+        which, around, holders.summed(passes * np.array(memory.stash) * order_free.stay)[which]
+    )
 
-    def state(updated: Floats, fixed: Floats, sent: float = 0.0) -> _State:
+    def state(updated: Floats, fixed: Floats, sent: float = 0.0) -> _WorkerState:
         if slowness:
             updated = updated * np.array(slowness)
         update = update_seconds_per_byte * float(updated.max()) + step_overhead_seconds + sent
-        return _State.of(update, fixed, stash, usable, stashes)
+        return _WorkerState.of(update, fixed, stash, usable, stashes)
 
     states = [state(of_workers(stages.trained), fixed)]
     if sharded is not None:  # owners are known to the byte, and so are their messages, in any order
         states.append(state(np.array(sharded.most), fixed - sharded.spared, sharded.seconds))
-    return Common(ways, tuple(states))
+    return Common(order_free, tuple(states))

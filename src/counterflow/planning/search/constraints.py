@@ -38,7 +38,7 @@ class Constraints:
             ``scheme.name``: for that scheme alone, instead of the pair for all. A value that is not tried
             leaves no candidate.
         more_updates: for schemes that update after each micro-batch, also several updates in a mini-batch.
-        tensor_parallel: numbers of positions of tensor parallelism; each divides the devices of a node.
+        tensor_parallel: degrees of tensor parallelism; each divides the devices of a node.
         slices: only these numbers of slices of a micro-batch's sequence; 1: it is whole.
     """
 
@@ -119,47 +119,45 @@ class Constraints:
         bool,
     )
 
-    def at(self, positions: int, cluster: Cluster) -> Constraints:
-        """The constraints for one of several numbers of positions, without depths that only another number
-        allows.
+    def at(self, tp_degree: int, cluster: Cluster) -> Constraints:
+        """The constraints for one tensor-parallel degree, without depths that only another degree allows.
 
         Raises:
-            ConfigError: sharded optimiser state is asked for, which cannot be combined with several
-                positions.
+            ConfigError: optimiser state shall be sharded, which cannot be combined with a degree above 1.
         """
-        stages = self.zero_stages if positions == 1 else (0,)
+        stages = self.zero_stages if tp_degree == 1 else (0,)
         if 0 in stages and 0 not in self.zero_stages:
             raise ConfigError(
-                f"tensor_parallel={positions}: cannot be combined with zero_stage=1; give only one of them"
+                f"tensor_parallel={tp_degree}: cannot be combined with zero_stage=1; give only one of them"
             )
         if self.depths is None or len({*self.tensor_parallel}) == 1:
             return replace(self, zero_stages=stages)
         legal = {
-            each: [d for d in self.depths if d > 0 and not cluster.size // each % d]
-            for each in self.tensor_parallel
+            degree: [d for d in self.depths if d > 0 and not cluster.size // degree % d]
+            for degree in self.tensor_parallel
         }
         of_none = {*self.depths}.difference(*legal.values())
-        return replace(self, depths=(*legal[positions], *of_none), zero_stages=stages)
+        return replace(self, depths=(*legal[tp_degree], *of_none), zero_stages=stages)
 
     def of_scheme(self, scheme: Scheme) -> dict[str, tuple[OptionValue, ...]]:
         """The accepted values of a scheme's options.
 
         >>> from counterflow.schedule import registry
-        >>> wanted = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
-        >>> [wanted.of_scheme(registry.scheme(name)) for name in ("dapple", "chimera")]
+        >>> limits = Constraints(options=(("micro_batches", (8,)), ("chimera.micro_batches", (4, 8))))
+        >>> [limits.of_scheme(registry.scheme(name)) for name in ("dapple", "chimera")]
         [{'micro_batches': (8,)}, {'micro_batches': (4, 8)}]
         """
-        given = dict(self.options)
+        options = dict(self.options)
         names = [option.name for option in scheme.options]
-        own = {name: given.get(f"{scheme.name}.{name}", given.get(name)) for name in names}
-        return {name: values for name, values in own.items() if values is not None}
+        accepted = {name: options.get(f"{scheme.name}.{name}", options.get(name)) for name in names}
+        return {name: values for name, values in accepted.items() if values is not None}
 
     def allows(self, scheme: Scheme, options: Options) -> bool:
-        """Whether these options of a scheme have only accepted values.
+        """True if these options of a scheme have only accepted values.
 
         >>> from counterflow.schedule import registry
-        >>> wanted, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
-        >>> [wanted.allows(chimera, (("stages", 8), *more)) for more in ([("pairs", 1)], [("pairs", 2)], [])]
+        >>> limits, chimera = Constraints(options=(("pairs", (1,)),)), registry.scheme("chimera")
+        >>> [limits.allows(chimera, (("stages", 8), *more)) for more in ([("pairs", 1)], [("pairs", 2)], [])]
         [True, False, True]
         """
         return all(
@@ -168,10 +166,10 @@ class Constraints:
 
 
 def cuts_of(text: str, model: Model) -> Cuts:
-    """How layers are cut: a rule, the layers at which stages begin, with commas, or a layout of the model.
+    """Parse a rule for cuts: its name, the layers at which stages begin, with commas, or a layout.
 
     Raises:
-        ConfigError: it is something else, or the layout of another model.
+        ConfigError: the text is something else, or the layout of another model.
 
     >>> model = Model("tiny", ("embedding", *["block"] * 4, "head"))
     >>> cuts_of("even", model).value, cuts_of("2,4", model), cuts_of("Et|tt|tL", model)
@@ -192,8 +190,8 @@ def cuts_of(text: str, model: Model) -> Cuts:
 
 def value_of(scheme: Scheme, name: str, options: Options) -> OptionValue | None:
     """The value of a scheme's option, or its default."""
-    given = dict(options)
+    values = dict(options)
     option = scheme.option(name)
-    if name in given or option is None:
-        return given.get(name)
-    return option.default if option.like is None else given.get(option.like)
+    if name in values or option is None:
+        return values.get(name)
+    return option.default if option.like is None else values.get(option.like)

@@ -17,13 +17,13 @@ from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
 
 from ..cost.stages import StageCosts, doubled_forward, halved_forward
-from .shape import Shape
+from .shape import WorkloadShape
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class MinimumTimes:
     """Minimum seconds by stage: of a forward and a backward per micro-batch, and of a single backward op.
 
     ``forward`` and ``backward_op`` are those of the slice that takes least, if there are slices. If split,
@@ -47,7 +47,7 @@ class Times:
 
 
 class PipeTimes(NamedTuple):
-    """``Times`` of each pipe, ``[pipe][stage]``."""
+    """``MinimumTimes`` of each pipe, ``[pipe][stage]``."""
 
     forward: Floats
     both: Floats
@@ -56,18 +56,18 @@ class PipeTimes(NamedTuple):
 
 
 def least_times(
-    shape: Shape, stages: StageCosts, recompute: Recompute, *, halves_alone: bool = False
-) -> Times:
+    shape: WorkloadShape, stages: StageCosts, recompute: Recompute, *, halves_alone: bool = False
+) -> MinimumTimes:
     """Minimum times of each stage of a placement; with ``halves_alone`` no backward is of more than half a
     micro-batch.
     """
     inside = recompute is Recompute.LAYER
-    again, within = float(recompute is not Recompute.NONE), float(inside)
+    recomputed, within = float(recompute is not Recompute.NONE), float(inside)
     forward, both, through, backward_op = [], [], [], []
     backwards = stages.backward
     if shape.split:
         halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
-        backwards = tuple(min(whole, first + second) for whole, first, second in halves)
+        backwards = tuple(min(full, first + second) for full, first, second in halves)
     # If no backward is of more than half a micro-batch, each forward runs in halves.
     forwards = halved_forward(stages, recompute) if halves_alone else stages.forward
     for f, layers, b, doubled, in_halves, half, first in zip(
@@ -80,7 +80,7 @@ def least_times(
         stages.input_gradient,
         strict=True,
     ):
-        backward, half_backward = b + again * layers, half + again * layers / 2
+        backward, half_backward = b + recomputed * layers, half + recomputed * layers / 2
         # Single ops, without what another op computes again.
         op, half_op = b + within * layers, half + within * layers / 2
         smallest = half_op if shape.parts == 2 else min(half_op, op / shape.parts)
@@ -90,21 +90,23 @@ def least_times(
         halved = shape.parts > 1
         if halves_alone:
             backward, op = 2 * half_backward, 2 * half_op
-        one = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
-        forward.append(one)
-        both.append(one + (min(backward, 2 * half_backward) if halved else backward))
+        per_micro_batch = min(f, doubled / 2) if shared else min(f, in_halves) if halved else f
+        forward.append(per_micro_batch)
+        both.append(per_micro_batch + (min(backward, 2 * half_backward) if halved else backward))
         if shape.split and not halved:
-            through.append(one + min(backward, first + again * layers))
+            through.append(per_micro_batch + min(backward, first + recomputed * layers))
             backward_op.append(min(op, first + within * layers))
         else:
             through.append(both[-1])
             backward_op.append(min(op, smallest) if halved else op)
     if len(shape.lengths) > 1 and stages.slices:
         forward, backward_op = _of_slices(shape, stages, recomputed=inside)
-    return Times(forward, both, through, backward_op)
+    return MinimumTimes(forward, both, through, backward_op)
 
 
-def _of_slices(shape: Shape, stages: StageCosts, *, recomputed: bool) -> tuple[list[float], list[float]]:
+def _of_slices(
+    shape: WorkloadShape, stages: StageCosts, *, recomputed: bool
+) -> tuple[list[float], list[float]]:
     """Minimum seconds of a slice's forward and of its backward op; all slices take as long as the whole, or
     longer.
     """

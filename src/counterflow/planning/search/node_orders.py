@@ -48,12 +48,12 @@ def node_orders(cluster: Cluster) -> tuple[Runs, ...]:
     """
     if len({cluster.node(kind) for kind in cluster.kinds}) < 2:
         return ((),)
-    found: dict[Runs, None] = {}
+    orders: dict[Runs, None] = {}
     for kinds in _kind_orders(cluster):
         for names in (_grouped(kinds), _in_turns(kinds), _mirrored(kinds)):
-            found[tuple((name, len(list(run))) for name, run in groupby(names))] = None
-    own = tuple((kind.name, kind.nodes) for kind in cluster.kinds)
-    return ((), *(runs for runs in found if runs != own))
+            orders[tuple((name, len(list(run))) for name, run in groupby(names))] = None
+    cluster_order = tuple((kind.name, kind.nodes) for kind in cluster.kinds)
+    return ((), *(runs for runs in orders if runs != cluster_order))
 
 
 def _kind_orders(cluster: Cluster) -> Iterator[tuple[NodeKind, ...]]:
@@ -71,7 +71,6 @@ def _grouped(kinds: Iterable[NodeKind]) -> list[str]:
 
 
 def _in_turns(kinds: tuple[NodeKind, ...]) -> list[str]:
-    """Nodes of each kind spread evenly; at equal places the earlier kind is first."""
     at = [((i + 0.5) / kind.nodes, k) for k, kind in enumerate(kinds) for i in range(kind.nodes)]
     return [kinds[k].name for _, k in sorted(at)]
 
@@ -92,10 +91,10 @@ def devices_in_row(cluster: Cluster, runs: Runs) -> Ints:
     node = node_of_devices(cluster)
     if not runs:
         return np.arange(len(node))
-    begin, left = 0, {}
+    begin, devices = 0, {}
     for kind in cluster.kinds:
-        left[kind.name] = iter(range(begin, begin + kind.nodes))
+        devices[kind.name] = iter(range(begin, begin + kind.nodes))
         begin += kind.nodes
-    row = [next(left[name]) for name, count in runs for _ in range(count)]
+    row = [next(devices[name]) for name, count in runs for _ in range(count)]
     first = np.searchsorted(node, np.arange(cluster.nodes + 1))
     return np.concatenate([np.arange(first[n], first[n + 1]) for n in row])

@@ -3,8 +3,8 @@ best.
 
 It is exact over its space: the plans found are the best ones, of all and of every scheme, and equal ones are
 ordered by their place in the space. A candidate is pruned by a bound that holds for any cuts
-(``any_cuts.py``) or, once its layers are cut, by one for these (``bounds.py`` proves each); one refused for
-memory is reported with its bytes. A schedule is built once for all candidates of its group.
+(``cut_free_bound.py``) or, once its layers are cut, by one for these (``bounds.py`` proves each). One
+refused for memory is reported with its bytes. A schedule is built once for all candidates of its group.
 
 Balanced cuts minimise an estimate. So if cuts are free, a candidate that is not pruned before its layers are
 cut becomes two, with balanced and with even cuts, unless these are equal.
@@ -35,13 +35,13 @@ from ..predict import Predictor
 from ..prediction import Configuration
 from .bounds import Bounds
 from .constraints import Constraints
-from .found import Found, Plan, Rejections, TooLarge, nothing_fits
 from .node_orders import Runs, node_orders
-from .shape import Shape
+from .search_result import Plan, Rejections, SearchResult, TooLarge, nothing_fits
+from .shape import WorkloadShape
 from .shared_bounds import SharedBounds
-from .sketch import Sketches, least_seconds
 from .slicings import slicings_of
-from .space import Group, Omission, space
+from .space import CandidateGroup, Omission, space
+from .sync_free_bound import SyncFreeBounds, sync_free_seconds
 
 Progress = Callable[[int, int, str], None]
 """Called with candidates decided, candidates in total, and the current activity."""
@@ -58,25 +58,23 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(slots=True)
 class _Candidate:
-    """A member of a group: one arrangement, one way to recompute, one ``zero_stage``, every sync mode; if its
-    layers are cut, one rule of cuts.
-    """
+    """A member of a group in every sync mode; if its layers are cut, by one rule."""
 
-    group: Group
+    group: CandidateGroup
     place: int
     recompute: Recompute
     arrangement: Arrangement
     nodes: Runs
     links: Network
     updates: float
-    in_any_cuts: float
+    cut_free_seconds: float
     """Minimum seconds of a step, however its layers are cut: no bound is lower."""
     zero_stage: int = 0
     cuts: Cuts = Cutting.BALANCED
     bound: Bounds = field(init=False)
 
     @property
-    def setting(self) -> tuple[Group, Recompute, tuple[Arrangement, Runs], Network]:
+    def setting(self) -> tuple[CandidateGroup, Recompute, tuple[Arrangement, Runs], Network]:
         """Schedule, recomputation, devices and links, on which bounds depend beside cuts."""
         return self.group, self.recompute, (self.arrangement, self.nodes), self.links
 
@@ -91,8 +89,6 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _Best:
-    """The best plans so far."""
-
     count: int
     plans: list[Plan] = field(default_factory=list)
     of_schemes: dict[str, Plan] = field(default_factory=dict)
@@ -100,26 +96,26 @@ class _Best:
     def add(self, scheme: str, plan: Plan) -> None:
         """Add a plan, unless the same place has one with other cuts that is as good."""
         key = attrgetter("seconds", "place")
-        by_place = {each.place: each for each in sorted([plan, *self.plans], key=key, reverse=True)}
+        by_place = {ranked.place: ranked for ranked in sorted([plan, *self.plans], key=key, reverse=True)}
         self.plans = sorted(by_place.values(), key=key)[: self.count]
-        kept = self.of_schemes.get(scheme)
-        if kept is None or key(plan) < key(kept):
+        best = self.of_schemes.get(scheme)
+        if best is None or key(plan) < key(best):
             self.of_schemes[scheme] = plan
 
     def needs(self, scheme: str, bound: float) -> bool:
-        """Whether a candidate with this bound may be among the best; it may be as good as its bound."""
+        """True if a candidate with this bound may be among the best; it may be as good as its bound."""
         return bound <= self.limit(scheme)
 
     def limit(self, scheme: str) -> float:
         """The longest step that may still be among the best."""
-        kept = self.of_schemes.get(scheme)
-        if kept is None or len(self.plans) < self.count:
+        best = self.of_schemes.get(scheme)
+        if best is None or len(self.plans) < self.count:
             return math.inf
-        return max(kept.seconds, self.plans[-1].seconds) * _ROUNDING
+        return max(best.seconds, self.plans[-1].seconds) * _ROUNDING
 
 
 @contextmanager
-def _circles_left() -> Iterator[None]:
+def _without_collector() -> Iterator[None]:
     """Disable Python's search for circular garbage in this context.
 
     Schedules are millions of short-lived small tuples without circles; scanning them repeatedly took a
@@ -134,7 +130,7 @@ def _circles_left() -> Iterator[None]:
             gc.enable()
 
 
-@_circles_left()
+@_without_collector()
 def search(
     model: Model,
     profile: Profile,
@@ -144,7 +140,7 @@ def search(
     *,
     count: int = 10,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """Search for the best plans.
 
     Args:
@@ -162,22 +158,22 @@ def search(
     """
     constraints = Constraints() if constraints is None else constraints
     best, tallies, omissions = _Best(count), dict[str, Rejections](), list[Omission]()
-    runs: list[_Search] = []
-    whole = Predictor(model, profile, cluster)
-    for positions in dict.fromkeys(constraints.tensor_parallel):
-        predictor = whole.at(positions)
-        wanted = constraints.at(positions, cluster)
+    runs: list[_DegreeSearch] = []
+    base = Predictor(model, profile, cluster)
+    for tp_degree in dict.fromkeys(constraints.tensor_parallel):
+        predictor = base.at(tp_degree)
+        requirements = constraints.at(tp_degree, cluster)
         slicings = slicings_of(model, predictor.profile, constraints.slices)
-        groups, omitted = space(model, predictor.cluster, mini_batch, wanted, slicings)
-        if elsewhere := sorted({*(constraints.depths or ())}.difference(wanted.depths or ())):
-            reason = f"does not divide the {predictor.cluster.size} places of {positions} devices"
+        groups, omitted = space(model, predictor.cluster, mini_batch, requirements, slicings)
+        if elsewhere := sorted({*(constraints.depths or ())}.difference(requirements.depths or ())):
+            reason = f"does not divide the {predictor.cluster.size} places of {tp_degree} devices"
             omitted += [Omission(f"depth {depth}", reason) for depth in elsewhere]
         if len({*constraints.tensor_parallel}) > 1:
-            omitted = [_of_positions(positions, each) for each in omitted]
-        omissions += [each for each in omitted if each not in omissions]
+            omitted = [_of_degree(tp_degree, omission) for omission in omitted]
+        omissions += [omission for omission in omitted if omission not in omissions]
         place = runs[-1].total if runs else 0
         runs.append(
-            _Search(predictor, mini_batch, constraints, best, tallies, progress=progress, place=place)
+            _DegreeSearch(predictor, mini_batch, constraints, best, tallies, progress=progress, place=place)
         )
         runs[-1].run(groups)
     if not best.plans:
@@ -186,7 +182,7 @@ def search(
     for run in runs:
         limit = (in_more_memory or best.plans[0]).seconds
         in_more_memory = run.in_more_memory(limit) or in_more_memory
-    return Found(
+    return SearchResult(
         best=tuple(best.plans),
         of_schemes=tuple(sorted(best.of_schemes.values(), key=attrgetter("seconds", "place"))),
         rejections=tuple(tallies.values()),
@@ -197,16 +193,15 @@ def search(
     )
 
 
-def _of_positions(positions: int, omission: Omission) -> Omission:
-    """An omission for one of several numbers of positions."""
+def _of_degree(tp_degree: int, omission: Omission) -> Omission:
     if "--stale" in omission.reason:  # for any number
         return omission
-    of = "without tensor parallelism" if positions == 1 else f"with tensor parallelism over {positions}"
+    of = "without tensor parallelism" if tp_degree == 1 else f"with tensor parallelism over {tp_degree}"
     return replace(omission, what=f"{of}, {omission.what}")
 
 
-class _Search:
-    """The candidates of one number of positions; the best plans are those of all numbers so far."""
+class _DegreeSearch:
+    """Candidates of one tensor-parallel degree; ``best`` has the plans of all degrees so far."""
 
     def __init__(
         self,
@@ -231,7 +226,7 @@ class _Search:
         balanced = constraints.cuts is Cutting.BALANCED
         self.rules: tuple[Cuts, ...] = (*Cutting,) if balanced else (constraints.cuts,)
 
-    def run(self, groups: list[Group]) -> None:
+    def run(self, groups: list[CandidateGroup]) -> None:
         waiting = self._by_work(groups)
         if self.total - self.decided > _MANY:
             load_numba()
@@ -242,19 +237,18 @@ class _Search:
                 self.refused += self._decide(members)
                 self.decided += len(members)
             else:
-                left = [one for one in members if self.best.needs(scheme, one.in_any_cuts)]
-                self.tallies[scheme].slower += len(members) - len(left)
-                self.decided += len(members) - len(left)
-                cut = [each for one in left for each in self._cut(one)]
-                self.tallies[scheme].candidates += len(cut) - len(left)
-                self.total += len(cut) - len(left)
+                needed = [member for member in members if self.best.needs(scheme, member.cut_free_seconds)]
+                self.tallies[scheme].slower += len(members) - len(needed)
+                self.decided += len(members) - len(needed)
+                cut = [candidate for member in needed for candidate in self._cut(member)]
+                self.tallies[scheme].candidates += len(cut) - len(needed)
+                self.total += len(cut) - len(needed)
                 if cut:
                     cut.sort(key=attrgetter("seconds", "place"))
                     heappush(waiting, (cut[0].seconds, cut[0].place, True, cut))
             self.progress(self.decided, self.total, scheme)
 
     def _cut(self, candidate: _Candidate) -> Iterator[_Candidate]:
-        """The candidate with the cuts of each rule and their bound; once if rules make the same cuts."""
         group, model, known = candidate.group, self.predictor.model, set[tuple[int, ...]]()
         for rule in self.rules:
             if may_cut(model, rule, group.stages):
@@ -265,15 +259,13 @@ class _Search:
                     cut.bound = self.bounds.of(*candidate.setting, cuts=rule, zero_stage=candidate.zero_stage)
                     yield cut
 
-    def _by_work(self, groups: list[Group]) -> list[tuple[float, int, bool, list[_Candidate]]]:
-        """A heap of the candidates of every group, with the lower bound of any and whether it comes from
-        ``bounds``.
-        """
+    def _by_work(self, groups: list[CandidateGroup]) -> list[tuple[float, int, bool, list[_Candidate]]]:
+        """A heap of the groups' candidates: their lower bound, and whether it is of their cuts."""
         waiting = []
         place = self.total
         for number, group in enumerate(groups):
             members = list(self._members(group, place))
-            waiting.append((min(one.in_any_cuts for one in members), place, False, members))
+            waiting.append((min(member.cut_free_seconds for member in members), place, False, members))
             place += len(members)
             self.tallies.setdefault(group.scheme, Rejections(group.scheme)).candidates += len(members)
             if number % 100 == 0:
@@ -282,37 +274,33 @@ class _Search:
         heapify(waiting)
         return waiting
 
-    def _members(self, group: Group, place: int) -> Iterator[_Candidate]:
+    def _members(self, group: CandidateGroup, place: int) -> Iterator[_Candidate]:
         shape = group.shape
         updates = self.mini_batch / (group.replicas * group.samples * sum(shape.passes))
         for arrangement, nodes, links in self._networks(shape, group.replicas):
             where = arrangement, nodes
             for recompute in self.constraints.recompute:
-                seconds = updates * self.bounds.in_any_cuts(group, recompute, where, links)
+                seconds = updates * self.bounds.cut_free_seconds(group, recompute, where, links)
                 for zero_stage in group.zero_stages:
                     yield _Candidate(group, place, recompute, *where, links, updates, seconds, zero_stage)
                     place += 1
 
-    def _networks(self, shape: Shape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
-        """The arrangements and orders of nodes that differ in the costs of workers, messages and sums."""
+    def _networks(self, shape: WorkloadShape, replicas: int) -> list[tuple[Arrangement, Runs, Network]]:
         key = (shape.placement, replicas)
         if key not in self.networks:
-            found: dict[object, tuple[Arrangement, Runs, Network]] = {}
+            networks: dict[object, tuple[Arrangement, Runs, Network]] = {}
             arrangements = self.constraints.arrangements
-            if self._alike(shape, replicas):
+            if self._equal_arrangements(shape, replicas):
                 arrangements = arrangements[:1]
             for arrangement, nodes in product(arrangements, self.orders):
                 links = self.predictor.network(shape.placement, replicas, arrangement, nodes=nodes)
                 # Skip connections depend on the cuts, so their links may differ although others do not.
                 same = (arrangement, nodes) if self.predictor.model.skips else links
-                found.setdefault(same, (arrangement, nodes, links))
-            self.networks[key] = list(found.values())
+                networks.setdefault(same, (arrangement, nodes, links))
+            self.networks[key] = list(networks.values())
         return self.networks[key]
 
-    def _alike(self, shape: Shape, replicas: int) -> bool:
-        """Whether all arrangements are equal: every device is a node, or all are on one, and no way out is
-        shared.
-        """
+    def _equal_arrangements(self, shape: WorkloadShape, replicas: int) -> bool:
         predictor = self.predictor
         cluster = predictor.cluster
         if predictor.model.skips or cluster.kinds or 1 < cluster.devices < cluster.size:
@@ -321,44 +309,42 @@ class _Search:
         return not any(links.crossed)
 
     def _decide(self, members: list[_Candidate]) -> list[_Candidate]:
-        """Prune, refuse or simulate each; those that memory refuses are given back.
+        """Prune, refuse or simulate each member; return those that memory refuses.
 
-        What is too slow is not asked for its memory, which takes longer to walk than its ops to play.
+        The memory of too slow ones is not computed, because it takes longer than playing their ops.
         """
         refused = []
         usable = (self.predictor.cluster.usable_bytes,) * members[0].group.depth
         played: dict[tuple[Cuts, Recompute, Arrangement, Runs], tuple[Play, Play | None]] = {}
         """Simulations by candidates that differ only in ``zero_stage``, and their fastest sync mode."""
-        sketches = Sketches()
+        sync_free = SyncFreeBounds()
         for candidate in members:
             where = candidate.arrangement, candidate.nodes
-            alike = candidate.cuts, candidate.recompute, *where
+            simulation_key = candidate.cuts, candidate.recompute, *where
             scheme = candidate.group.scheme
             tally = self.tallies[scheme]
             if candidate.bound.too_many_bytes > 0:
-                found = TooLarge(
+                too_large = TooLarge(
                     scheme,
                     self._configuration(candidate),
                     candidate.bound.least_bytes,
                     candidate.bound.fullest,
                     (candidate.links.usable_bytes or usable)[candidate.bound.fullest],
                 )
-                tally.refuse(found)
+                tally.refuse(too_large)
                 refused.append(candidate)
             elif not self.best.needs(scheme, candidate.seconds) or self._halves_take_longer(candidate):
                 tally.slower += 1
             else:
-                known, quickest = played.get(alike, (None, None))
+                known, quickest = played.get(simulation_key, (None, None))
                 if known is not None:
                     play = known.with_zero_stage(candidate.zero_stage)
                 else:
                     play = self.predictor.play(self._configuration(candidate), self.mini_batch)
-                played[alike] = play, quickest
+                played[simulation_key] = play, quickest
                 limit = self.best.limit(scheme)
                 times = candidate.recompute, *where
-                if quickest is None and not self.best.needs(
-                    scheme, sketches.least_seconds(play, limit, times)
-                ):
+                if quickest is None and not self.best.needs(scheme, sync_free.seconds(play, limit, times)):
                     tally.slower += 1
                 elif not play.fits:
                     tally.refuse(_too_large(scheme, play))
@@ -370,7 +356,7 @@ class _Search:
                 else:
                     tally.simulated += 1
                     plan = self._quickest(play, candidate.place)
-                    played[alike] = play, plan.play
+                    played[simulation_key] = play, plan.play
                     self.best.add(scheme, plan)
         return refused
 
@@ -395,7 +381,6 @@ class _Search:
         )
 
     def _quickest(self, play: Play, place: int) -> Plan:
-        """The candidate in the fastest sync mode; the first of equal ones."""
         plays = [play]
         if play.network.copies > 1 and play.schedule.synchronous:
             plays += [play.with_sync(sync) for sync in self.sync[1:]]
@@ -406,18 +391,18 @@ class _Search:
         """The best candidate refused for memory whose step is below ``limit``; candidates are tried by rising
         bound.
         """
-        found: Plan | None = None
+        best: Plan | None = None
         for candidate in sorted(self.refused, key=lambda c: (c.seconds_in_any_memory, c.place)):
             if candidate.seconds_in_any_memory >= limit:
                 break
             self.progress(self.total, self.total, "more memory")
             play = self.predictor.play(self._configuration(candidate), self.mini_batch)
-            if least_seconds(play, limit * _ROUNDING) >= limit * _ROUNDING:
+            if sync_free_seconds(play, limit * _ROUNDING) >= limit * _ROUNDING:
                 continue
             plan = self._quickest(play, candidate.place)
             if plan.seconds < limit:
-                limit, found = plan.seconds, plan
-        return found
+                limit, best = plan.seconds, plan
+        return best
 
 
 def _too_large(scheme: str, play: Play) -> TooLarge:

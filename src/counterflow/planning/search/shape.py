@@ -1,4 +1,4 @@
-"""What bounds use of a schedule that is not built: its workload's shape, and promises of its scheme."""
+"""Shape of a workload and promises of its scheme: all that bounds use of a schedule that is not built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Options = tuple[tuple[str, OptionValue], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """The shape of a schedule's workload, without distinguishing micro-batches, for bounds.
 
     Attributes:
@@ -56,14 +56,14 @@ class Shape:
         )
 
     def only_work_counts(self, *, barrier: bool) -> bool:
-        """Whether only the work bounds an update: steps overlap, or a backward is in parts and split.
+        """True if only the work bounds an update: steps overlap, or a backward is in parts and split.
 
         Args:
             barrier: whether a step begins when the previous one has ended on all workers.
         """
         return (self.split and self.parts > 1) or not self.synchronous or not barrier
 
-    def sliced(self, lengths: tuple[int, ...]) -> Shape | None:
+    def sliced(self, lengths: tuple[int, ...]) -> WorkloadShape | None:
         """The shape with slices of these relative lengths, for which schemes promise nothing about an order;
         None if its micro-batches cannot be sliced.
         """
@@ -72,23 +72,23 @@ class Shape:
         return replace(self, most_stashed=None, most_in_flight=None, lengths=lengths)
 
 
-def shape_of(scheme: Scheme, options: Options) -> Shape:
+def shape_of(scheme: Scheme, options: Options) -> WorkloadShape:
     """The shape of the schedule that a scheme makes, with ``slices`` among its options perhaps.
 
     Raises:
         ConfigError: the scheme makes no schedule with these options.
     """
-    given = dict(options)
-    if SLICES in given and scheme.option(SLICES) is None:
-        lengths = lengths_of(given.pop(SLICES))
-        whole = shape_of(scheme, tuple(given.items()))
-        return whole.sliced(lengths) or whole
+    values = dict(options)
+    if SLICES in values and scheme.option(SLICES) is None:
+        lengths = lengths_of(values.pop(SLICES))
+        unsliced = shape_of(scheme, tuple(values.items()))
+        return unsliced.sliced(lengths) or unsliced
     # Options that only change the order make the same workload.
     needed = tuple(
         (name, v) for name, v in options if not (known := scheme.option(name)) or not known.order_only
     )
     shape = _shape(scheme, needed)
-    promises = (one and one(**given) for one in (scheme.most_stashed, scheme.most_in_flight))
+    promises = (promise and promise(**values) for promise in (scheme.most_stashed, scheme.most_in_flight))
     most_stashed, most_in_flight = promises
     # Micro-batches in flight on stage 0 are stashed there.
     both = [most for most in (most_stashed, most_in_flight) if most is not None]
@@ -96,20 +96,20 @@ def shape_of(scheme: Scheme, options: Options) -> Shape:
 
 
 @lru_cache(maxsize=1024)
-def _shape(scheme: Scheme, options: Options) -> Shape:
+def _shape(scheme: Scheme, options: Options) -> WorkloadShape:
     single = {"periods": 1} if scheme.option("periods") else {}
     workload = scheme.workload_of(dict(options) | single)
     pipes = workload.placement.pipes
     passes, together, parts, split = [0] * pipes, [1] * pipes, 1, False
-    shares = {share.parts for one in workload.passes for share in one.shares}
-    for one in workload.passes:
-        count = len(one.micro_batches)
-        passes[one.pipe] += count
-        together[one.pipe] = max(together[one.pipe], count)
-        for share in one.shares:
+    shares = {share.parts for pipe_pass in workload.passes for share in pipe_pass.shares}
+    for pipe_pass in workload.passes:
+        count = len(pipe_pass.micro_batches)
+        passes[pipe_pass.pipe] += count
+        together[pipe_pass.pipe] = max(together[pipe_pass.pipe], count)
+        for share in pipe_pass.shares:
             parts = max(parts, share.parts)
             split = split or bool(share.split)
-    return Shape(
+    return WorkloadShape(
         placement=workload.placement,
         passes=tuple(passes),
         together=tuple(together),

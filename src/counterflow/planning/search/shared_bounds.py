@@ -8,13 +8,13 @@ from counterflow.schedule.modes import Recompute
 
 from ..cost.device_placement import Arrangement, Network
 from ..cost.stages import Cuts, StageCosts
-from .any_cuts import AnyCuts
 from .bounds import Bounds, Common, common
+from .cut_free_bound import CutFreeBound
 from .node_orders import Runs
-from .paths import Hops
-from .shape import Shape
-from .space import Group
-from .ways import Ways, least_ways
+from .order_free_bounds import OrderFreeBounds, order_free_bounds
+from .path_bounds import HopCosts
+from .shape import WorkloadShape
+from .space import CandidateGroup
 
 if TYPE_CHECKING:
     from ..predict import Predictor
@@ -32,25 +32,25 @@ class SharedBounds:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._common: dict[_Key, Common] = {}
-        self._ways: dict[_Key, Ways] = {}
-        self._hops: dict[_Key, Hops] = {}
-        self._any_cuts: dict[_Key, AnyCuts] = {}
+        self._order_free: dict[_Key, OrderFreeBounds] = {}
+        self._hops: dict[_Key, HopCosts] = {}
+        self._cut_free: dict[_Key, CutFreeBound] = {}
 
-    def in_any_cuts(
-        self, group: Group, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
+    def cut_free_seconds(
+        self, group: CandidateGroup, recompute: Recompute, where: tuple[Arrangement, Runs], links: Network
     ) -> float:
         """Minimum seconds of an update of candidates, in any memory, however their layers are cut."""
         shape, predictor = group.shape, self._predictor
         key = group.samples, recompute, max(shape.together) > 1, shape.parts, shape.split, shape.lengths
-        if key not in self._any_cuts:
-            given = predictor.model, predictor.profile, group.samples, recompute
-            self._any_cuts[key] = AnyCuts.of(shape, *given)
+        if key not in self._cut_free:
+            inputs = predictor.model, predictor.profile, group.samples, recompute
+            self._cut_free[key] = CutFreeBound.of(shape, *inputs)
         hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
-        return self._any_cuts[key].seconds(shape, hops, links, barrier=predictor.model.barrier)
+        return self._cut_free[key].seconds(shape, hops, links, barrier=predictor.model.barrier)
 
     def of(
         self,
-        group: Group,
+        group: CandidateGroup,
         recompute: Recompute,
         where: tuple[Arrangement, Runs],
         links: Network,
@@ -86,13 +86,13 @@ class SharedBounds:
                 update_seconds_per_byte=predictor.profile.update_seconds_per_byte,
                 step_overhead_seconds=predictor.profile.step_overhead_seconds,
                 sharded=sharded,
-                ways=self._ways_of(group, stages, recompute, place, links),
+                order_free=self._order_free_of(group, stages, recompute, place, links),
             )
         return self._common[key].bounds(shape.most_stashed, zero_stage, shape.most_in_flight)
 
     def of_halves(
         self,
-        group: Group,
+        group: CandidateGroup,
         recompute: Recompute,
         where: tuple[Arrangement, Runs],
         links: Network,
@@ -108,17 +108,16 @@ class SharedBounds:
             return 0.0
         stages = self.stages(group, cuts, recompute, links)
         hops = self._hops_of((shape.placement, group.replicas, *where), shape, links)
-        ways = least_ways(shape, stages, links, recompute, hops=hops, halves_alone=True)
-        return ways.seconds(shape.most_stashed, shape.most_in_flight)
+        bounds = order_free_bounds(shape, stages, links, recompute, hops=hops, halves_alone=True)
+        return bounds.seconds(shape.most_stashed, shape.most_in_flight)
 
-    def _ways_of(
-        self, group: Group, stages: StageCosts, recompute: Recompute, place: _Key, links: Network
-    ) -> Ways:
-        """Its bounds in any memory."""
+    def _order_free_of(
+        self, group: CandidateGroup, stages: StageCosts, recompute: Recompute, place: _Key, links: Network
+    ) -> OrderFreeBounds:
         shape = group.shape
         key = place, shape.without_promise, stages.samples, stages.cuts, recompute
-        if key not in self._ways:
-            self._ways[key] = least_ways(
+        if key not in self._order_free:
+            self._order_free[key] = order_free_bounds(
                 shape,
                 stages,
                 links,
@@ -126,9 +125,9 @@ class SharedBounds:
                 barrier=self._predictor.model.barrier,
                 hops=self._hops_of(place, shape, links),
             )
-        return self._ways[key]
+        return self._order_free[key]
 
-    def stages(self, group: Group, cuts: Cuts, recompute: Recompute, links: Network) -> StageCosts:
+    def stages(self, group: CandidateGroup, cuts: Cuts, recompute: Recompute, links: Network) -> StageCosts:
         """The costs of a candidate's stages."""
         shape = group.shape
         passes = -(-sum(shape.passes) // len(shape.passes))
@@ -136,7 +135,7 @@ class SharedBounds:
         synchronous = shape.synchronous
         return self._predictor.stages(cuts, *where, passes=passes, synchronous=synchronous, on=links)
 
-    def _hops_of(self, place: _Key, shape: Shape, links: Network) -> Hops:
+    def _hops_of(self, place: _Key, shape: WorkloadShape, links: Network) -> HopCosts:
         if place not in self._hops:
-            self._hops[place] = Hops.of(shape.placement, links)
+            self._hops[place] = HopCosts.of(shape.placement, links)
         return self._hops[place]

@@ -11,15 +11,15 @@ from ..cost.slice_costs import SliceCost
 from ..inputs.model import Model
 from ..inputs.profile import Profile
 
-WHOLE = (1,)
+UNCUT = (1,)
 """Lengths of a sequence that is not cut."""
 
-TRIED = (1, 2, 4, 8)
+NUMBERS = (1, 2, 4, 8)
 """Numbers of slices that are tried."""
 
 
 def unknown_cost(profile: Profile) -> str:
-    """Why a profile without ``positions`` is of no use for slices, and what to do; for errors."""
+    """Text of the error for slices of a profile without ``positions``."""
     return (
         f"profile {profile.name} has no positions, so it does not know what slices cost; measure it with "
         "counterflow profile, or give positions and each layer's attention_share"
@@ -32,28 +32,28 @@ def slicings_of(model: Model, profile: Profile, numbers: Sequence[int] | None) -
     Args:
         model: what is trained.
         profile: costs of its layers; without ``positions`` it does not know what slices cost.
-        numbers: numbers of slices; None: ``TRIED``.
+        numbers: numbers of slices; None: ``NUMBERS``.
 
     Raises:
         ConfigError: a number is below 1, or slices are asked for that the profile does not know, or of which
             a sequence has too few positions.
     """
-    known = profile.positions
+    positions = profile.positions
     if numbers is None:
-        numbers = [n for n in TRIED if n <= known] if known and model.execution.slices else WHOLE
-    found: dict[tuple[int, ...], None] = {}
+        numbers = [n for n in NUMBERS if n <= positions] if positions and model.execution.slices else UNCUT
+    slicings: dict[tuple[int, ...], None] = {}
     cost = SliceCost.of([profile.layer(kind) for kind in model.layers], 1.0)
     for n in numbers:
         if n < 1:
             raise ConfigError(f"slices={n}: must be 1 or more")
-        if n > 1 and not known:
+        if n > 1 and not positions:
             raise ConfigError(f"slices={n}: {unknown_cost(profile)}")
-        if n > max(known, 1):
-            raise ConfigError(f"slices={n}: a sequence has {known} positions; give fewer slices")
-        found[(1,) * n] = None
+        if n > max(positions, 1):
+            raise ConfigError(f"slices={n}: a sequence has {positions} positions; give fewer slices")
+        slicings[(1,) * n] = None
         if n > 1 and cost.attention:
-            multiple = 1 << max(0, (known // (16 * n)).bit_length() - 1)
-            found[
-                balanced_slices(known, n, attention=cost.attention, fixed=cost.fixed, multiple=multiple)
+            multiple = 1 << max(0, (positions // (16 * n)).bit_length() - 1)
+            slicings[
+                balanced_slices(positions, n, attention=cost.attention, fixed=cost.fixed, multiple=multiple)
             ] = None
-    return tuple(found)
+    return tuple(slicings)

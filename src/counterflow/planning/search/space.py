@@ -30,7 +30,7 @@ from ..cost.stages import Cutting, may_cut
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from .constraints import Constraints, value_of
-from .shape import Options, Shape, shape_of
+from .shape import Options, WorkloadShape, shape_of
 
 MOST_SAMPLES = 100_000
 """Maximum samples of a mini-batch."""
@@ -40,7 +40,7 @@ MOST_MICRO_BATCHES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CandidateGroup:
     """Candidates that share a schedule: they differ in recomputation, sync mode, arrangement, ``zero_stage``.
 
     Attributes:
@@ -54,7 +54,7 @@ class Group:
 
     scheme: str
     options: Options
-    shape: Shape
+    shape: WorkloadShape
     replicas: int
     samples: int
     zero_stages: tuple[int, ...] = (0,)
@@ -89,7 +89,7 @@ def space(
     mini_batch: int,
     constraints: Constraints,
     slicings: Sequence[tuple[int, ...]] = ((1,),),
-) -> tuple[list[Group], list[Omission]]:
+) -> tuple[list[CandidateGroup], list[Omission]]:
     """All groups of candidates, and the omitted parts.
 
     Args:
@@ -97,7 +97,7 @@ def space(
         cluster: the devices.
         mini_batch: samples of an update.
         constraints: constraints on a plan.
-        slicings: relative lengths of slices to try; one length: micro-batches are whole.
+        slicings: relative lengths of slices to try; one length: micro-batches are not sliced.
 
     Raises:
         ConfigError: a constraint cannot be met: an unknown scheme, an option that no chosen scheme has, or an
@@ -109,7 +109,7 @@ def space(
     else:
         schemes = list(dict.fromkeys(map(registry.scheme, constraints.schemes)))
     _refuse_what_nothing_meets(model, mini_batch, constraints, schemes)
-    groups: list[Group] = []
+    groups: list[CandidateGroup] = []
     depths = _depths(cluster, constraints)
     without = dict(_without_candidates(model, cluster, mini_batch, depths, constraints))
     omissions = list(_by_reason(without))
@@ -128,16 +128,16 @@ def space(
             reason = "updates each stage at its own time, but shared weights need a synchronous scheme"
             omissions.append(Omission(scheme.name, reason))
             continue
-        found = [
-            group
+        members = [
+            sliced
             for depth in depths
-            for whole in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
-            for group in _sliced(whole, scheme, slicings)
+            for group in _of_depth(scheme, depth, model, cluster.size // depth, (mini_batch, constraints))
+            for sliced in _sliced(group, scheme, slicings)
         ]
-        if not found and depths:
+        if not members and depths:
             reason = _why_none(scheme, depths, model, cluster, (mini_batch, constraints))
             omissions.append(Omission(scheme.name, reason))
-        groups += found
+        groups += members
     return groups, omissions
 
 
@@ -168,33 +168,36 @@ def _refuse_what_nothing_meets(
 
 def _zero_stages(model: Model, constraints: Constraints, *, flush: bool) -> tuple[int, ...]:
     """Values to try if a stage has several holders: the one in its config, otherwise both."""
-    wanted = constraints.zero_stages
-    if model.shards_state and wanted == Constraints().zero_stages:
-        wanted = (1,)
-    return tuple(sorted({stage for stage in wanted if not stage or (flush and model.barrier)}))
+    values = constraints.zero_stages
+    if model.shards_state and values == Constraints().zero_stages:
+        values = (1,)
+    return tuple(sorted({stage for stage in values if not stage or (flush and model.barrier)}))
 
 
 def _refuse_option(name: str, values: Sequence[OptionValue], schemes: Sequence[Scheme]) -> None:
-    """Refuse values of an option that no chosen scheme has, or that the planner does not choose.
-
-    Raises:
-        ConfigError: the option is such.
-    """
-    of, _, own = name.rpartition(".")
+    of, _, option_name = name.rpartition(".")
     place = f"option={name}"
-    wanted = [scheme for scheme in schemes if not of or scheme == registry.scheme(of)]
-    if not wanted:
+    accepting = [scheme for scheme in schemes if not of or scheme == registry.scheme(of)]
+    if not accepting:
         names = ", ".join(scheme.name for scheme in schemes)
         raise ConfigError(f"{place}: {of} is not among the chosen schemes ({names})")
-    if own in DEPTH:
+    if option_name in DEPTH:
         raise ConfigError(f"{place}: the depth has a constraint of its own; give depth={values[0]}")
-    if own == PERIODS.name:
-        raise ConfigError(f"{place}: a plan simulates as many updates as needed; leave it out")
-    known = [option for scheme in wanted if (option := scheme.option(own)) is not None]
+    if option_name == PERIODS.name:
+        raise ConfigError(f"{place}: a plan simulates as many updates as needed; omit it")
+    known = [option for scheme in accepting if (option := scheme.option(option_name)) is not None]
     if not known:
-        chosen = {o.name: None for scheme in wanted for o in scheme.options if o.name not in _NO_CHOICE}
-        who = wanted[0].name if len(wanted) == 1 else f"none of {', '.join(scheme.name for scheme in wanted)}"
-        has = f"{who} has no option {own!r}" if len(wanted) == 1 else f"{who} has an option {own!r}"
+        chosen = {o.name: None for scheme in accepting for o in scheme.options if o.name not in _NO_CHOICE}
+        who = (
+            accepting[0].name
+            if len(accepting) == 1
+            else f"none of {', '.join(scheme.name for scheme in accepting)}"
+        )
+        has = (
+            f"{who} has no option {option_name!r}"
+            if len(accepting) == 1
+            else f"{who} has an option {option_name!r}"
+        )
         raise ConfigError(f"{place}: {has}; options that can be constrained: {', '.join(chosen)}")
     for value in values:
         try:
@@ -224,7 +227,6 @@ def _depths(cluster: Cluster, constraints: Constraints) -> list[int]:
 def _without_candidates(
     model: Model, cluster: Cluster, mini_batch: int, depths: list[int], constraints: Constraints
 ) -> Iterator[tuple[int, str]]:
-    """Depths at which no scheme has a candidate, with the reason."""
     layers = len(model.layers)
     for depth in depths:
         replicas = cluster.size // depth
@@ -253,9 +255,9 @@ def _named(depths: list[int]) -> str:
 
 
 def _of_depth(
-    scheme: Scheme, depth: int, model: Model, replicas: int, wanted: tuple[int, Constraints]
-) -> Iterator[Group]:
-    mini_batch, constraints = wanted
+    scheme: Scheme, depth: int, model: Model, replicas: int, requirements: tuple[int, Constraints]
+) -> Iterator[CandidateGroup]:
+    mini_batch, constraints = requirements
     if depth > len(model.layers) or mini_batch % replicas:
         return
     if depth == 1 and not scheme.synchronous:
@@ -277,21 +279,21 @@ def _of_depth(
             if may_cut(model, constraints.cuts, shape.placement.stages):
                 several = several_hold(shape.placement, replicas)
                 stages = _zero_stages(model, constraints, flush=scheme.synchronous) if several else (0,)
-                yield Group(scheme.name, options, shape, replicas, samples, stages)
+                yield CandidateGroup(scheme.name, options, shape, replicas, samples, stages)
 
 
-def _sliced(whole: Group, scheme: Scheme, slicings: Sequence[tuple[int, ...]]) -> Iterator[Group]:
-    """A group, and those in which its micro-batches are cut in slices."""
+def _sliced(
+    group: CandidateGroup, scheme: Scheme, slicings: Sequence[tuple[int, ...]]
+) -> Iterator[CandidateGroup]:
     for lengths in slicings:
         if len(lengths) == 1:
-            yield whole
-        elif scheme.option(SLICES) is None and (shape := whole.shape.sliced(lengths)) is not None:
-            options = (*whole.options, (SLICES, slices_option(lengths)))
-            yield replace(whole, options=options, shape=shape)
+            yield group
+        elif scheme.option(SLICES) is None and (shape := group.shape.sliced(lengths)) is not None:
+            options = (*group.options, (SLICES, slices_option(lengths)))
+            yield replace(group, options=options, shape=shape)
 
 
 def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Iterator[Options]:
-    """All options of a scheme that are worth trying with this many workers and micro-batches."""
     base: dict[str, OptionValue] = {scheme.depth: depth}
     if not scheme.updates_each_micro_batch:
         base["micro_batches"] = micro_batches
@@ -300,7 +302,7 @@ def _choices(scheme: Scheme, depth: int, micro_batches: int, layers: int) -> Ite
 
 
 def _samples(share: int, constraints: Constraints) -> list[int]:
-    """The micro-batches into which a replica's share of the mini-batch can be cut."""
+    """Sizes of micro-batches, in samples, into which a replica's share of the mini-batch can be cut."""
     sizes = constraints.samples
     if sizes is None:
         powers = [2**i for i in range(share.bit_length())]
@@ -309,11 +311,10 @@ def _samples(share: int, constraints: Constraints) -> list[int]:
 
 
 def _why_none(
-    scheme: Scheme, depths: list[int], model: Model, cluster: Cluster, wanted: tuple[int, Constraints]
+    scheme: Scheme, depths: list[int], model: Model, cluster: Cluster, requirements: tuple[int, Constraints]
 ) -> str:
-    """The requirement of a scheme that has no candidate at any depth."""
-    mini_batch, constraints = wanted
-    told = []
+    mini_batch, constraints = requirements
+    reasons = []
     for name, values in constraints.of_scheme(scheme).items():
         tried = {
             value_of(scheme, name, options)
@@ -325,15 +326,14 @@ def _why_none(
         }
         if tried and tried.isdisjoint(values):
             shown = ", ".join(sorted(map(_shown, tried), key=lambda text: (len(text), text)))
-            told.append(f"with {name} {' or '.join(map(_shown, values))} (tried: {shown})")
+            reasons.append(f"with {name} {' or '.join(map(_shown, values))} (tried: {shown})")
     if not isinstance(constraints.cuts, Cutting):
-        told.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
-    rule = f"needs {scheme.needs}; " if scheme.needs and not told else ""
+        reasons.append(f"with {len(constraints.cuts) + 1} stages, which the cuts make")
+    rule = f"needs {scheme.needs}; " if scheme.needs and not reasons else ""
     if not scheme.synchronous and depths == [1]:
         rule = "uses old weights, but one worker has no bubbles to save; "
-    return " ".join([f"{rule}no candidate at {_named(depths)}", *told])
+    return " ".join([f"{rule}no candidate at {_named(depths)}", *reasons])
 
 
 def _shown(value: OptionValue | None) -> str:
-    """A value as users write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

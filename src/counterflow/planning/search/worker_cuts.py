@@ -28,7 +28,7 @@ from counterflow.schedule.placement import Placement
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
-from .moves import Floats, Ints, Moves, OfStages
+from .layer_moves import Floats, Ints, Moves, OfStages
 
 _ROUNDING = 1e-9
 """Difference of a measure below which values are equal."""
@@ -70,7 +70,7 @@ class Balance:
         """Cuts found from these, better for the slowest worker, whatever its memory."""
         if not self.synchronous:
             cuts = self._in_two_turns(cuts)
-        if len({*self.slowness}) > 1 or any(len(held) > 1 for held in self._table.held):
+        if len({*self.slowness}) > 1 or any(len(stages) > 1 for stages in self._table.stages):
             return self._moved(cuts, by_memory=False)
         return cuts
 
@@ -82,7 +82,6 @@ class Balance:
         return fitting if self._excess(fitting) == 0 else cuts
 
     def _moved(self, cuts: tuple[int, ...], *, by_memory: bool) -> tuple[int, ...]:
-        """Move one layer after another, each time by the best move, while one improves."""
         ends = self._ends(cuts)
         while True:
             tried = Moves(ends, self._sources(ends, by_memory=by_memory))
@@ -92,16 +91,17 @@ class Balance:
             ends = tried.after(best)
 
     def _sources(self, ends: Ints, *, by_memory: bool) -> tuple[int, ...]:
-        """The stages of the worst worker (if asynchronous, of each chunk) from which a layer may move."""
         table, now = self._table, Moves(ends)
         judged = [self._over(now)] if by_memory else self._seconds(now)
         turns = [table.holds] if by_memory else self._turns
-        worst = [(int(each[0].argmax()), holds) for each, holds in zip(judged, turns, strict=True)]
-        stages = [stage for worker, holds in worst for stage in table.held[worker] if holds[stage, worker]]
+        worst = [
+            (int(judged_turn[0].argmax()), holds) for judged_turn, holds in zip(judged, turns, strict=True)
+        ]
+        stages = [stage for worker, holds in worst for stage in table.stages[worker] if holds[stage, worker]]
         return tuple(stage for stage in stages if ends[stage + 1] - ends[stage] > 1)
 
     def _in_two_turns(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Cuts that minimise ``_period`` if there are two chunks; exact where workers are alike.
+        """Cuts that minimise ``_period`` if there are two chunks; exact if workers are equal.
 
         Single moves would not find them: fewer layers in a chunk pay only if all of its longest stages have
         one less.
@@ -153,14 +153,12 @@ class Balance:
         return period
 
     def _on_slowest(self, begin: Ints, end: Ints) -> Floats:
-        """Seconds of stages on the slowest of their holders."""
-        each = self._of("seconds")(begin, end)
-        return each * _slowed(self.placement, self.slowness).most if self.slowness else each
+        seconds = self._of("seconds")(begin, end)
+        return seconds * _slowed(self.placement, self.slowness).most if self.slowness else seconds
 
     def _over(self, moves: Moves) -> Floats:
-        """Approximate bytes that each worker has too many, by move."""
-        found: Floats = self._bytes(moves) - np.array(self.usable_bytes)
-        return found
+        excess: Floats = self._bytes(moves) - np.array(self.usable_bytes)
+        return excess
 
     def _ends(self, cuts: tuple[int, ...]) -> Ints:
         return np.array([0, *cuts, len(self.model.layers)], dtype=np.int64)
@@ -174,19 +172,19 @@ class Balance:
         If synchronous, its earliest end, after its first input, all of its work and its last gradient; if
         asynchronous, its work in the turn of each chunk.
         """
-        each, table = self._of("seconds"), self._table
+        of_stage, table = self._of("seconds"), self._table
         if not self.synchronous:
             slow = np.array(self.slowness or 1.0)
             turns = [holds * slow for holds in self._turns]
-            return [moves.sums(moves.now(each) @ weights, (each, weights)) for weights in turns]
+            return [moves.sums(moves.now(of_stage) @ weights, (of_stage, weights)) for weights in turns]
         if self.slowness:
             slowed = _slowed(self.placement, self.slowness)
             weights = self.passes * slowed.holds + slowed.before
-            return [moves.sums(moves.now(each) @ weights, (each, weights))]
+            return [moves.sums(moves.now(of_stage) @ weights, (of_stage, weights))]
         until = self._sums["seconds"]
-        now = self.passes * (moves.now(each) @ table.holds) + until[moves.ends[table.first]]
+        now = self.passes * (moves.now(of_stage) @ table.holds) + until[moves.ends[table.first]]
         before: OfStages = lambda begin, _end: until[begin]  # noqa: E731 - its type
-        return [moves.sums(now, (each, self.passes * table.holds), (before, table.begins))]
+        return [moves.sums(now, (of_stage, self.passes * table.holds), (before, table.begins))]
 
     @property
     def _turns(self) -> list[Floats]:
@@ -194,21 +192,19 @@ class Balance:
         return [self._table.holds] if self.synchronous else self._table.chunks
 
     def _bytes(self, moves: Moves) -> Floats:
-        """Approximate memory of each worker, by move."""
         ahead, holds = self._ahead, self._table.holds
-        fixed, kept = self._of("fixed"), self._kept()
+        fixed, waiting = self._of("fixed"), self._waiting_bytes()
 
-        def each(begin: Ints, end: Ints) -> Floats:
-            return fixed(begin, end) + ahead * kept(begin, end)
+        def of_stage(begin: Ints, end: Ints) -> Floats:
+            return fixed(begin, end) + ahead * waiting(begin, end)
 
-        found = moves.sums(moves.now(each) @ holds, (each, holds))
+        total = moves.sums(moves.now(of_stage) @ holds, (of_stage, holds))
         if self.recompute not in (Recompute.NONE, Recompute.LAYER):  # one at a time is computed again
-            found += moves.most(self._of("saved"))[:, np.newaxis]
-        found += self._buffer_bytes
-        return found
+            total += moves.most(self._of("saved"))[:, np.newaxis]
+        total += self._buffer_bytes
+        return total
 
-    def _kept(self) -> OfStages:
-        """Bytes of each stage that wait for a backward."""
+    def _waiting_bytes(self) -> OfStages:
         if self.recompute is Recompute.NONE:
             return self._of("saved")
         if self.recompute is Recompute.LAYER:
@@ -217,7 +213,6 @@ class Balance:
         return lambda begin, _end: inputs[begin]
 
     def _of(self, name: str) -> OfStages:
-        """A number of each layer, summed over each stage."""
         sums = self._sums[name]
         return lambda begin, end: sums[end] - sums[begin]
 
@@ -228,7 +223,7 @@ class Balance:
 
     @property
     def _may_fit(self) -> bool:
-        """Whether any cuts may fit, by two bounds of what ``_bytes`` finds.
+        """True if some cuts may fit, by two lower bounds of ``_bytes``.
 
         Each worker holds at least one layer in each of its stages. And of all workers, weighted by any
         numbers, the sum is at most the weighted sum of their memories; each layer is at least in the stage
@@ -237,61 +232,62 @@ class Balance:
         stages, layers, holds = self.placement.stages, len(self.model.layers), self._table.holds
         ahead, usable = self._ahead, np.array(self.usable_bytes) * (1 + _ROUNDING)
         fixed = np.diff(self._sums["fixed"])
-        kept, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
+        waiting, once = np.zeros(layers), np.zeros(stages)  # of each layer, and of each stage as a whole
         extra = self._buffer_bytes
         if self.recompute in (Recompute.NONE, Recompute.LAYER):
-            kept = np.diff(self._sums["saved" if self.recompute is Recompute.NONE else "inputs"])
+            waiting = np.diff(self._sums["saved" if self.recompute is Recompute.NONE else "inputs"])
         else:
             once = ahead * self._sums["each input"][:layers].min()
             extra += float(self._sums["saved"][-1]) / stages  # the largest stage is at least the average
-        each = fixed + ahead[:, np.newaxis] * kept
+        least_bytes = fixed + ahead[:, np.newaxis] * waiting
         first = np.arange(layers) - np.arange(stages)[:, np.newaxis]  # other stages have a layer each
-        each[(first < 0) | (first > layers - stages)] = math.inf
-        if ((each.min(axis=1) + once) @ holds + extra > usable).any():
+        least_bytes[(first < 0) | (first > layers - stages)] = math.inf
+        if ((least_bytes.min(axis=1) + once) @ holds + extra > usable).any():
             return False
-        weights = 1 / ((fixed.mean() + ahead * kept.mean()) @ holds + 1)
+        weights = 1 / ((fixed.mean() + ahead * waiting.mean()) @ holds + 1)
         of_stages = holds @ weights
-        least = (of_stages[:, np.newaxis] * each).min(axis=0).sum() + of_stages @ once + weights.sum() * extra
+        least = (
+            (of_stages[:, np.newaxis] * least_bytes).min(axis=0).sum()
+            + of_stages @ once
+            + weights.sum() * extra
+        )
         return bool(least <= (weights * usable).sum())
 
     @property
     def _ahead(self) -> Ints:
-        """Maximum micro-batches of each stage from a forward to its backward."""
         stages = self.placement.stages
-        found: Ints = np.minimum(self.passes, stages - np.arange(stages))
-        return found
+        in_flight: Ints = np.minimum(self.passes, stages - np.arange(stages))
+        return in_flight
 
     @property
     def _buffer_bytes(self) -> float:
-        """Bytes of the buffers of a worker's messages."""
         return 2 * float(self._sums["largest input"])
 
     @cached_property
-    def _table(self) -> _Held:
-        return _held(self.placement)
+    def _table(self) -> _StageTable:
+        return _stage_table(self.placement)
 
     @cached_property
     def _sums(self) -> dict[str, Floats]:
-        """Cumulative sums over layers, and the input of each."""
         key = self.samples, self.recompute is not Recompute.NONE, self.synchronous
         if key not in self.known:
             self.known[key] = self._summed()
         return self.known[key]
 
     def _summed(self) -> dict[str, Floats]:
-        samples, again = self.samples, self.recompute is not Recompute.NONE
+        samples, recomputes = self.samples, self.recompute is not Recompute.NONE
         outputs = [self.profile.layer(kind).output_bytes for kind in self.model.layers[:-1]]
         inputs = samples * np.array([self.model.input_bytes, *outputs])
         rows: dict[str, Any] = {"inputs": inputs}
         for name, of in (
-            ("seconds", lambda layer: (1 + again) * layer.forward(samples) + layer.backward(samples)),
+            ("seconds", lambda layer: (1 + recomputes) * layer.forward(samples) + layer.backward(samples)),
             ("fixed", self._fixed),
             ("saved", lambda layer: layer.saved(samples)),
         ):
-            each = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
-            rows[name] = [each[kind] for kind in self.model.layers]
-        found = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
-        return found | {
+            by_kind = {kind: of(self.profile.layer(kind)) for kind in set(self.model.layers)}
+            rows[name] = [by_kind[kind] for kind in self.model.layers]
+        sums = {name: np.concatenate(([0.0], np.cumsum(row))) for name, row in rows.items()}
+        return sums | {
             "each seconds": np.array(rows["seconds"]),
             "each input": np.append(inputs, 0.0),
             "largest input": inputs[1:].max(initial=0.0),
@@ -310,17 +306,22 @@ def _longest(seconds: Floats, stages: int) -> Floats:
 
 
 def _least(values: Floats) -> Ints:
-    """Indices of the minimum of some values."""
     return np.flatnonzero(values <= values.min() * (1 + _ROUNDING))
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """The stages that a placement's workers hold: the stages of each, its first one; ``[stage][worker]``,
-    how often it holds a stage, in all and by chunk, and 1 for its first one.
+class _StageTable:
+    """Stages by worker.
+
+    Attributes:
+        stages: stages of each worker.
+        first: its first one.
+        holds: ``[stage][worker]``: how often the worker holds the stage.
+        begins: ``[stage][worker]``: 1 for its first stage.
+        chunks: ``holds`` of each chunk.
     """
 
-    held: list[list[int]]
+    stages: list[list[int]]
     first: list[int]
     holds: Floats
     begins: Floats
@@ -328,22 +329,22 @@ class _Held:
 
 
 @lru_cache(maxsize=256)
-def _held(placement: Placement) -> _Held:
-    held: list[list[int]] = [[] for _ in range(placement.workers)]
+def _stage_table(placement: Placement) -> _StageTable:
+    stages: list[list[int]] = [[] for _ in range(placement.workers)]
     chunks: list[Floats] = []
-    for stages in placement.pipes_stages:
+    for pipe in placement.pipes_stages:
         earlier = [0] * placement.workers
-        for stage, worker in enumerate(stages):
-            held[worker].append(stage)
+        for stage, worker in enumerate(pipe):
+            stages[worker].append(stage)
             if earlier[worker] == len(chunks):
                 chunks.append(np.zeros((placement.stages, placement.workers)))
             chunks[earlier[worker]][stage, worker] += 1
             earlier[worker] += 1
     holds = np.sum(chunks, axis=0)
-    first = [min(stages) for stages in held]
+    first = [min(pipe) for pipe in stages]
     begins = np.zeros_like(holds)
     begins[first, np.arange(placement.workers)] = 1.0
-    return _Held(held, first, holds, begins, chunks)
+    return _StageTable(stages, first, holds, begins, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +362,7 @@ class _Slowed:
 
 @lru_cache(maxsize=256)
 def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
-    first = _held(placement).first
+    first = _stage_table(placement).first
     slow = np.array(slowness)
     before = np.zeros((placement.stages, placement.workers))
     most = np.zeros(placement.stages)
@@ -370,4 +371,4 @@ def _slowed(placement: Placement, slowness: tuple[float, ...]) -> _Slowed:
         for stage, worker in enumerate(holders):
             if stage == first[worker]:
                 before[:stage, worker] = slow[list(holders[:stage])]
-    return _Slowed(_held(placement).holds * slow, before, most)
+    return _Slowed(_stage_table(placement).holds * slow, before, most)

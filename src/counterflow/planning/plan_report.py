@@ -16,9 +16,9 @@ from counterflow.common.json_models import Options, Part, Result, reads, said
 from .by_length import AtLength
 from .orders import Orders
 from .prediction import Parts
-from .search.found import Found
+from .search.search_result import SearchResult
 from .search.space import Omission
-from .task import Task
+from .task import PlanningTask
 from .why import BreakEven, Why
 
 
@@ -33,7 +33,6 @@ def predicted(text: str, name: str) -> Any:
 
 
 def _runs(nodes: Sequence[Any]) -> list[Any]:
-    """Adjacent nodes, from pairs of kind and number."""
     return [{"kind": run[0], "nodes": run[1]} if isinstance(run, tuple) else run for run in nodes]
 
 
@@ -69,7 +68,7 @@ class ConfigurationShown(Part):
         chosen("layers at which stages begin after the first; or balanced, even: not cut yet", "cuts"),
     ]
     tensor_parallel: Annotated[
-        int, chosen("positions of tensor parallelism, each with a pipeline", "tensor_parallel")
+        int, chosen("tensor-parallel degree: devices that share the work of every layer", "tensor_parallel")
     ]
 
 
@@ -132,7 +131,7 @@ class PlanShown(PredictionShown):
     mesh: Annotated[
         list[list[list[int]]] | None,
         predicted(
-            "devices by replica, worker and position, for a DeviceMesh; null without tensor parallelism",
+            "devices by replica, worker and tensor-parallel rank, for DeviceMesh; null: not tensor-parallel",
             "mesh",
         ),
     ]
@@ -168,7 +167,7 @@ class RejectedShown(Part):
 
 
 class WhyShown(Part):
-    """Why the best plan is the best."""
+    """Reasons that the best plan is the best."""
 
     parts_seconds: Annotated[Parts, said("parts of the best plan's step", "parts")]
     limit: Annotated[str | None, said("the largest part other than compute")]
@@ -227,7 +226,7 @@ class AtLengthShown(Part):
     """The best plans at a length of the sequence."""
 
     positions: Annotated[int, said("positions of a sample's sequence")]
-    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits")]
+    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits", "unsliced")]
     sliced: Annotated[PlanShown | None, said("the best plan with slices; null: none fits")]
     slices_win: Annotated[bool, said("whether slices are faster, or alone fit")]
     faster: Annotated[
@@ -238,7 +237,7 @@ class AtLengthShown(Part):
 class Planned(Result):
     """`counterflow plan`."""
 
-    model_config = reads("found")
+    model_config = reads("result")
 
     model: Annotated[str, said("name of the model", "task.model.name")]
     profile: Annotated[str, said("name of the profile", "task.profile.name")]
@@ -250,12 +249,12 @@ class Planned(Result):
         said("the best plan's stages as Megatron-LM's `--pipeline-model-parallel-layout`; null: it has none"),
     ]
     best: Annotated[list[PlanShown], said("the best plans: one, or the number given by `--top`")]
-    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "found.of_schemes")]
+    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "result.of_schemes")]
     rejected: Annotated[
-        list[RejectedShown], said("numbers of candidates by outcome, by scheme", "found.rejections")
+        list[RejectedShown], said("numbers of candidates by outcome, by scheme", "result.rejections")
     ]
     omitted: Annotated[
-        list[Omission], said("parts of the space without candidates, and why", "found.omissions")
+        list[Omission], said("parts of the space without candidates, and why", "result.omissions")
     ]
     why: WhyShown
     synthesized: Annotated[OrdersShown | None, said("computed orders, with `--synthesize`")]
@@ -281,8 +280,8 @@ class Examples(Result):
 
 
 def planned(
-    task: Task,
-    found: Found,
+    task: PlanningTask,
+    result: SearchResult,
     explained: Why,
     orders: Orders | None = None,
     by_length: Sequence[AtLength] = (),
@@ -291,12 +290,12 @@ def planned(
 
     Args:
         task: what was planned.
-        found: result of the search.
+        result: result of the search.
         explained: why the best plan is the best.
         orders: orders computed for the best plans.
         by_length: plans at other lengths.
     """
-    layout = found.best[0].layout
+    layout = result.best[0].layout
     return Planned.of(
-        task=task, found=found, layout=layout, why=explained, synthesized=orders, by_length=by_length
+        task=task, result=result, layout=layout, why=explained, synthesized=orders, by_length=by_length
     )

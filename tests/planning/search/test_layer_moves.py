@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.planning import LayerProfile, Model, Profile
-from counterflow.planning.search.moves import Floats, Ints, Moves
+from counterflow.planning.search.layer_moves import Floats, Ints, Moves
 from counterflow.planning.search.worker_cuts import Balance
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import looped

@@ -1,10 +1,10 @@
-"""Lower bounds of an update however the layers are cut: of its work, and of its way along the pipes.
+"""Lower bounds of an update however the layers are cut: of its work, and of a micro-batch's round trip.
 
 They cost next to nothing, so most candidates are pruned by them before their layers are cut. Everything here
 is summed over single layers: a stage takes the time of its layers and the overhead of an op, so it takes at
 least the time of each layer in the fastest way, without overhead.
 
-Invariant: no bound is above those of ``ways.py`` for any cuts.
+Invariant: no bound is above those of ``order_free_bounds.py`` for any cuts.
 """
 
 from __future__ import annotations
@@ -18,47 +18,51 @@ from ..cost.stages import stage_costs
 from ..inputs.model import Model
 from ..inputs.profile import Profile
 from .least_times import least_times
-from .paths import Hops
-from .shape import Shape
+from .path_bounds import HopCosts
+from .shape import WorkloadShape
 
 
 @dataclass(frozen=True, slots=True)
-class AnyCuts:
-    """What a micro-batch takes at least, for any cuts of the layers.
+class CutFreeBound:
+    """Minimum times and sizes of a micro-batch, for any cuts of the layers.
 
     Attributes:
         work: seconds of its forwards and backwards on all stages.
-        way: seconds of the ops on its way from stage 0 to the last and back; of its shortest slice, if it is
-            sliced.
+        round_trip: seconds of the ops on its way from stage 0 to the last and back; of its shortest slice, if
+            it is sliced.
         up: bytes of an output on this way.
         down: bytes of an input gradient on this way.
         gradients: bytes of the gradients of stage 0 that copies of it sum.
     """
 
     work: float
-    way: float
+    round_trip: float
     up: float
     down: float
     gradients: float
 
     @classmethod
-    def of(cls, shape: Shape, model: Model, profile: Profile, samples: int, recompute: Recompute) -> AnyCuts:
+    def of(
+        cls, shape: WorkloadShape, model: Model, profile: Profile, samples: int, recompute: Recompute
+    ) -> CutFreeBound:
         """The bounds of a micro-batch of ``samples`` samples in a schedule of this shape."""
         bare = replace(profile, op_overhead_seconds=0.0)
-        each_layer = stage_costs(model, bare, range(1, len(model.layers)), samples)
-        times = least_times(shape, each_layer, recompute)
+        layer_costs = stage_costs(model, bare, range(1, len(model.layers)), samples)
+        times = least_times(shape, layer_costs, recompute)
         outputs = [profile.layer(kind).output_bytes for kind in model.layers[:-1]]
-        size = each_layer.message_share * samples * min(outputs, default=0.0)
+        size = layer_costs.message_share * samples * min(outputs, default=0.0)
         size *= min(shape.lengths) / sum(shape.lengths)
         return cls(
             work=sum(times.both),
-            way=sum(times.forward) + sum(times.backward_op),
+            round_trip=sum(times.forward) + sum(times.backward_op),
             up=size,
             down=size / shape.parts,
-            gradients=each_layer.synced[0],
+            gradients=layer_costs.synced[0],
         )
 
-    def seconds(self, shape: Shape, hops: Hops, network: Network, *, barrier: bool = True) -> float:
+    def seconds(
+        self, shape: WorkloadShape, hops: HopCosts, network: Network, *, barrier: bool = True
+    ) -> float:
         """Minimum seconds of an update.
 
         Args:
@@ -72,12 +76,12 @@ class AnyCuts:
         least = self.work * sum(shape.passes) / speeds
         if shape.only_work_counts(barrier=barrier):
             return least
-        # As (2c) of ``Ways``: a micro-batch goes to the last stage and back, then the gradients of stage 0
-        # are summed; and each k in flight follow the k before.
+        # As (2c) of ``OrderFreeBounds.seconds``: a micro-batch goes to the last stage and back, then the
+        # gradients of stage 0 are summed; and each k in flight follow the k before.
         after = network.allreduce[0].seconds(self.gradients) if network.copies > 1 and self.gradients else 0.0
-        for count, (slowness, seconds, up, down) in zip(shape.passes, hops.ways, strict=True):
+        for count, (slowness, seconds, up, down) in zip(shape.passes, hops.round_trips, strict=True):
             if count:
-                way = slowness * self.way + seconds + up * self.up + down * self.down
+                trip = slowness * self.round_trip + seconds + up * self.up + down * self.down
                 turns = -(-count // shape.most_in_flight) if shape.most_in_flight is not None else 1
-                least = max(least, turns * way + after)
+                least = max(least, turns * trip + after)
         return least

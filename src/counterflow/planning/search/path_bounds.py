@@ -1,4 +1,4 @@
-"""The way of a micro-batch along each pipe, at the least, as columns over pipes and stages.
+"""Minimum times of a micro-batch along each pipe, as columns over pipes and stages.
 
 Invariant: sums are made stage by stage from the one end or the other, so that equal pipes have equal numbers
 to the last digit, and all the same as a sum by hand.
@@ -23,8 +23,8 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The (pipe, stage) pairs of a placement, pipe by pipe: who holds each, and what each worker holds.
+class StageHolders:
+    """The (pipe, stage) pairs of a placement, pipe by pipe: the holder of each, and the pairs of each worker.
 
     Attributes:
         workers: number of workers.
@@ -40,36 +40,36 @@ class Held:
 
     def summed(self, values: Floats) -> Floats:
         """The sum of each worker's pairs, from the first to the last one."""
-        found: Floats = np.bincount(self.worker, values.ravel(), self.workers).astype(np.float64, copy=False)
-        return found
+        sums: Floats = np.bincount(self.worker, values.ravel(), self.workers).astype(np.float64, copy=False)
+        return sums
 
     def least(self, values: Floats) -> Floats:
         """The least of each worker's pairs."""
-        found: Floats = values.ravel()[self.pairs].min(axis=0)
-        return found
+        minima: Floats = values.ravel()[self.pairs].min(axis=0)
+        return minima
 
     def most(self, values: Floats) -> Floats:
         """The most of each worker's pairs."""
-        found: Floats = values.ravel()[self.pairs].max(axis=0)
-        return found
+        maxima: Floats = values.ravel()[self.pairs].max(axis=0)
+        return maxima
 
 
 @lru_cache(maxsize=256)
-def held_pairs(placement: Placement) -> Held:
+def stage_holders(placement: Placement) -> StageHolders:
     """The pairs of a placement, each of whose workers holds a stage."""
     worker = np.array(placement.pipes_stages, dtype=np.int64).ravel()
-    own: list[list[int]] = [[] for _ in range(placement.workers)]
+    pairs_of_worker: list[list[int]] = [[] for _ in range(placement.workers)]
     for pair, holder in enumerate(worker.tolist()):
-        own[holder].append(pair)
-    longest = max(map(len, own))
-    padded = [pairs + pairs[:1] * (longest - len(pairs)) for pairs in own]
-    stages = [{pair % placement.stages for pair in pairs} for pairs in own]
-    return Held(placement.workers, worker, np.array(padded, dtype=np.int64).T.copy(), stages)
+        pairs_of_worker[holder].append(pair)
+    longest = max(map(len, pairs_of_worker))
+    padded = [pairs + pairs[:1] * (longest - len(pairs)) for pairs in pairs_of_worker]
+    stages = [{pair % placement.stages for pair in pairs} for pairs in pairs_of_worker]
+    return StageHolders(placement.workers, worker, np.array(padded, dtype=np.int64).T.copy(), stages)
 
 
 @dataclass(frozen=True, slots=True)
-class Hops:
-    """What messages from each stage of each pipe to the next one cost, ``[pipe][stage]``, and back.
+class HopCosts:
+    """Costs of messages from each stage of each pipe to the next one and back, ``[pipe][stage]``.
 
     Attributes:
         up: seconds of an output, without those of its bytes.
@@ -77,8 +77,8 @@ class Hops:
         down: the same of an input gradient.
         down_per_byte: the same of an input gradient.
         like: for each pipe, the first one that differs from it in nothing but which workers it is on.
-        ways: of each pipe, the slowness of its fastest worker, and the seconds of all its hops up and down,
-            without bytes, by a byte up, and by a byte down.
+        round_trips: of each pipe, the slowness of its fastest worker, and the seconds of all its hops up and
+            down, without bytes, by a byte up, and by a byte down.
     """
 
     up: Floats
@@ -86,17 +86,17 @@ class Hops:
     down: Floats
     down_per_byte: Floats
     like: tuple[int, ...]
-    ways: tuple[tuple[float, float, float, float], ...]
+    round_trips: tuple[tuple[float, float, float, float], ...]
 
     @classmethod
-    def of(cls, placement: Placement, network: Network) -> Hops:
+    def of(cls, placement: Placement, network: Network) -> HopCosts:
         """The hops of a placement; stages on one worker send nothing."""
         holders = np.array(placement.pipes_stages, dtype=np.int64)
-        one, other = holders[:, :-1], holders[:, 1:]
-        apart = one != other
+        sender, receiver = holders[:, :-1], holders[:, 1:]
+        remote = sender != receiver
         latency, per_byte = np.array(network.latency_seconds), np.array(network.seconds_per_byte)
-        ends = (one, other), (other, one)
-        tables = [np.where(apart, each[at], 0.0) for at in ends for each in (latency, per_byte)]
+        ends = (sender, receiver), (receiver, sender)
+        tables = [np.where(remote, cost[at], 0.0) for at in ends for cost in (latency, per_byte)]
         up, up_per_byte, down, down_per_byte = tables
         first: dict[object, int] = {}
         like = []
@@ -106,12 +106,12 @@ class Hops:
             like.append(first.setdefault(key, pipe))
         slow = np.array(network.slowness)[holders].min(axis=1) if network.slowness else np.ones(len(holders))
         sums = (slow, (up + down).sum(axis=1), up_per_byte.sum(axis=1), down_per_byte.sum(axis=1))
-        ways = tuple(zip(*(each.tolist() for each in sums), strict=True))
-        return cls(up, up_per_byte, down, down_per_byte, tuple(like), ways)
+        round_trips = tuple(zip(*(cost.tolist() for cost in sums), strict=True))
+        return cls(up, up_per_byte, down, down_per_byte, tuple(like), round_trips)
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class PathBounds:
     """Minimum seconds along each pipe, ``[pipe][stage]``.
 
     Attributes:
@@ -125,11 +125,13 @@ class Paths:
     stay: Floats
 
     @classmethod
-    def of(cls, hops: Hops, times: PipeTimes, sizes: Sequence[float], shares: tuple[float, int]) -> Paths:
-        """The ways along the pipes of a placement.
+    def of(
+        cls, hops: HopCosts, times: PipeTimes, sizes: Sequence[float], shares: tuple[float, int]
+    ) -> PathBounds:
+        """The minimum seconds along the pipes of a placement.
 
         Args:
-            hops: what its messages cost.
+            hops: costs of its messages.
             times: minimum times of its stages.
             sizes: bytes of the message that contains each stage's output.
             shares: the share of a micro-batch in the shortest slice, and the parts of its backward, to each
@@ -149,9 +151,9 @@ class Paths:
         )
 
 
-def _in_turn(ones: Floats, others: Floats) -> Floats:
-    """Sums up to each of ``ones``, between every two of which one of ``others`` is added."""
-    both = np.empty((len(ones), ones.shape[1] + others.shape[1]))
-    both[:, ::2], both[:, 1::2] = ones, others
-    found: Floats = np.cumsum(both, axis=1)[:, ::2]
-    return found
+def _in_turn(terms: Floats, gaps: Floats) -> Floats:
+    """Cumulative sums of ``terms``, between every two of which one of ``gaps`` is added."""
+    both = np.empty((len(terms), terms.shape[1] + gaps.shape[1]))
+    both[:, ::2], both[:, 1::2] = terms, gaps
+    sums: Floats = np.cumsum(both, axis=1)[:, ::2]
+    return sums

@@ -16,11 +16,11 @@ from counterflow.schedule.ir import Product
 from counterflow.simulation import simulate_within
 
 from ..play import Play, sync_seconds
-from .ways import all_summed
+from .order_free_bounds import all_summed
 
 
-class Sketches:
-    """The sketches of one schedule; candidates whose ops and sums take the same time share one."""
+class SyncFreeBounds:
+    """The bounds of one schedule; candidates whose ops and sums take the same time share one."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[float, float]] = {}
@@ -28,11 +28,11 @@ class Sketches:
         played: the least seconds are infinite if they exceed these.
         """
 
-    def least_seconds(self, play: Play, limit: float, alike: object) -> float:
-        """``least_seconds`` of a play; those with equal ``alike`` differ only in memory and the update."""
+    def seconds(self, play: Play, limit: float, times_key: object) -> float:
+        """``sync_free_seconds`` of a play; plays with equal ``times_key`` share ops and sums."""
         if not play.schedule.synchronous or not play.predictor.model.barrier:
             return 0.0
-        key, most = (alike, play.stages.cuts), play.update_limit(limit)
+        key, most = (times_key, play.stages.cuts), play.update_limit(limit)
         seconds, played_to = self._known.get(key, (math.inf, -math.inf))
         if math.isinf(seconds) and most > played_to:
             seconds = _least_update(play, most)
@@ -40,30 +40,29 @@ class Sketches:
         return play.step_seconds(seconds) if seconds < math.inf else math.inf
 
 
-def least_seconds(play: Play, limit: float = math.inf) -> float:
+def sync_free_seconds(play: Play, limit: float = math.inf) -> float:
     """Minimum seconds of a step in every sync mode; 0 if steps may overlap.
 
     It is infinite if it exceeds the limit, also in seconds of a step; then no worker is played to its end.
     """
-    return Sketches().least_seconds(play, limit, None)
+    return SyncFreeBounds().seconds(play, limit, None)
 
 
 def _least_update(play: Play, limit: float) -> float:
-    """Minimum seconds of an update's ops, messages and sums; infinite if a worker exceeds the limit."""
     schedule = play.schedule
     copies = play.network.copies > 1
     tail = _last_syncs(play) if copies else ()
-    alone = simulate_within(schedule, play.costs_without_sums, limit, tail)
-    if alone is None:
+    simulation = simulate_within(schedule, play.costs_without_sums, limit, tail)
+    if simulation is None:
         return math.inf
-    seconds, made = alone.makespan, alone.gradients_made
+    seconds, gradients_ready = simulation.makespan, simulation.gradients_made
     if copies:
-        seconds = max(seconds, all_summed(schedule.placement, play.stages, play.network, made))
+        seconds = max(seconds, all_summed(schedule.placement, play.stages, play.network, gradients_ready))
     return seconds
 
 
 def _last_syncs(play: Play) -> list[float]:
-    """Seconds of the sum that cannot start before each worker's last op has ended; 0 if there is none."""
+    """Seconds of the sum that cannot start before each worker's last op has ended, otherwise 0."""
     syncs = sync_seconds(play.stages, play.network)
     lasts = [order[-1] if order else None for order in play.schedule.orders]
     return [

@@ -34,8 +34,8 @@ class Plan:
     def layout(self) -> str | None:
         """Its stages as a layout of Megatron-LM; None where the model has none."""
         cuts = self.play.stages.cuts
-        found = self.play.predictor.model.layout(cuts)
-        return None if found is None else str(found)
+        layout = self.play.predictor.model.layout(cuts)
+        return None if layout is None else str(layout)
 
     @property
     def prediction(self) -> Prediction:
@@ -75,7 +75,7 @@ class Rejections:
         scheme: name of the scheme.
         candidates: all of them; one whose layers are cut by two rules counts twice.
         too_large: candidates that do not fit, unless they were known to be slower before.
-        slower: candidates whose bound or sketch exceeds the best found, so they were never simulated.
+        slower: candidates whose bound exceeds the best found, so they were never simulated.
         simulated: candidates that were simulated, in each sync mode.
         closest: the one of those that do not fit that needs the least memory; None if all fit.
     """
@@ -87,15 +87,15 @@ class Rejections:
     simulated: int = 0
     closest: TooLarge | None = None
 
-    def refuse(self, found: TooLarge) -> None:
+    def refuse(self, candidate: TooLarge) -> None:
         """Count a candidate that does not fit."""
         self.too_large += 1
-        if self.closest is None or found.excess_bytes < self.closest.excess_bytes:
-            self.closest = found
+        if self.closest is None or candidate.excess_bytes < self.closest.excess_bytes:
+            self.closest = candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -117,13 +117,12 @@ class Found:
     usable_bytes: float
 
     def _repr_html_(self) -> str:
-        """The best plan of every scheme, in a notebook."""
         plans = [plan.play.prediction() for plan in self.of_schemes]
         return titled(f"Mini-batch {self.mini_batch:,}: the best plan of each scheme", ranking(plans))
 
 
 def nothing_fits(cluster: Cluster, tallies: Mapping[str, Rejections], omissions: Iterable[Omission]) -> str:
-    """What each scheme would need, if no candidate fits; for people."""
+    """Text about the memory that each scheme would need, if no candidate fits."""
     reasons = [f"  {omission.what}: {omission.reason}" for omission in omissions]
     if not tallies:
         return "\n".join(["no plan meets the constraints", *reasons])
@@ -135,8 +134,8 @@ def nothing_fits(cluster: Cluster, tallies: Mapping[str, Rejections], omissions:
         if tally.closest is not None:
             closest = tally.closest
             of = f" on worker {closest.worker}, which has {_gib(closest.usable_bytes)}"
-            told = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
-            lines.append(told + (of if cluster.kinds else ""))
+            need = f"  {name}: needs at least {_gib(closest.needed_bytes)}"
+            lines.append(need + (of if cluster.kinds else ""))
     return "\n".join([*lines, *reasons])
 
 

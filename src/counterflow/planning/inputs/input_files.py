@@ -36,7 +36,7 @@ class _RunOfLayers(_Table):
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
 
 
-class _Model(_Table):
+class _ModelFile(_Table):
     name: str
     optimizer_states: float = 2.0
     input_bytes: float = 0.0
@@ -48,14 +48,14 @@ class _Model(_Table):
     ties: list[LayerTie] = []
 
     def value(self) -> Model:
-        given = {name: getattr(self, name) for name in type(self).model_fields}
+        values = {name: getattr(self, name) for name in type(self).model_fields}
         kinds = tuple(run.kind for run in self.layers for _ in range(run.count))
-        return Model(**given | {"layers": kinds, "skips": tuple(self.skips), "ties": tuple(self.ties)})
+        return Model(**values | {"layers": kinds, "skips": tuple(self.skips), "ties": tuple(self.ties)})
 
 
 _CLUSTER = TypeAdapter(Cluster)
 _PROFILE = TypeAdapter(Profile)
-_MODEL = TypeAdapter(_Model)
+_MODEL = TypeAdapter(_ModelFile)
 
 
 def load_cluster(path: Path | str) -> Cluster:
@@ -101,9 +101,9 @@ def read_profile(text: str, name: str) -> Profile:
 
 def read_model(text: str, name: str) -> Model:
     """The model in a file's text, as in ``read_cluster``."""
-    found = _value(text, name, _MODEL)
+    table = _value(text, name, _MODEL)
     try:
-        return found.value()
+        return table.value()
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -134,14 +134,13 @@ def as_data(
 
 
 def _value(text: str, name: str, form: TypeAdapter[_T]) -> _T:
-    """The value in a file."""
     try:
         # As JSON, because pydantic's strict mode accepts a table for a data type only from JSON.
         return form.validate_json(json.dumps(_read(text, name), default=_no_json))
     except ValidationError as error:
         # A misspelt key first: it explains the missing one.
         problems = sorted(error.errors(), key=lambda e: e["type"] not in _UNKNOWN_KEY)
-        lines = [f"{name}: {_told(problem)}" for problem in problems[:5]]
+        lines = [f"{name}: {_problem_text(problem)}" for problem in problems[:5]]
         raise ConfigError("\n".join(lines)) from None
     except (TypeError, RecursionError) as error:
         raise ConfigError(f"{name}: {error}") from None
@@ -154,7 +153,7 @@ def _no_json(value: object) -> Any:
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def _told(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"]).lstrip(".")
     if problem["type"] in _UNKNOWN_KEY:
         return f"{place}: unknown key"
@@ -176,12 +175,12 @@ def _text(path: Path | str) -> str:
 def _read(text: str, name: str) -> Any:
     is_json = name.endswith(".json")
     try:
-        found = json.loads(text) if is_json else tomllib.loads(text)
-        legal = toml.has_only_legal_numbers(found)
+        data = json.loads(text) if is_json else tomllib.loads(text)
+        legal = toml.has_only_legal_numbers(data)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{name}: not {'JSON' if is_json else 'TOML'}: {error}") from None
     except ValueError:  # Python limits the digits of a number
         raise ConfigError(f"{name}: a number has thousands of digits; is the file damaged?") from None
     if not legal:
         raise ConfigError(f"{name}: a whole number has more than 64 bits; is the file damaged?")
-    return found
+    return data

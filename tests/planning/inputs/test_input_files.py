@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError
-from counterflow.planning.inputs import files
+from counterflow.planning.inputs import input_files
 from counterflow.planning.inputs.cluster import AllReduce, Cluster, Link, allreduce_seconds
 from counterflow.planning.inputs.model import LayerSkip, LayerTie, Model
 from counterflow.planning.inputs.profile import LayerProfile, Profile
@@ -50,19 +50,19 @@ SKIPPING = replace(
 @pytest.mark.parametrize(
     ("value", "load"),
     [
-        (PROFILE, files.load_profile),
-        (CLUSTER, files.load_cluster),
-        (MODEL, files.load_model),
-        (SKIPPING, files.load_model),
+        (PROFILE, input_files.load_profile),
+        (CLUSTER, input_files.load_cluster),
+        (MODEL, input_files.load_model),
+        (SKIPPING, input_files.load_model),
     ],
 )
 def test_files_read_back_equal(value: object, load: Callable[[Path], object], tmp_path: Path) -> None:
     assert isinstance(value, Profile | Cluster | Model)
     path = tmp_path / "x.toml"
-    path.write_text(files.dumps(value), encoding="utf-8")
+    path.write_text(input_files.dumps(value), encoding="utf-8")
     assert load(path) == value
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(files.as_data(value)), encoding="utf-8")
+    path.write_text(json.dumps(input_files.as_data(value)), encoding="utf-8")
     assert load(path) == value
 
 
@@ -75,25 +75,28 @@ def test_files_read_back_equal(value: object, load: Callable[[Path], object], tm
         ("name = ", r"not TOML"),
         ("name = 2026-01-01", r"x\.toml: 2026-01-01 is a date or a time; write it in quotes"),
         (
-            files.dumps(CLUSTER).replace("nodes = 2", "nodes = 2.5"),
+            input_files.dumps(CLUSTER).replace("nodes = 2", "nodes = 2.5"),
             r"x\.toml: nodes: input should be a valid int",
         ),
         (
-            files.dumps(CLUSTER).replace("nodes = 2", 'nodes = "2"'),
+            input_files.dumps(CLUSTER).replace("nodes = 2", 'nodes = "2"'),
             r"x\.toml: nodes: input should be a valid int",
         ),
         (
-            files.dumps(CLUSTER).replace("sync_slowdown = 0.0", "sync_slowdown = nan"),
+            input_files.dumps(CLUSTER).replace("sync_slowdown = 0.0", "sync_slowdown = nan"),
             r"sync_slowdown: .*finite",
         ),
-        (files.dumps(CLUSTER).replace("[between]", "[betwen]"), r"x\.toml: betwen: unknown key"),
+        (input_files.dumps(CLUSTER).replace("[between]", "[betwen]"), r"x\.toml: betwen: unknown key"),
         (
-            files.dumps(CLUSTER).replace("[inside]", "[inside]\nwidth = 1"),
+            input_files.dumps(CLUSTER).replace("[inside]", "[inside]\nwidth = 1"),
             r"inside\.width: unknown key",
         ),
-        (files.dumps(CLUSTER).replace("nodes = 2", "nodes = 0"), r"x\.toml: nodes=0: must be 1 or more"),
         (
-            files.dumps(CLUSTER).replace("seconds_per_byte = 1e-10", "seconds_per_byte = -1.0"),
+            input_files.dumps(CLUSTER).replace("nodes = 2", "nodes = 0"),
+            r"x\.toml: nodes=0: must be 1 or more",
+        ),
+        (
+            input_files.dumps(CLUSTER).replace("seconds_per_byte = 1e-10", "seconds_per_byte = -1.0"),
             r"x\.toml: inside\.seconds_per_byte=-1.0: must be",
         ),
     ],
@@ -102,19 +105,19 @@ def test_what_is_wrong_with_a_file_is_told_with_its_place(text: str, message: st
     path = tmp_path / "x.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        files.load_cluster(path)
+        input_files.load_cluster(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        files.load_model(tmp_path / "none.toml")
+        input_files.load_model(tmp_path / "none.toml")
 
 
 def test_layers_of_a_profile_tell_their_kind(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
-    path.write_text(files.dumps(PROFILE).replace("[1, 2, 4]", "[1, 2, 2]", 1), encoding="utf-8")
+    path.write_text(input_files.dumps(PROFILE).replace("[1, 2, 4]", "[1, 2, 2]", 1), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"layers\.block\.samples=\[1.0, 2.0, 2.0\]: must be"):
-        files.load_profile(path)
+        input_files.load_profile(path)
     with pytest.raises(ConfigError, match="forward_seconds: 1 numbers for 2 sizes"):
         LayerProfile((1, 2), (1.0,), (1.0, 2.0), (1.0, 2.0), 1.0, 1.0)
     with pytest.raises(ConfigError, match="no layers of kind 'head'; kinds: block, odd kind"):

@@ -67,10 +67,10 @@ class Moves:
             now: the sums without a move, by worker.
             terms: numbers of stages, and their weights, ``[stage][worker]``.
         """
-        found = np.empty((len(self), len(now)))
-        found[0] = now
+        sums = np.empty((len(self), len(now)))
+        sums[0] = now
         if not self.sources:
-            return found
+            return sums
         later, earlier = (self._terms(terms, later=later) for later in (True, False))
         # Between are the stages up to the one before the higher end, without those up to the lower end.
         source, between, target = later
@@ -80,34 +80,33 @@ class Moves:
         running = np.cumsum(between, axis=0)
         up = now + source + running - between, target - running
         for stage, to_earlier, to_later in self._rows():
-            np.add(up[0][stage], up[1][:stage], out=found[to_earlier])
-            np.add(down[0][stage], down[1][stage + 1 :], out=found[to_later])
-        return found
+            np.add(up[0][stage], up[1][:stage], out=sums[to_earlier])
+            np.add(down[0][stage], down[1][stage + 1 :], out=sums[to_later])
+        return sums
 
     def most(self, of: OfStages) -> Floats:
         """Maximum over stages of a number of each, by move."""
-        now, found = self.now(of), np.empty(len(self))
+        now, maxima = self.now(of), np.empty(len(self))
         if not self.sources:
-            found[0] = now.max()
-            return found
+            maxima[0] = now.max()
+            return maxima
         before = np.concatenate(([-math.inf], np.maximum.accumulate(now)[:-1]))
         behind = np.concatenate((np.maximum.accumulate(now[::-1])[::-1][1:], [-math.inf]))
-        found[0] = now.max()
+        maxima[0] = now.max()
         source_up, between_up, target_up = self._changed(of, later=False)
         source, between, target = self._changed(of, later=True)
         for stage, to_earlier, to_later in self._rows():
-            row = found[to_earlier]
+            row = maxima[to_earlier]
             np.maximum(before[:stage], target_up[:stage], out=row)
             np.maximum(row, max(source_up[stage], behind[stage]), out=row)
             np.maximum(row[:-1], np.maximum.accumulate(between_up[1:stage][::-1])[::-1], out=row[:-1])
-            row = found[to_later]
+            row = maxima[to_later]
             np.maximum(behind[stage + 1 :], target[stage + 1 :], out=row)
             np.maximum(row, max(source[stage], before[stage]), out=row)
             np.maximum(row[1:], np.maximum.accumulate(between[stage + 1 : -1]), out=row[1:])
-        return found
+        return maxima
 
     def _rows(self) -> Iterator[tuple[int, slice, slice]]:
-        """Each source, its moves to earlier stages, and its moves to later ones."""
         begin = 1
         for stage in self.sources:
             end = begin + self._stages - 1
@@ -115,16 +114,14 @@ class Moves:
             begin = end
 
     def _terms(self, terms: tuple[tuple[OfStages, Floats], ...], *, later: bool) -> list[Floats]:
-        """Sums of what a move in one direction adds to the terms of a stage that it changes."""
-        found = [np.zeros(())] * 3
+        total = [np.zeros(())] * 3
         for of, weights in terms:
             now = self.now(of)
-            each = ((changed - now)[:, np.newaxis] * weights for changed in self._changed(of, later=later))
-            found = [sums + more for sums, more in zip(found, each, strict=True)]
-        return found
+            changes = ((changed - now)[:, np.newaxis] * weights for changed in self._changed(of, later=later))
+            total = [sums + more for sums, more in zip(total, changes, strict=True)]
+        return total
 
     def _changed(self, of: OfStages, *, later: bool) -> _Changed:
-        """Numbers of stages that a move in one direction changes."""
         begin, end = self.ends[:-1], self.ends[1:]
         if later:
             before = np.maximum(begin - 1, 0)  # the first stage gets no layer from an earlier one

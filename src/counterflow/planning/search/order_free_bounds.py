@@ -1,4 +1,4 @@
-"""Lower bounds of an update in any memory: of its work, its ways along the pipes, its sums.
+"""Lower bounds of an update in any memory: of its work, its paths along the pipes, its sums.
 
 Each is proved where it is computed; ``bounds.py`` says what for.
 """
@@ -18,12 +18,12 @@ from ..cost.device_placement import Network
 from ..cost.stages import StageCosts
 from ..play import sync_crossings, sync_seconds
 from .least_times import PipeTimes, least_times
-from .paths import Floats, Held, Hops, Ints, Paths, held_pairs
-from .shape import Shape
+from .path_bounds import Floats, HopCosts, Ints, PathBounds, StageHolders, stage_holders
+from .shape import WorkloadShape
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class OrderFreeBounds:
     """Bounds that do not depend on memory.
 
     Attributes:
@@ -38,7 +38,7 @@ class Ways:
 
     least: float
     after: float
-    workers: Workers
+    workers: WorkerBounds
     trips: frozenset[tuple[int, float]]
     together: int
     stay: Floats
@@ -51,17 +51,17 @@ class Ways:
         of a pipe follow the k before by at least a way to the last stage and back. Without a promise all may
         be in flight at once.
         """
-        found = self.least
-        for count, seconds in self.trips:
-            found = max(found, -(-count // (most_in_flight or count)) * seconds + self.after)
+        seconds = self.least
+        for count, trip in self.trips:
+            seconds = max(seconds, -(-count // (most_in_flight or count)) * trip + self.after)
         if most_stashed is not None and len(self.workers.which):
             promised = self.workers.promised(most_stashed, self.together)
-            found = max(found, float(promised.max()) + self.after)
-        return found
+            seconds = max(seconds, float(promised.max()) + self.after)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerBounds:
     """The part of each worker, through which micro-batches pass, until stage 0's last input gradient ends.
 
     Attributes:
@@ -70,7 +70,7 @@ class Workers:
         through: seconds of all its forwards and of all ops that make input gradients.
         count: micro-batches that pass its stages.
         stay: total time that the stashes of all of them exist.
-        apart: minimum seconds of weight gradients, if backwards may be split; otherwise 0.
+        weight_gradients: minimum seconds of weight gradients, if backwards may be split; otherwise 0.
         slope: minimum seconds of a forward and a backward.
     """
 
@@ -79,34 +79,36 @@ class Workers:
     through: Floats
     count: Floats
     stay: Floats
-    apart: Floats
+    weight_gradients: Floats
     slope: Floats
 
     @classmethod
-    def none(cls) -> Workers:
+    def none(cls) -> WorkerBounds:
         """No worker."""
         return cls(np.zeros(0, dtype=np.int64), *np.zeros((6, 0)))
 
     @classmethod
-    def of(cls, shape: Shape, held: Held, times: PipeTimes, paths: Paths) -> Workers:
-        """The workers of a placement, by the times and the ways of each of its pipes."""
+    def of(
+        cls, shape: WorkloadShape, holders: StageHolders, times: PipeTimes, paths: PathBounds
+    ) -> WorkerBounds:
+        """The workers of a placement, by the times and paths of each of its pipes."""
         passes = np.array(shape.passes)[:, np.newaxis]
         used = passes > 0
 
         def least(values: Floats) -> Floats:
-            return held.least(np.where(used, values, math.inf))
+            return holders.least(np.where(used, values, math.inf))
 
         # (1) Work. A worker's first op is a forward of one of its stages, whose input has come down the pipe;
         # the last to make an input gradient is a backward of one of its stages, whose gradient has to go down
         # to stage 0; between them it runs all its forwards and all that makes input gradients, one at a time.
-        count = held.summed(passes * np.ones_like(paths.stay))
+        count = holders.summed(passes * np.ones_like(paths.stay))
         which = np.flatnonzero(count)
         columns = (
             least(paths.before) + least(paths.after),
-            held.summed(passes * times.through),
+            holders.summed(passes * times.through),
             count,
-            held.summed(passes * paths.stay),
-            least(times.both - times.through) if shape.split else np.zeros(held.workers),
+            holders.summed(passes * paths.stay),
+            least(times.both - times.through) if shape.split else np.zeros(holders.workers),
             least(times.forward) + least(times.backward_op),
         )
         return cls(which, *(column[which] for column in columns))
@@ -121,22 +123,22 @@ class Workers:
         left empty, k(k−2)/2 · (F + B) where two begin at once; the worker runs k forwards and backwards or
         more one at a time, so that the two ends do not meet.
         """
-        made = np.maximum(self.count - most_stashed, 0) * self.apart
+        computed = np.maximum(self.count - most_stashed, 0) * self.weight_gradients
         most = np.minimum(most_stashed, self.count)
         filled = self.stay / most + (most - together) / 2 * self.slope
-        return self.around + np.maximum(self.through + made, filled)
+        return self.around + np.maximum(self.through + computed, filled)
 
 
-def least_ways(
-    shape: Shape,
+def order_free_bounds(
+    shape: WorkloadShape,
     stages: StageCosts,
     network: Network,
     recompute: Recompute,
     *,
     barrier: bool = True,
-    hops: Hops | None = None,
+    hops: HopCosts | None = None,
     halves_alone: bool = False,
-) -> Ways:
+) -> OrderFreeBounds:
     """The bounds of a candidate in any memory.
 
     Args:
@@ -149,25 +151,28 @@ def least_ways(
         halves_alone: whether no backward is of more than half a micro-batch.
     """
     placement = shape.placement
-    held, passes = held_pairs(placement), np.array(shape.passes)[:, np.newaxis]
-    each = least_times(shape, stages, recompute, halves_alone=halves_alone)
-    times = each.on(placement.pipes_stages, network.slowness)
-    work = held.summed(passes * times.both)
+    holders, passes = stage_holders(placement), np.array(shape.passes)[:, np.newaxis]
+    stage_times = least_times(shape, stages, recompute, halves_alone=halves_alone)
+    times = stage_times.on(placement.pipes_stages, network.slowness)
+    work = holders.summed(passes * times.both)
     if shape.only_work_counts(barrier=barrier):
         # In any order, and in the steady state too, a worker runs every op of an update.
-        return Ways(float(work.max()), 0.0, Workers.none(), frozenset(), 1, np.zeros_like(times.both))
+        return OrderFreeBounds(
+            float(work.max()), 0.0, WorkerBounds.none(), frozenset(), 1, np.zeros_like(times.both)
+        )
     shares = min(shape.lengths) / sum(shape.lengths), shape.parts
-    hops = hops or Hops.of(placement, network)
-    paths = Paths.of(hops, times, stages.message_bytes, shares)
-    workers = Workers.of(shape, held, times, paths)
+    hops = hops or HopCosts.of(placement, network)
+    paths = PathBounds.of(hops, times, stages.message_bytes, shares)
+    workers = WorkerBounds.of(shape, holders, times, paths)
     syncs = sync_seconds(stages, network) if network.copies > 1 else (0.0,) * placement.stages
-    alone = summed = 0.0
+    split_end = summed = 0.0
     if shape.split:
         # (1b) Split, weight gradients may come last of all, and a sum of its stages after them.
         first, sync = (
-            held.least(np.where(passes > 0, values, math.inf)) for values in (paths.before, np.array(syncs))
+            holders.least(np.where(passes > 0, values, math.inf))
+            for values in (paths.before, np.array(syncs))
         )
-        alone = float((first + work + sync)[workers.which].max(initial=0.0))
+        split_end = float((first + work + sync)[workers.which].max(initial=0.0))
     if network.copies > 1:
         ready = _ready(shape, times, paths, hops.like)
         summed = all_summed(placement, stages, network, ready)
@@ -175,20 +180,20 @@ def least_ways(
     # sum of stage 0's gradients cannot start before: whatever the sync mode, it comes on top. Split, likewise
     # of input gradients, which weight gradients follow.
     ops = float((workers.around + workers.through).max(initial=0.0))
-    least = max(ops + syncs[0], alone, summed)
+    least = max(ops + syncs[0], split_end, summed)
     trips = frozenset(
         (count, way) for count, way in zip(shape.passes, paths.stay[:, 0].tolist(), strict=True) if count
     )
-    return Ways(least, syncs[0], workers, trips, max(shape.together), paths.stay)
+    return OrderFreeBounds(least, syncs[0], workers, trips, max(shape.together), paths.stay)
 
 
-def _ready(shape: Shape, times: PipeTimes, paths: Paths, like: Sequence[int]) -> list[float]:
-    """Earliest times at which all copies have the gradients of each stage; of pipes that are ``like`` others
-    the one with most micro-batches decides.
+def _ready(shape: WorkloadShape, times: PipeTimes, paths: PathBounds, like: Sequence[int]) -> list[float]:
+    """Earliest times at which all copies have the gradients of each stage.
 
-    A stage's last backward follows that of the next stage. Before it, its worker has run one at a time, once
-    the first input is there, of all micro-batches of the pipe: the stage's own ops, the forwards of the
-    pipe's earlier stages that it holds, and the forwards and backwards of later ones.
+    Of pipes that are ``like`` others the one with most micro-batches decides. A stage's last backward follows
+    that of the next stage. Before it, its worker has run one at a time, once the first input is there, of all
+    micro-batches of the pipe: the stage's own ops, the forwards of the pipe's earlier stages that it holds,
+    and the forwards and backwards of later ones.
     """
     placement = shape.placement
     ready, last = [0.0] * placement.stages, placement.stages - 1
@@ -214,12 +219,12 @@ def _ready(shape: Shape, times: PipeTimes, paths: Paths, like: Sequence[int]) ->
         later = 0.0
         for stage in range(last, -1, -1):
             worker = holders[stage]
-            others = earlier[stage] + behind[worker]
+            other_ops = earlier[stage] + behind[worker]
             if stage < last:
-                # The way from the end of a backward of the next stage to the end of this one's.
+                # The path from the end of a backward of the next stage to the end of this one's.
                 later += after[stage + 1] - after[stage]
-            later = max(begins[worker] + count * (others + through[stage]), later)
-            ready[stage] = max(ready[stage], later, begins[worker] + count * (others + both[stage]))
+            later = max(begins[worker] + count * (other_ops + through[stage]), later)
+            ready[stage] = max(ready[stage], later, begins[worker] + count * (other_ops + both[stage]))
             behind[worker] += through[stage]
     return ready
 
@@ -228,7 +233,7 @@ def all_summed(placement: Placement, stages: StageCosts, network: Network, ready
     """Earliest time at which all gradients are summed; ``ready`` has the time when each stage's are
     computed.
     """
-    summed = _summed(held_pairs(placement).stages, sync_seconds(stages, network), ready)
+    summed = _summed(stage_holders(placement).stages, sync_seconds(stages, network), ready)
     # (4b) The same for messages on the single way out of a node: it carries all of them, in whatever order.
     if (crossings := sync_crossings(stages, network)) is not None:
         by_way: dict[int, set[int]] = {}
@@ -241,9 +246,8 @@ def all_summed(placement: Placement, stages: StageCosts, network: Network, ready
 
 
 def _summed(together: Sequence[Collection[int]], syncs: tuple[float, ...], ready: Sequence[float]) -> float:
-    """(4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
-    are not ready earlier, come after the moment at which the first of these is.
-    """
+    # (4) A worker sums the gradients of one stage after the other: those that are ready last, and all that
+    # are not ready earlier, come after the moment at which the first of these is.
     latest = 0.0
     for stages in together:
         lasts = 0.0

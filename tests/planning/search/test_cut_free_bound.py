@@ -12,10 +12,10 @@ from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement, Network, network
 from counterflow.planning.cost.stages import stage_costs
 from counterflow.planning.inputs.cluster import NodeKind
-from counterflow.planning.search.any_cuts import AnyCuts
-from counterflow.planning.search.paths import Hops
-from counterflow.planning.search.shape import Shape
-from counterflow.planning.search.ways import least_ways
+from counterflow.planning.search.cut_free_bound import CutFreeBound
+from counterflow.planning.search.order_free_bounds import order_free_bounds
+from counterflow.planning.search.path_bounds import HopCosts
+from counterflow.planning.search.shape import WorkloadShape
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
 
@@ -26,16 +26,16 @@ MODEL = Model("m", ("block", "block", "head"))
 CLUSTER = Cluster("c", 8, 1, memory_bytes=1e9, inside=Link(0.0, 0.0), between=Link(0.5, 0.25))
 
 
-def shape(placement: Placement, passes: int = 4, **others: Any) -> Shape:
+def shape(placement: Placement, passes: int = 4, **others: Any) -> WorkloadShape:
     pipes = placement.pipes
     found: dict[str, Any] = {"together": (1,) * pipes, "parts": 1, "split": False, "synchronous": True}
     promises: dict[str, Any] = {"most_stashed": None, "most_in_flight": None}
-    return Shape(placement, (passes,) * pipes, **found | promises | others)
+    return WorkloadShape(placement, (passes,) * pipes, **found | promises | others)
 
 
-def seconds(of: Shape, links: Network, recompute: Recompute = Recompute.NONE, **others: Any) -> float:
-    found = AnyCuts.of(of, MODEL, PROFILE, 1, recompute)
-    return found.seconds(of, Hops.of(of.placement, links), links, **others)
+def seconds(of: WorkloadShape, links: Network, recompute: Recompute = Recompute.NONE, **others: Any) -> float:
+    found = CutFreeBound.of(of, MODEL, PROFILE, 1, recompute)
+    return found.seconds(of, HopCosts.of(of.placement, links), links, **others)
 
 
 def links(placement: Placement, replicas: int = 1, cluster: Cluster = CLUSTER) -> Network:
@@ -43,10 +43,10 @@ def links(placement: Placement, replicas: int = 1, cluster: Cluster = CLUSTER) -
 
 
 def test_the_work_of_all_layers_is_without_the_overhead_of_ops() -> None:
-    one = AnyCuts.of(shape(linear(2)), MODEL, PROFILE, 1, Recompute.NONE)
-    assert (one.work, one.way) == pytest.approx((4 + 4 + 40,) * 2)
-    two = AnyCuts.of(shape(linear(2)), MODEL, PROFILE, 2, Recompute.LAYER)
-    assert (two.work, two.way) == pytest.approx((10 + 10 + 100,) * 2)
+    one = CutFreeBound.of(shape(linear(2)), MODEL, PROFILE, 1, Recompute.NONE)
+    assert (one.work, one.round_trip) == pytest.approx((4 + 4 + 40,) * 2)
+    two = CutFreeBound.of(shape(linear(2)), MODEL, PROFILE, 2, Recompute.LAYER)
+    assert (two.work, two.round_trip) == pytest.approx((10 + 10 + 100,) * 2)
 
 
 def test_each_layer_is_in_its_quickest_way() -> None:
@@ -54,7 +54,7 @@ def test_each_layer_is_in_its_quickest_way() -> None:
     by_twos = LayerProfile((1.0, 2.0), (10.0, 18.0), (20.0, 40.0), (0.0, 0.0), 0.0, 0.0)
     by_one = LayerProfile((1.0, 2.0), (1.0, 3.0), (2.0, 4.0), (0.0, 0.0), 0.0, 0.0)
     profile = Profile("p", "", "", {"block": by_twos, "head": by_one})
-    found = AnyCuts.of(
+    found = CutFreeBound.of(
         shape(linear(2), together=(2,)), Model("m", ("block", "head")), profile, 1, Recompute.STAGE
     )
     assert found.work == pytest.approx((9 + 30) + (1 + 3))
@@ -80,9 +80,9 @@ def test_a_micro_batch_goes_up_and_back_before_stage_0_sums_its_gradients() -> N
 
 
 def test_a_half_of_a_backward_carries_half_a_gradient() -> None:
-    two, free = linear(2), AnyCuts.of(shape(linear(2), parts=2), MODEL, PROFILE, 1, Recompute.NONE)
+    two, free = linear(2), CutFreeBound.of(shape(linear(2), parts=2), MODEL, PROFILE, 1, Recompute.NONE)
     assert (free.up, free.down) == (5.0, 2.5)
-    sliced = AnyCuts.of(shape(two, lengths=(3, 1)), MODEL, PROFILE, 1, Recompute.NONE)
+    sliced = CutFreeBound.of(shape(two, lengths=(3, 1)), MODEL, PROFILE, 1, Recompute.NONE)
     assert (sliced.up, sliced.down) == (1.25, 1.25)
 
 
@@ -110,11 +110,11 @@ def test_no_cuts_have_a_lower_bound(placement: Placement, recompute: Recompute) 
         for replicas, passes, others in [(r, n, o) for r in (1, 2) for n in (1, 2, 6) for o in ways]:
             of = shape(placement, passes, **others)
             here = links(placement, replicas, cluster)
-            least = AnyCuts.of(of, model, profile, 1, recompute).seconds(
-                of, Hops.of(placement, here), here, barrier=True
+            least = CutFreeBound.of(of, model, profile, 1, recompute).seconds(
+                of, HopCosts.of(placement, here), here, barrier=True
             )
             bounds = [
-                least_ways(of, stage_costs(model, profile, cuts, 1), here, recompute)
+                order_free_bounds(of, stage_costs(model, profile, cuts, 1), here, recompute)
                 for cuts in combinations(range(1, len(model.layers)), placement.stages - 1)
             ]
             closest = min(one.seconds(None, of.most_in_flight) for one in bounds)
