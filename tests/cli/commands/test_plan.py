@@ -208,7 +208,7 @@ def test_the_examples_are_listed(run: Run) -> None:
         ),
         (
             "plan --example chimera-bert48 --option periods=4",
-            "Error: --option periods: a plan simulates as many updates as needed; leave it out\n",
+            "Error: --option periods: a plan simulates as many updates as needed; omit it\n",
         ),
         (
             "plan --example chimera-bert48 --cuts odd",
