@@ -56,7 +56,6 @@ benchmarks: .venv/.installed
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/page_times.py
-	$(BIN)/python benchmarks/ten_tabs.py
 
 # Slips that the tests do not see, module by module (hours); the table is in benchmarks/results/mutants.txt.
 mutants: .venv/.installed

@@ -16,7 +16,6 @@ Prints a line a scheme and depth, and at the end what failed.
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import itertools
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit import arguments
 
 from counterflow.errors import CounterflowError
 from counterflow.program.segments import segments
@@ -131,7 +131,7 @@ def compared(schedule: Schedule, how: dict[str, Any], transport: str, device: st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__)
     parser.add_argument("--depths", default="2,4,8")
     parser.add_argument("--transport", default="strict-local", choices=[kind.name for kind in kinds()])
     parser.add_argument("--device", default="cpu")

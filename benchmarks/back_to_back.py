@@ -24,14 +24,11 @@ receives and autograd, split by hand for this one model, with an optimiser, and 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +58,7 @@ from emulated_device import (
     trivial_loss,
     undisturbed,
 )
-from machine import load, machine, shown
+from kit import arguments, keep, load, machine, machine_line
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -75,7 +72,6 @@ GOALS = {4: 1.04, 8: 1.06}
 """By depth: a step over the work, with one copy of the model and 1F1B's memory."""
 
 GAIN = 0.08
-RESULTS = Path(__file__).parent / "results"
 
 OURS = (
     *("dapple", "interleaved chunks=2", "chimera direct", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"),
@@ -298,7 +294,7 @@ def _verdict(rows: Sequence[Row], depth: int, work_seconds: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "back_to_back.*")
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8], help="workers; N is twice as many")
     add_sizes(parser)
     parser.add_argument("--steps", type=int, default=20, help="steps in a row")
@@ -308,11 +304,10 @@ def main() -> None:
         "--device", nargs="+", choices=("host", "stream"), default=["host"], help="where ops run"
     )
     parser.add_argument("--bare", action="store_true", help="also what orders take without an engine")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/back_to_back.*")
     options = parser.parse_args()
     about = machine()
     lines = [
-        f"# python benchmarks/back_to_back.py, {shown(about)}",
+        f"# python benchmarks/back_to_back.py, {machine_line(about)}",
         f"# medians of {options.repeats} runs of {options.steps} steps; F = I = W = 20 ms a worker and "
         "micro-batch",
     ]
@@ -337,11 +332,7 @@ def main() -> None:
     about["load_after"] = round(load(), 2)
     print("\n".join(lines))
     if options.keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "back_to_back.txt").write_text("\n".join(lines) + "\n")
-        (RESULTS / "back_to_back.json").write_text(
-            json.dumps({"machine": about, "rows": data}, indent=1) + "\n"
-        )
+        keep("back_to_back", lines, {"machine": about, "rows": data})
 
 
 if __name__ == "__main__":

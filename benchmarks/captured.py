@@ -10,23 +10,19 @@ vit-pytorch efficientnet_pytorch torchaudio; models of missing ones are left out
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
-
-OUT = Path(__file__).parent / "results" / "captured.txt"
 
 Made = tuple[nn.Module, Callable[[int], Any]]
 
@@ -327,13 +323,12 @@ def tried(make: Callable[[], Made]) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "captured.txt")
     parser.add_argument("--only", nargs="+", default=[], help="models whose name has one of these words")
     parser.add_argument("--packages", nargs="+", default=[each.__name__ for each in PACKAGES])
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/captured.txt")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    lines = [f"# python benchmarks/captured.py, {shown(machine())}", "", "| package | model | layers | s | |"]
+    lines = [f"# python benchmarks/captured.py, {machine_line()}", "", "| package | model | layers | s | |"]
     lines.append("|---|---|--:|--:|---|")
     print(*lines, sep="\n", flush=True)
     counts: Counter[str] = Counter()
@@ -364,7 +359,7 @@ def main() -> None:
     lines += ["", f"{sum(counts.values())} models, without a line of glue: {dict(counts)}"]
     print(*lines[-2:], sep="\n")
     if args.keep:
-        OUT.write_text("\n".join(lines) + "\n")
+        keep("captured", lines)
 
 
 if __name__ == "__main__":

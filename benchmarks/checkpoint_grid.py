@@ -20,7 +20,6 @@ added to.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, shown
+from kit import arguments, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -173,12 +172,12 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--part", default="1/1", help="which readers")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [f"{shown(machine())}, {platform.system()}", ""]
+    lines = [f"{machine_line()}, {platform.system()}", ""]
     began = time.perf_counter()
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

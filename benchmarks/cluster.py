@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from emulated_device import precise_sleep, undisturbed
 from emulated_stage import emulated_stage
-from machine import load, machine, shown
+from kit import RESULTS, arguments, load, machine, machine_line
 from namespaces import all_done, inside, nodes, probe, require_namespaces
 from torch import Tensor, nn
 
@@ -65,7 +65,6 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
 
-RESULTS = Path(__file__).parent / "results"
 SAMPLES = 2  # of a micro-batch, in what is not planned
 BEST = 5  # plans that are measured
 STEPS = 4  # the first of them is not counted
@@ -303,7 +302,7 @@ def one(layout: str, megabits: float, delay: float, number: int, count: int) -> 
 def report(data: dict[str, Any]) -> list[str]:
     """What is printed."""
     clusters = data["clusters"]
-    lines = [shown(data["machine"]), ""]
+    lines = [machine_line(data["machine"]), ""]
     lines.append("| nodes x workers | Mbit/s, ms set | by a socket | found between nodes | found inside |")
     lines.append("|---|---|---|---|---|")
     for each in clusters:
@@ -399,16 +398,13 @@ def picture(data: dict[str, Any]) -> None:
 
 def main() -> None:
     """Read the command line and do what it says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "cluster.txt")
     parser.add_argument("--layout", nargs="+", default=["2x2", "4x1", "2x4"])
     parser.add_argument("--megabits", nargs="+", type=float, default=[1000.0, 100.0])
     parser.add_argument("--delays", nargs="+", type=float, default=[0.1, 5.0])
     parser.add_argument(
         "--configurations", type=int, default=4, help="of each cluster, beside the planned ones"
     )
-    parser.add_argument("--keep", action="store_true", help="write results/cluster.txt, .json and .png")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()

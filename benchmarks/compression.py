@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from emulated_device import (
     BYTES,
-    RESULTS,
     SAMPLES,
     Device,
     note,
@@ -38,7 +37,7 @@ from emulated_device import (
     undisturbed,
 )
 from emulated_device import sleepers as sleeping_stages
-from machine import machine, shown
+from kit import RESULTS, arguments, machine_line
 from namespaces import all_done, nodes, one_a_node
 from torch import Tensor
 
@@ -242,10 +241,9 @@ def loss_table(steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "compression*.txt")
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each")
     parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/compression*.txt")
     parser.add_argument("--only", choices=["loopback", "link", "loss"], help="one of the three tables")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", nargs="+", help=argparse.SUPPRESS)
@@ -255,7 +253,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
     words = [word for word in sys.argv[1:] if word != "--keep"]
-    lines = [f"# {' '.join(['python benchmarks/compression.py', *words])}, {shown(machine())}"]
+    lines = [f"# {' '.join(['python benchmarks/compression.py', *words])}, {machine_line()}"]
     if options.only in (None, "loopback"):
         found = cf.launch(timings, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
         lines += ["", "## Time over loopback", "", *time_table(found)]

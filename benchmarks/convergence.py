@@ -35,7 +35,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from machine import load, machine, shown
+from kit import arguments, keep, load, machine, machine_line
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -765,7 +765,7 @@ def report(kept: dict[str, Any]) -> list[str]:
     """All tables."""
     curves = [from_data(data) for data in kept["curves"]]
     # Without the load: what is told here does not depend on how busy the machine was.
-    lines = [f"# {kept['command']}, {shown(kept['machine']).partition(', load before')[0]}"]
+    lines = [f"# {kept['command']}, {machine_line(kept['machine']).partition(', load before')[0]}"]
     for name in (name for name in TASKS if any(curve.task == name for curve in curves)):
         task, rows = TASKS[name], by_method(curves, name)
         count = parameter_count(task.layers())
@@ -818,7 +818,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "convergence.*")
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=0, help="updates; as the task says where not given")
@@ -826,9 +826,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="trainings at once")
     parser.add_argument("--resume", action="store_true", help="do not repeat what an ended run has done")
     parser.add_argument("--quick", action="store_true", help="20 updates: to see that it runs")
-    parser.add_argument(
-        "--keep", action="store_true", help="write benchmarks/results/convergence.*, pictures"
-    )
     parser.add_argument("--draw", action="store_true", help="only tables and pictures, from what was kept")
     options = parser.parse_args()
     path = RESULTS / "convergence.json"
@@ -859,7 +856,7 @@ def main() -> None:
     if options.keep or options.draw:
         RESULTS.mkdir(exist_ok=True)
         path.write_text(written(kept))
-        (RESULTS / "convergence.txt").write_text("\n".join(lines) + "\n")
+        keep("convergence", lines)
         draw_all(kept, PICTURES)
     wrong = [check for data in kept["checks"] if not (check := Check(**data)).ok]
     if wrong:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from emulated_device import precise_sleep, undisturbed
 from emulated_stage import emulated_stage
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from namespaces import all_done, nodes, one_a_node
 from torch import Tensor, nn
 
@@ -54,7 +54,6 @@ from counterflow.planning.cost.device_placement import devices
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.modes import Sync
 
-RESULTS = Path(__file__).parent / "results"
 DEPTH = 4
 SAMPLES = 2
 FORWARD_SECONDS = 0.02
@@ -305,11 +304,8 @@ def report(rows: list[Row]) -> list[str]:
 
 def main() -> None:
     """Read the command line and do what it says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "eager_sync.txt")
     parser.add_argument("--turns", type=int, default=15, help="steps of each mode")
-    parser.add_argument("--keep", action="store_true", help="write results/eager_sync.txt")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -317,7 +313,7 @@ def main() -> None:
         work(given.work, given.cases, given.turns)
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
-    lines = [f"# python benchmarks/eager_sync.py --turns {given.turns}, {shown(machine())}", ""]
+    lines = [f"# python benchmarks/eager_sync.py --turns {given.turns}, {machine_line()}", ""]
     rows = []
     links = dict.fromkeys((case.replicas, case.megabits) for case in CASES)
     for link in links:
@@ -328,7 +324,7 @@ def main() -> None:
     lines += report(rows)
     print("\n".join(lines))
     if given.keep:
-        (RESULTS / "eager_sync.txt").write_text("\n".join(lines) + "\n")
+        keep("eager_sync", lines)
 
 
 if __name__ == "__main__":

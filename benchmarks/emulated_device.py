@@ -31,7 +31,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import statistics
 import sys
@@ -47,7 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as theirs
-from machine import load, machine, shown
+from kit import arguments, keep, load, machine, machine_line
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
@@ -64,7 +63,6 @@ SAMPLES = 4
 """Of a micro-batch; halved backwards need two."""
 GOAL = 1.03
 BYTES = {"4KiB": 4 << 10, "4MiB": 4 << 20}
-RESULTS = Path(__file__).parent / "results"
 
 
 # The device
@@ -934,20 +932,19 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "emulated_device.*")
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8], help="workers; N is twice as many")
     add_sizes(parser)
     parser.add_argument("--repeats", type=int, default=7, help="steps timed of each contender")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before; the engine counts bytes in 2")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
     parser.add_argument("--bare", action="store_true", help="also time loops without an engine")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/emulated_device.*")
     options = parser.parse_args()
     about = machine()
     settings = Settings(
         tuple(options.payloads), options.repeats, max(1, options.warm_up), tuple(options.only), options.bare
     )
-    lines = [f"# python benchmarks/emulated_device.py, {shown(about)}"]
+    lines = [f"# python benchmarks/emulated_device.py, {machine_line(about)}"]
     lines.append(
         f"# medians of {settings.repeats} steps; 20 ms forward, 40 ms backward a worker and micro-batch"
     )
@@ -962,11 +959,7 @@ def main() -> None:
     about["load_after"] = round(load(), 2)
     print("\n".join(lines))
     if options.keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "emulated_device.txt").write_text("\n".join(lines) + "\n")
-        (RESULTS / "emulated_device.json").write_text(
-            json.dumps({"machine": about, "rows": data}, indent=1) + "\n"
-        )
+        keep("emulated_device", lines, {"machine": about, "rows": data})
 
 
 if __name__ == "__main__":

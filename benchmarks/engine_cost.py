@@ -12,7 +12,6 @@ Times are of this thread's processor, not of the wall, so that a busy machine ch
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -20,11 +19,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, shown
+from kit import arguments, keep, machine, machine_line
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -37,7 +35,6 @@ from counterflow.runtime.transport.base import Group, Status, Transport
 from counterflow.runtime.transport.kinds import LOCAL
 from counterflow.schedule.ir import OpKind
 
-RESULTS = Path(__file__).parent / "results" / "engine_cost.txt"
 SHAPE = (1, 4)
 DEVICE = torch.device("cpu")
 """Where everything is computed; the one-GPU programme sets another."""
@@ -325,7 +322,7 @@ def profiled(schedule: cf.Schedule, repeats: int, rest_seconds: float, *, barrie
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "engine_cost.*")
     parser.add_argument("--repeats", type=int, default=11, help="steps timed of each worker")
     parser.add_argument("--only", nargs="+", default=[], help="schedules whose name has one of these words")
     parser.add_argument("--profile", action="store_true", help="where the time goes, in place of the table")
@@ -336,7 +333,6 @@ def main() -> None:
         metavar="MS",
         help="sleep before each action, as a worker does: what it needs is then no more in the caches",
     )
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     about = machine()
     torch.set_num_threads(1)
@@ -363,7 +359,7 @@ def main() -> None:
         "a step",
     ]
     lines = [
-        f"# python benchmarks/engine_cost.py, {shown(about)}",
+        f"# python benchmarks/engine_cost.py, {machine_line(about)}",
         f"# microseconds of processor time, {options.rest:g} ms of rest before each action",
         "",
     ]
@@ -380,8 +376,7 @@ def main() -> None:
             )
     print("\n".join(lines))
     if options.keep:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        keep("engine_cost", lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ benchmarks/results/fuzz.txt.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -36,7 +35,7 @@ from typing import Any
 
 import torch
 import typer.main
-from machine import machine, shown
+from kit import arguments, machine_line
 
 from counterflow.cli import application
 from counterflow.measure import survey
@@ -544,15 +543,14 @@ def kept(rows: dict[str, str], seed: int) -> str:
     found = [(old | rows)[name] for name in SHARES if name in old | rows]
     inputs, broken = (sum(int(row.split("|")[column]) for row in found) for column in (2, 5))
     total = f"{inputs:,} inputs in all, {broken:,} broke a rule"
-    return "\n".join([f"seed {seed}; {shown(machine())}", "", *_HEAD, *found, "", total]) + "\n"
+    return "\n".join([f"seed {seed}; {machine_line()}", "", *_HEAD, *found, "", total]) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "fuzz.*")
     parser.add_argument("inputs", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", action="append", choices=SHARES)
-    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, str] = {}

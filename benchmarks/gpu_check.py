@@ -15,7 +15,6 @@ threads, `speed` with small models over Gloo. Such numbers say nothing of GPUs.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -32,6 +31,7 @@ from typing import Any
 
 import one_gpu
 import torch
+from kit import arguments
 from torch import nn
 from torch.distributed import pipelining as theirs
 from torch.utils.flop_counter import FlopCounterMode
@@ -439,7 +439,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--one-gpu", action="store_true", help="the programme for one GPU, in eight minutes")
     parser.add_argument("--pretend", action="store_true", help="with --one-gpu: rehearse it on CPUs")
     parser.add_argument("--thin", type=int, default=1, help="with --pretend: run each so-many-th case")

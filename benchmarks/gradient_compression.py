@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eager_sync import DEPTH, RESULTS, SAMPLES, WIDTH, Case, Layer, Work
+from eager_sync import DEPTH, SAMPLES, WIDTH, Case, Layer, Work
 from emulated_device import note
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from namespaces import all_done, nodes, one_a_node
 
 import counterflow as cf
@@ -187,11 +187,10 @@ def rows_of(row: Row) -> Sequence[str]:
 
 def main() -> None:
     """Read the command line and do what it says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "gradient_compression.txt")
     parser.add_argument("--steps", type=int, default=120, help="of the GPT example")
     parser.add_argument("--turns", type=int, default=9, help="steps of each form that are timed")
     parser.add_argument("--only", choices=["loss", "time"], help="one of the two tables")
-    parser.add_argument("--keep", action="store_true", help="write results/gradient_compression.txt")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -200,14 +199,14 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
     words = [word for word in sys.argv[1:] if word != "--keep"]
-    lines = [f"# {' '.join(['python benchmarks/gradient_compression.py', *words])}, {shown(machine())}", ""]
+    lines = [f"# {' '.join(['python benchmarks/gradient_compression.py', *words])}, {machine_line()}", ""]
     if given.only != "loss":
         lines += [*time_table(given.turns), ""]
     if given.only != "time":
         lines += loss_table(given.steps)
     print("\n".join(lines))
     if given.keep:
-        (RESULTS / "gradient_compression.txt").write_text("\n".join(lines) + "\n")
+        keep("gradient_compression", lines)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ to benchmarks/results/kills.json and writes its table, kills.txt. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -37,9 +36,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from machine import machine, shown
-
-RESULTS = Path(__file__).parent / "results"
+from kit import RESULTS, arguments, machine, machine_line
 
 STEPS, CHECKPOINT_EVERY = 80, 8
 
@@ -317,19 +314,18 @@ def keep(rows: list[Kill], about: dict[str, Any]) -> None:
         kept["machines"].append(about)
     kept["kills"] += [asdict(row) for row in rows]
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    (RESULTS / "kills.txt").write_text(f"{shown(about)}\n\n{table([Kill(**row) for row in kept['kills']])}")
+    (RESULTS / "kills.txt").write_text(
+        f"{machine_line(about)}\n\n{table([Kill(**row) for row in kept['kills']])}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "kills.*")
     parser.add_argument("--kills", type=int, default=20, help="end after so many")
     parser.add_argument("--minutes", type=float, default=8, help="begin no other run after so many")
     parser.add_argument("--each", type=int, default=6, help="kills of a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--beside", action="store_true", help="compare twins and the checkpoint")
-    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     drawn, rows, wrong = random.Random(options.seed), [], 0
     about, began = machine(), time.monotonic()

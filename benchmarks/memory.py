@@ -15,16 +15,14 @@ four workers, were not measured before it was.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, shown
+from kit import RESULTS, arguments, machine_line
 from torch import nn
 
 from counterflow.measure.layer_times import bytes_of
@@ -41,7 +39,6 @@ GOAL = 0.05
 STEPS = 2, 4
 """Numbers of the steps that count, from 0: the first one learns shapes and makes the optimiser's state, and
 in the first, second, fourth, eighth, ... one checks of the loss hold more."""
-RESULTS = Path(__file__).parent / "results"
 GPTS = {
     "gpt": GPTConfig(layers=6, hidden=96, heads=4, vocabulary=256, positions=64, dropout=0.0),
     "large": GPTConfig(layers=8, hidden=256, heads=8, vocabulary=1000, positions=96, dropout=0.0),
@@ -252,8 +249,7 @@ def _summed(errors: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
+    parser = arguments(__doc__, "memory.*")
     parser.add_argument("--local", action="store_true", help="threads in place of processes")
     given = parser.parse_args()
     first = len(every := list(runs()))
@@ -273,7 +269,7 @@ def main() -> None:
         by_worker = launch(measured, pairs, workers=workers, threads=1, **how)
         for number, *found in zip(mine, *by_worker, strict=True):
             peaks[number] = found
-    lines = [shown(machine()), "", f"{'run':<84}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]
+    lines = [machine_line(), "", f"{'run':<84}{'worker':>7}{'predicted':>11}{'measured':>11}{'error':>8}"]
     errors: list[float] = []
     for number, (run, play) in enumerate(zip(every, plays, strict=True)):
         name = " ".join(

@@ -10,7 +10,6 @@ the sequence as well. Schemes without a flush are compared with two plain replic
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from counterflow.schedule.ir import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime" / "mesh"))
 import cases
-from machine import machine, shown
+from kit import arguments, machine_line
 
 WHOLE: dict[str, Schedule] = {
     "gpipe": schemes.gpipe(2, 3),
@@ -102,9 +101,9 @@ def work(how_only: str, only: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--how", default="", help="ways to shard with this in their names")
     parser.add_argument("--only", default="", help="schemes with this in their names")
-    print(shown(machine()))
+    print(machine_line())
     given = parser.parse_args()
     cf.launch(work, given.how, given.only, workers=4, timeout_seconds=120)

@@ -13,20 +13,17 @@ every symmetric one to ``schedule/orders/mixpipe_asymmetric.py``.
 
 from __future__ import annotations
 
-import argparse
 import time
 from itertools import product
 from pathlib import Path
 
-from machine import machine, shown
-from mixpipe_sweep import legal
-from mixpipe_symmetric import entry_of, store
+from kit import arguments, keep, machine_line
+from mixpipe_symmetric import entry_of, legal, store
 from ortools.sat.python import cp_model
 
 import counterflow as cf
 from counterflow.schedule.orders import mixpipe_asymmetric
 
-KEPT = Path(__file__).parent / "results" / "mixpipe_asymmetric.txt"
 DEPTHS = range(4, 13, 2)
 SECONDS = {"F": 1, "B": 2}
 
@@ -113,12 +110,11 @@ def least(depth: int, peak: int, most: int, pipes: int, seconds: float) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "mixpipe_asymmetric.*")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each question to the solver")
     parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
-    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name} and mixpipe_asymmetric.py")
     options = parser.parse_args()
-    lines, stored = [shown(machine()), " D peak  injected  symmetric  asymmetric  seconds"], list[str]()
+    lines, stored = [machine_line(), " D peak  injected  symmetric  asymmetric  seconds"], list[str]()
     print(*lines, sep="\n", flush=True)
     for depth in options.depths:
         spans: dict[int, int] = {}
@@ -139,7 +135,7 @@ def main() -> None:
             if words:
                 stored.append(entry_of((depth, peak), words))
     if options.keep:
-        KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("mixpipe_asymmetric", lines)
         store(Path(mixpipe_asymmetric.__file__), stored)
 
 

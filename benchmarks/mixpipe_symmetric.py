@@ -12,19 +12,22 @@ time of the list schedules of ``mixpipe_plan.py``, ``published`` is 5D-3K-4-3Γ.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from machine import machine, shown
-from mixpipe_sweep import legal
+from kit import arguments, keep, machine_line
 from ortools.sat.python import cp_model
 
 from counterflow.papers.closed_forms import mixpipe_idle
 from counterflow.schedule.orders import mixpipe_optima, mixpipe_plan
 
-KEPT = Path(__file__).parent / "results" / "mixpipe_symmetric.txt"
+
+def legal(depth: int) -> list[tuple[int, int]]:
+    """K and Γ of a depth."""
+    return [(k, g) for k in range(2, depth + 1, 2) for g in range((depth - k) // 2 + 1)]
+
+
 DEPTHS = range(4, 13, 2)
 SECONDS = {"F": 1, "B": 2}
 
@@ -105,11 +108,10 @@ def store(module: Path, entries: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "mixpipe_symmetric.*")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each K and Γ")
-    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name} and mixpipe_optima.py")
     given = parser.parse_args()
-    lines, shorter = [shown(machine()), " D  K  Γ  published  listed  best"], list[str]()
+    lines, shorter = [machine_line(), " D  K  Γ  published  listed  best"], list[str]()
     print(*lines, sep="\n", flush=True)
     for depth in DEPTHS:
         for k, g in legal(depth):
@@ -123,7 +125,7 @@ def main() -> None:
             if idle < now:
                 shorter.append(entry_of((depth, k, g), words))
     if given.keep:
-        KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("mixpipe_symmetric", lines)
         store(Path(mixpipe_optima.__file__), shorter)
 
 

@@ -9,7 +9,6 @@ that is decorated otherwise than as a class or static method (properties, cached
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import json
 import os
@@ -22,7 +21,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import machine
+from kit import arguments, machine
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/counterflow"
@@ -106,7 +105,7 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = arguments(__doc__)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(MODULES))
     parser.add_argument(
         "--again", action="store_true", help="only what survived in an earlier run, by today's tests"

@@ -27,7 +27,6 @@ may run side by side.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -50,9 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from kills import processes
-from machine import machine, shown
-
-RESULTS = Path(__file__).parent / "results"
+from kit import RESULTS, arguments, machine_line
 
 STEPS, TIMEOUT_SECONDS, PATIENCE_SECONDS = 60, 10, 240
 
@@ -423,18 +420,15 @@ def kept_rows() -> Iterator[list[Row]]:
         yield rows
         if len(rows) > before:
             path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-            (RESULTS / "node_faults.txt").write_text(f"{shown(machine())}\n\n{table(rows)}")
+            (RESULTS / "node_faults.txt").write_text(f"{machine_line()}\n\n{table(rows)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "node_faults.*")
     parser.add_argument("--run", action="append", help="the faults of a run, with commas between them")
     parser.add_argument("--times", type=int, default=1, help="so many of each fault")
     parser.add_argument("--a-node", type=int, default=2, help="workers of each node")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     if sys.platform != "linux" or os.getuid():
         sys.exit("nodes are network namespaces: this needs root on Linux")

@@ -8,7 +8,6 @@ until the checker's verdict is there; and the server's processor time for all of
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine import machine, shown
+from kit import arguments, machine, machine_line
 from playwright.sync_api import Page, sync_playwright
 
 SCHEDULES = {
@@ -155,16 +154,16 @@ def _row(what: str, taken: Sequence[Taken]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print the table."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--times", type=int, default=20, help="changes of each kind")
-    arguments.add_argument("--json", action="store_true")
-    given = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--times", type=int, default=20, help="changes of each kind")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
     about = machine()
     rows = measure(given.times)
     if given.json:
         print(json.dumps({"machine": about, "rows": rows}, indent=1))
         return
-    print(shown(about))
+    print(machine_line(about))
     print(
         "milliseconds              painted, median   slowest   answer there   server's processor   <= 100 ms"
     )

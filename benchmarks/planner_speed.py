@@ -8,14 +8,13 @@ the wall clock says little on a machine that is busy.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from machine import machine, shown
+from kit import arguments, machine_line
 
 HERE = Path(__file__).parents[1] / "src"
 
@@ -47,13 +46,13 @@ def taken(source: Path, example: str) -> tuple[int, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--example", default="chimera-bert48-2048")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--against", type=Path, help="the src of another tree")
     args = parser.parse_args()
     trees = {"this tree": HERE} | ({"the other": args.against} if args.against else {})
-    print(shown(machine()))
+    print(machine_line())
     runs: dict[str, list[tuple[int, float, float]]] = {name: [] for name in trees}
     for source in trees.values():
         taken(source, args.example)

@@ -23,7 +23,6 @@ beside the prediction where there is one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -40,7 +39,6 @@ from typing import Any
 import torch
 from emulated_device import (
     BYTES,
-    RESULTS,
     SAMPLES,
     note,
     precise_sleep,
@@ -49,7 +47,7 @@ from emulated_device import (
     trivial_loss,
     undisturbed,
 )
-from machine import machine, shown
+from kit import RESULTS, arguments, keep, machine_line
 from torch import Tensor
 
 import counterflow as cf
@@ -435,13 +433,12 @@ def picture(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "prediction.*")
     parser.add_argument("--parts", nargs="+", choices=("gpt", "emulated"), default=["gpt", "emulated"])
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 8], help="of the emulated part")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/prediction.*")
     options = parser.parse_args()
-    lines = [f"# python benchmarks/prediction.py, {shown(machine())}"]
+    lines = [f"# python benchmarks/prediction.py, {machine_line()}"]
     rows: list[Row] = []
     parts = {"gpt D=2": partial(gpt, options.turns)} if "gpt" in options.parts else {}
     if "emulated" in options.parts:
@@ -461,7 +458,7 @@ def main() -> None:
     if options.keep:
         if KEPT.exists():
             about = json.loads(KEPT.read_text())["about"] | about
-        (RESULTS / "prediction.txt").write_text("\n".join(lines) + "\n")
+        keep("prediction", lines)
         KEPT.write_text(json.dumps({"about": about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
         picture(rows)
 

@@ -16,7 +16,6 @@ Ops take 30 to 160 ms, so that what the engine's Python takes of two cores is sm
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -25,12 +24,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_device import precise_sleep, sleep_until
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -40,7 +38,6 @@ from counterflow.simulation import Link
 
 GOAL = 0.05
 WIDTH = 4
-RESULTS = Path(__file__).parent / "results"
 
 
 class Sleeps(torch.autograd.Function):
@@ -293,19 +290,16 @@ def random_cases(seed: int) -> Iterator[tuple[cf.Schedule, cf.Costs]]:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description="Simulated programs beside the same ones run on emulated devices."
-    )
+    parser = arguments(__doc__, "program_times.txt")
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--keep", action="store_true", help="write program_times.txt")
     given = parser.parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0002)  # a thread that wakes is not held up by one that computes in Python
     late = precise_sleep()
     lines = [
-        f"# python benchmarks/program_times.py --cases {given.cases}, {shown(machine())}",
+        f"# python benchmarks/program_times.py --cases {given.cases}, {machine_line()}",
         f"# sleeps end {late * 1e6:.0f} µs late; medians of {given.repeats} steps; goal {GOAL:.0%}",
         "",
         "| schedule | W | message ms | link | sync | simulated ms | measured ms | measured / simulated |",
@@ -336,7 +330,7 @@ def main() -> None:
     )
     print("\n".join(lines[-2:]))
     if given.keep:
-        (RESULTS / "program_times.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("program_times", lines)
 
 
 if __name__ == "__main__":

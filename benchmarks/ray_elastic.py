@@ -7,7 +7,6 @@ nothing disturbs. Needs ``pip install "counterflow[ray]"``.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 import ray
+from kit import arguments
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -45,8 +45,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
+    parser = arguments(__doc__, "ray_elastic.*")
     keep = parser.parse_args().keep
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -17,20 +17,17 @@ of a few steps (A B C A B C), so that noise hits all alike; a turn counts until 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed.pipelining as theirs
-from machine import load, machine, shown
+from kit import arguments, keep, load, machine, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -40,7 +37,6 @@ from counterflow.runtime.stages.estimates import estimated_costs
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.cuts import balance
 
-RESULTS = Path(__file__).parent / "results"
 WORKERS = 2
 STEPS = 3
 """Of a turn."""
@@ -243,14 +239,13 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "real_compute.*")
     parser.add_argument("--models", nargs="+", choices=models(), default=list(models()))
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--repeats", type=int, default=9, help=f"turns timed, of {STEPS} steps")
     parser.add_argument("--warm-up", type=int, default=2, help="turns before")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/real_compute.*")
     options = parser.parse_args()
     about = machine()
     settings = Settings(
@@ -263,7 +258,7 @@ def main() -> None:
     )
     total = settings.micro_batches * settings.samples
     found = cf.launch(work, settings, workers=WORKERS, transport="gloo", threads=1)[0]
-    lines = [f"# python benchmarks/real_compute.py, {shown(about)}"]
+    lines = [f"# python benchmarks/real_compute.py, {machine_line(about)}"]
     data: list[dict[str, object]] = []
     for name, (rows, cuts, size) in found.items():
         config = models()[name]
@@ -281,11 +276,7 @@ def main() -> None:
     about["load_after"] = round(load(), 2)
     print("\n".join(lines))
     if options.keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "real_compute.txt").write_text("\n".join(lines) + "\n")
-        (RESULTS / "real_compute.json").write_text(
-            json.dumps({"machine": about, "rows": data}, indent=1) + "\n"
-        )
+        keep("real_compute", lines, {"machine": about, "rows": data})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ shell calls 130 too.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -24,9 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import machine, shown
-
-RESULTS = Path(__file__).parent / "results"
+from kit import arguments, keep, machine_line
 
 LIMIT_SECONDS = 120.0
 
@@ -187,11 +184,10 @@ def outcome(moment: Moment, folder: Path) -> tuple[bool, str]:
 
 def main() -> None:
     """Send them all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--keep", action="store_true")
-    keep = parser.parse_args().keep
+    parser = arguments(__doc__, "signals.*")
+    options = parser.parse_args()
     lines = [
-        shown(machine()),
+        machine_line(),
         "",
         f"{len(MOMENTS)} moments of `counterflow train` at which a signal was sent: what it ended with.",
         "",
@@ -209,8 +205,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines += ["", f"{len(MOMENTS) - wrong} of {len(MOMENTS)} as they should be"]
     print(lines[-1])
-    if keep:
-        (RESULTS / "signals.txt").write_text("\n".join(lines) + "\n")
+    if options.keep:
+        keep("signals", lines)
     sys.exit(bool(wrong))
 
 

@@ -17,14 +17,12 @@ whole or layer by layer: there inputs are saved, and keys and values that slices
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 
 import counterflow as cf
 from counterflow.measure.stages.costs import StageCost
@@ -36,7 +34,6 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.residency import peak_activations
 from counterflow.training.timeline import costs_of
 
-RESULTS = Path(__file__).parent / "results" / "slices.txt"
 WORKERS, MICRO_BATCHES, TOKENS, SHORT = 4, 4, 4096, 1024
 SCHEMES = {
     "1f1b": cf.schemes.dapple,
@@ -166,14 +163,11 @@ def longest() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name} in benchmarks/results")
+    parser = arguments(__doc__, "slices.*")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        f"# python benchmarks/slices.py, {shown(machine())}",
+        f"# python benchmarks/slices.py, {machine_line()}",
         f"# {WORKERS} workers, {MICRO_BATCHES} micro-batches of a sample of {TOKENS} tokens, hidden 64",
         "",
         *table(),
@@ -184,7 +178,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     if options.keep:
-        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("slices", lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ as many ops; how much that is comes from the step of one slice, and is in a seco
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,6 @@ from emulated_device import (
     BYTES,
     FORWARD_SECONDS,
     GOAL,
-    RESULTS,
     Groups,
     Ours,
     Row,
@@ -52,7 +50,7 @@ from emulated_device import (
     take_turns,
     undisturbed,
 )
-from machine import machine, shown
+from kit import arguments, keep, machine, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -279,18 +277,15 @@ def of_the_host(found: Found) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "slices_emulated.txt")
     parser.add_argument("--repeats", type=int, default=4, help="steps timed of each contender")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/slices_emulated.txt")
     options = parser.parse_args()
     about = machine()
     found = cf.launch(work, options.repeats, workers=WORKERS, transport="gloo", threads=1)[0]
     rows, torchs = found.stream[: -len(THEIRS)], found.stream[-len(THEIRS) :]
     equal, growing = rows[: len(EQUAL)], rows[len(EQUAL) :]
     lines = [
-        f"# python benchmarks/slices_emulated.py, {shown(about)}",
+        f"# python benchmarks/slices_emulated.py, {machine_line(about)}",
         f"# {WORKERS} workers, {MICRO_BATCHES} micro-batches of a sample, 40 ms forward and 80 ms backward; "
         f"medians of {options.repeats} steps; a message takes {found.message * 1e3:.2f} ms",
     ]
@@ -302,7 +297,7 @@ def main() -> None:
     lines += ["", "## Slices of equal cost, on a device that is the host", "", *of_the_host(found)]
     print("\n".join(lines))
     if options.keep:
-        (RESULTS / "slices_emulated.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("slices_emulated", lines)
 
 
 if __name__ == "__main__":

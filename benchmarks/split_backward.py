@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from machine import machine, shown
+from kit import machine_line
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -119,7 +119,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(shown(machine()))
+    print(machine_line())
     print(f"median of {REPEATS}; µs of the two halves and their sum, MiB alive between them")
     print(f"{'stage':<28}{'':<8}{'first':>10}{'second':>10}{'sum':>10}{'MiB':>8}")
     for blocks, hidden in ((1, 16), (4, 16), (12, 16), (4, 256)):

@@ -15,9 +15,7 @@ periods take longer, by period. Neither updates anything.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,7 +29,6 @@ from emulated_device import (
     BYTES,
     FORWARD_SECONDS,
     GOAL,
-    RESULTS,
     SAMPLES,
     Bare,
     BareAutograd,
@@ -43,7 +40,7 @@ from emulated_device import (
     trivial_loss,
     undisturbed,
 )
-from machine import load, machine, shown
+from kit import arguments, keep, load, machine, machine_line
 
 import counterflow as cf
 from counterflow.runtime.workers.world import current_transport
@@ -189,20 +186,19 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "steady_state.*")
     parser.add_argument("--depths", type=int, nargs="+", default=[4])
     parser.add_argument("--payloads", nargs="+", choices=BYTES, default=list(BYTES))
     parser.add_argument("--periods", type=int, default=6, help="periods timed together")
     parser.add_argument("--repeats", type=int, default=5, help="times that is done, without a flush between")
     parser.add_argument("--only", nargs="+", default=[], help="schemes whose name has one of these words")
     parser.add_argument("--bare", action="store_true", help="also time loops without an engine")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/steady_state.*")
     options = parser.parse_args()
     about = machine()
     settings = Settings(
         tuple(options.payloads), options.periods, options.repeats, tuple(options.only), options.bare
     )
-    lines = [f"# python benchmarks/steady_state.py, {shown(about)}"]
+    lines = [f"# python benchmarks/steady_state.py, {machine_line(about)}"]
     lines.append(
         f"# medians of {settings.repeats} times {settings.periods} periods; 20 ms forward, 40 ms backward a "
         "worker and micro-batch"
@@ -216,11 +212,7 @@ def main() -> None:
     about["load_after"] = round(load(), 2)
     print("\n".join(lines))
     if options.keep:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "steady_state.txt").write_text("\n".join(lines) + "\n")
-        (RESULTS / "steady_state.json").write_text(
-            json.dumps({"machine": about, "rows": data}, indent=1) + "\n"
-        )
+        keep("steady_state", lines, {"machine": about, "rows": data})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ six without a flush.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import machine, shown
+from kit import arguments, machine_line
 
 from counterflow.errors import CounterflowError
 from counterflow.schedule import schemes
@@ -46,11 +45,11 @@ def schedules(depth: int) -> Iterator[Schedule]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--depths", default="2,3,4")
     parser.add_argument("--log", type=Path)
     given = parser.parse_args()
-    began, about = time.perf_counter(), shown(machine())
+    began, about = time.perf_counter(), machine_line()
     recompute, sync = (
         itertools.cycle(("none", "stage", "layer")),
         itertools.cycle(("end", "eager", "eager-opt")),

@@ -18,7 +18,6 @@ Configurations take turns, and the quieter half of the steps counts.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 from emulated_device import precise_sleep, sleep_until, undisturbed
-from machine import machine, shown
+from kit import arguments, machine_line
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -270,11 +269,10 @@ def table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, "tensor_parallel.*")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULT.name}")
     given = parser.parse_args()
-    head = shown(machine())
+    head = machine_line()
     print(head)
     told = table(cf.launch(work, given.turns, workers=4, timeout_seconds=120, threads=1)[0])
     print(told)

@@ -13,7 +13,6 @@ Tests that make no trainer (samplers, collators, states and handlers of callback
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -29,7 +28,7 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch
 import transformers
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from trainer_claims_kit import Kit
 from trainer_claims_rows import ROWS, Row, Run
 
@@ -37,7 +36,6 @@ import counterflow as cf
 from counterflow.runtime.workers.world import current_transport
 
 WORKERS = 2
-RESULTS = Path(__file__).parent / "results" / "trainer_claims.txt"
 
 REFUSALS = "cannot be combined|but a pipeline writes|the loss is nan"
 """What a sentence of ours says."""
@@ -144,14 +142,13 @@ def table(asked: list[int], plain: dict[Run, str], found: dict[Run, tuple[str, s
         f"{transformers.__version__}.",
         *lines,
         ", ".join(f"{count} {kind}" for kind, count in counts.items()) + ".",
-        shown(machine()),
+        machine_line(),
     ]
 
 
 def main() -> None:
     """Run the claims that are asked for, and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keep", action="store_true")
+    parser = arguments(__doc__, "trainer_claims.*")
     parser.add_argument("--only", nargs="*", default=[""], help="words, one of which a row contains")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -178,7 +175,7 @@ def main() -> None:
         lines = table(asked, plain, found)
     print("\n".join(lines))
     if given.keep:
-        RESULTS.write_text("\n".join(lines) + "\n")
+        keep("trainer_claims", lines)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ table that was interrupted says so in its first line. Rows of TRL are left out w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -35,7 +34,7 @@ from typing import Any
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch
-from machine import machine, shown
+from kit import arguments, machine_line
 from trainers_cases import CASES, Case, fused, rows, trainer_of
 
 import counterflow as cf
@@ -98,7 +97,7 @@ class Table:
             f"{'weights':>9}",
             *(self._line(case, pp, known[case.name, pp]) for case, pp in done),
             f"{right} of {len(done)} rows are the same or refused by name.",
-            shown(machine()),
+            machine_line(),
         ]
 
     @staticmethod
@@ -353,8 +352,7 @@ def groups_of(table: Table) -> list[tuple[int, list[Job]]]:
 
 def main() -> None:
     """Run the rows that are asked for, and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--keep", action="store_true")
+    parser = arguments(__doc__, "trainers.*")
     parser.add_argument("--pp", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--only", nargs="*", default=[""], help="words, one of which a row's name contains")
     asked = parser.parse_args()

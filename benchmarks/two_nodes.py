@@ -9,7 +9,6 @@ results/two_nodes.txt: what the first node printed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -22,10 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from machine import machine, shown
+from kit import RESULTS, arguments, machine_line
 from namespaces import all_done, inside, nodes
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 NAMED = ["unshare", "--uts", "sh", "-c", 'echo $0 > /proc/sys/kernel/hostname; exec "$@"']
 """Before a host's name and a command: torchrun tells the others the name of its host."""
@@ -60,15 +58,12 @@ def known(names: Sequence[str]) -> Iterator[None]:
 
 def main() -> None:
     """Read the command line and do what it says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "two_nodes.txt")
     parser.add_argument("--megabits", type=float, default=100.0)
     parser.add_argument("--delay", type=float, default=5.0, help="milliseconds one way")
-    parser.add_argument("--keep", action="store_true", help="write results/two_nodes.txt")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is taken down
-    about = f"{shown(machine())}; {given.megabits:g} Mbit/s, {given.delay:g} ms"
+    about = f"{machine_line()}; {given.megabits:g} Mbit/s, {given.delay:g} ms"
     print(about, flush=True)
     kept = [about]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cf0", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

@@ -13,20 +13,18 @@ does not. The plan of the latter runs with the cuts that it has made.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from cluster import Layer as Sleeping
 from cluster import Task
 from emulated_device import note, precise_sleep, undisturbed
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 
 import counterflow as cf
 from counterflow.measure.cluster import fitted
@@ -49,7 +47,6 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
-KEPT = Path(__file__).parent / "results" / "unequal.txt"
 TASK = Task("sleeps", 10_000, 1_024)
 LAYERS, SECONDS, SAMPLES, MICRO_BATCHES = 16, 0.0025, 2, 8
 CLUSTERS = (
@@ -193,11 +190,10 @@ def profiled(beside: float) -> Profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__, "unequal.*")
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
-    lines = [shown(machine()), ""]
+    lines = [machine_line(), ""]
     lines += ["| nodes x slowness | what | schedule | in a row | cuts | predicted ms | measured ms | error |"]
     lines += ["|---|---|---|---|---|--:|--:|--:|"]
     errors, gains = [], []
@@ -211,7 +207,7 @@ def main() -> None:
     lines += [f"The plans that know the kinds are {told} times as quick as those that do not."]
     print("\n".join(lines))
     if given.keep:
-        KEPT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("unequal", lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ benchmarks/results/user_programs.txt; the command fails if a case is WRONG, inte
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -42,7 +41,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from torch import Tensor
 from user_habits import HABITS, possible
 from user_losses import LOSSES
@@ -52,8 +51,6 @@ from user_runs import Case, Record, run_plain, run_staged
 import counterflow as cf
 from counterflow.schedule.registry import schedule_of
 from counterflow.verification.reference import parts_of
-
-RESULTS = Path(__file__).parent / "results" / "user_programs.txt"
 
 TIMEOUT_SECONDS = 60.0
 """How long a worker waits for another."""
@@ -584,7 +581,7 @@ def report(found: list[Finding], seed: int) -> list[str]:
     counts = Counter(each.verdict for each in found)
     numbers = f"cases {found[0].case.number} to {found[-1].case.number}" if found else ""
     lines = [
-        f"seed {seed}, {numbers}; {shown(machine())}",
+        f"seed {seed}, {numbers}; {machine_line()}",
         "",
         ", ".join(f"{counts[v]} {v}" for v in VERDICTS),
         "",
@@ -621,7 +618,7 @@ def one(seed: int, number: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "user_programs.*")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
@@ -632,7 +629,6 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="every feature, habit and loss once, alone")
     parser.add_argument("--shrink", action="store_true", help="say the smallest program with the same fault")
     parser.add_argument("--quiet", action="store_true", help="do not print refusals")
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     if options.case is not None:
         sys.exit(one(options.seed, options.case))
@@ -655,7 +651,7 @@ def main() -> None:
     lines = report(found, options.seed)
     print(*lines, f"{sum(each.seconds for each in found):.0f} s of processor time", sep="\n")
     if options.keep:
-        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("user_programs", lines)
     sys.exit(any(each.verdict in BAD for each in found))
 
 

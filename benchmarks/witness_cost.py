@@ -9,18 +9,15 @@ steps, with the steps 1, 2, 4, 8, ... and each 1,000th compared.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
-from machine import machine, shown
+from kit import arguments, keep, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
 
-RESULTS = Path(__file__).parent / "results" / "witness_cost.txt"
 WIDTH, BLOCKS, SAMPLES, POSITIONS = 128, 8, 16, 64
 RUNS = (1_000, 10_000, 100_000)
 
@@ -93,14 +90,13 @@ def table(steps: int) -> list[str]:
 
 def main() -> None:
     """Print the table, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, "witness_cost.*")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--keep", action="store_true", help="keep the table in benchmarks/results")
     asked = parser.parse_args()
-    lines = [f"# python benchmarks/witness_cost.py, {shown(machine())}", *table(asked.steps)]
+    lines = [f"# python benchmarks/witness_cost.py, {machine_line()}", *table(asked.steps)]
     print("\n".join(lines))
     if asked.keep:
-        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keep("witness_cost", lines)
 
 
 if __name__ == "__main__":

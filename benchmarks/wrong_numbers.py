@@ -13,7 +13,6 @@ the test that holds it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -32,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch
-from machine import machine, shown
+from kit import arguments, machine_line
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -989,7 +988,7 @@ def kept(found: list[Row]) -> list[str]:
         v: sum(row.verdict == v for row in found) for v in ("equal", "refused", "WRONG", "internal", "hang")
     }
     lines = [
-        shown(machine()),
+        machine_line(),
         "",
         ", ".join(f"{count} {name}" for name, count in counts.items()) + f"; before: {before['source']}",
         "",
@@ -1091,11 +1090,10 @@ TESTS: dict[str, str] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, "wrong_numbers.*")
     parser.add_argument("--only", default="")
     parser.add_argument("--trainer", action="store_true", help="also those of the transformers Trainer")
     parser.add_argument("--json", metavar="SOURCE", help=f"write {BEFORE.name}, of this source")
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

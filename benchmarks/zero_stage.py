@@ -10,13 +10,12 @@ broadcasts, over the link between two workers that is measured first. A shorter 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, shown
+from kit import arguments, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -91,13 +90,11 @@ def predicted(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=256)
     given = parser.parse_args()
-    lines = [shown(machine()), ""]
+    lines = [machine_line(), ""]
     lines.append(
         f"{'schedule':24} {'zero_stage':>10} {'optimiser state, MB by worker':>34} {'step, ms':>9} "
         f"{'predicted state':>24} {'step, ms':>9}"

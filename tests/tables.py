@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 from zlib import crc32
@@ -36,6 +36,15 @@ def table(*dimensions: Iterable[Any], of: str = "") -> list[tuple[Any, ...]]:
         count, turn = len(values[place]), crc32(of.encode())
         rows = [row for row in rows if (turn + sum(row) - 2 * row[place]) % count == 0]
     return [tuple(choices[at] for choices, at in zip(values, row, strict=True)) for row in rows]
+
+
+def turns(rows: Iterable[Sequence[Any]]) -> list[Any]:
+    """All values of all rows; in ``make test`` one of each row, whose places take turns."""
+    return [
+        value
+        for number, row in enumerate(rows)
+        for value in (row if WHOLE else row[number % len(row) :][:1] if row else ())
+    ]
 
 
 def examples(count: int) -> int:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from kit import machine
 
 FOLDER = Path(__file__).parents[1]
 GRACE_SECONDS = 5.0

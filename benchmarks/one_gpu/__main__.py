@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from kit import arguments
 
 from one_gpu import PARTS, Report, run_part
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--part", choices=[part.name for part in PARTS], required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--pretend", action="store_true")

@@ -6,7 +6,6 @@ each process it takes them for different hosts, and uses sockets between them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit import arguments
 from torch import Tensor, nn
 
 import counterflow as cf
@@ -293,7 +293,7 @@ def rows(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--pretend", action="store_true")
     options = parser.parse_args()

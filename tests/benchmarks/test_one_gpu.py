@@ -38,7 +38,7 @@ def programme(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = {*sys.modules}
     yield importlib.import_module("one_gpu")
     for name in {*sys.modules} - before:
-        if name.partition(".")[0] in {"one_gpu", "machine"}:
+        if name.partition(".")[0] in {"one_gpu", "kit"}:
             del sys.modules[name]
 
 

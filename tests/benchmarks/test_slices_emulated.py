@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[tuple[Any, Any]]:
     """``slices_emulated.py``, and ``emulated_device.py`` with a device that counts and does not sleep."""
-    names = "emulated_device", "machine", "slices_emulated"
+    names = "emulated_device", "kit", "slices_emulated"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         device = import_module("emulated_device")

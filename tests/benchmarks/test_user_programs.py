@@ -15,7 +15,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NUMBERS = [*range(4), *range(5, 16), 34, 119, 628, 687, 899, 982]
 """The first ones, and those that once gave other numbers or another error."""
-NAMES = "machine", "user_models", "user_losses", "user_runs", "user_habits", "user_programs", "wrong_numbers"
+NAMES = "kit", "user_models", "user_losses", "user_runs", "user_habits", "user_programs", "wrong_numbers"
 
 
 @pytest.fixture(scope="module")

@@ -237,7 +237,7 @@ def test_a_limit_that_is_met_but_for_rounding_bounds_no_more(share: float, split
         assert lower_bound(problem).seconds <= played.makespan * (1 + 1e-9)
 
 
-SLICED = [  # D, slices held, and the makespan that computed orders reach (benchmarks/sliced_orders.py)
+SLICED = [  # D, slices held, and the makespan that computed orders reach (results/sliced_orders.txt)
     (2, 4, 14),
     (3, 4, 16),
     (3, 5, 13.75),

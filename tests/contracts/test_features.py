@@ -1,0 +1,174 @@
+"""Every feature and pair of features: the numbers of plain torch, a state that survives, clean errors."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import counterflow as cf
+from counterflow.schedule.registry import schedule_of
+
+from ..tables import turns
+from .features import DECAY, FEATURES, SCHEMES, STEPS, Case, Feature
+from .one_process import OneProcess, Training
+
+CLOSED = "the pipeline is closed, because an earlier call failed"
+BEFORE, AFTER = range(2), range(2, STEPS)
+"""Steps before a state is saved, and after it."""
+
+
+class FaultError(Exception):
+    """The user's own error."""
+
+
+class Piped:
+    """A worker's trainer of a case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.fails = case, False
+        self.pipeline = cf.Pipeline(
+            case.layers(),
+            self._loss,
+            case.schedule,
+            optimizer=case.optimizer,
+            scheduler=case.scheduler,
+            **case.options,
+        )
+        if case.largest("ema"):
+            self.pipeline.ema(DECAY)
+
+    def _loss(self, output: Tensor, target: Tensor) -> Any:
+        if self.fails:
+            raise FaultError
+        return self.case.loss(output, target)
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        reports = [self._step(step) for step in steps] + self.pipeline.flush()
+        losses = {report.reports_step: report.loss for report in reports if report.reports_step is not None}
+        return [losses[step] for step in steps]
+
+    def _step(self, step: int) -> Any:
+        update = (step + 1) % self.case.largest("together") == 0
+        return self.pipeline.step(*self.case.batch(step, self.pipeline.replica), update=update)
+
+    def training(self, losses: list[float], step: int) -> Training:
+        evaluation = self.pipeline.evaluate(*self.case.batch(step, self.pipeline.replica)).loss
+        average = self.pipeline.model_state_dict(ema=True) if self.case.largest("ema") else {}
+        return Training(losses, self.pipeline.model_state_dict(), average, evaluation)
+
+    def fail(self) -> None:
+        """A step that fails on the last stage ends on all workers, and every later call says so."""
+        self.fails = True
+
+        def steps() -> None:
+            for _ in range(4):  # an error of an asynchronous step is reported by a later one
+                self._step(STEPS - 1)
+            self.pipeline.flush()
+
+        with pytest.raises(cf.CounterflowError):
+            steps()
+        self.fails = False
+        for call in (lambda: self._step(0), self.pipeline.state_dict):
+            with pytest.raises(cf.WorkerError, match=CLOSED):
+                call()
+        self.pipeline.close()
+
+
+def work(case: Case) -> tuple[Training, Training, tuple[int, ...]]:
+    """The training as a whole, the same with its second part from a saved state, and the cuts."""
+    trainer = Piped(case)
+    losses = trainer.train(BEFORE)
+    file = io.BytesIO()
+    torch.save(trainer.pipeline.state_dict(), file)
+    whole = trainer.training(losses + trainer.train(AFTER), STEPS)
+    cuts = trainer.pipeline.cuts
+    trainer.pipeline.close()
+    file.seek(0)
+    resumed = Piped(case)
+    resumed.pipeline.load_state_dict(torch.load(file, weights_only=True))
+    parts = resumed.training(losses + resumed.train(AFTER), STEPS)
+    resumed.fail()
+    return whole, parts, cuts
+
+
+def same_numbers(training: Training, expected: Training, begin: dict[str, Tensor], tolerance: float) -> None:
+    """Losses, and changes of tensors relative to the largest change."""
+    for loss, value in zip(
+        [*training.losses, training.evaluation], [*expected.losses, expected.evaluation], strict=True
+    ):
+        assert loss == pytest.approx(value, rel=tolerance, nan_ok=True)
+    for state, values in ((training.state, expected.state), (training.average, expected.average)):
+        assert state.keys() == values.keys()
+        changes = {name: values[name] - begin[name] for name in values}
+        largest = max((float(change.abs().max()) for change in changes.values()), default=0.0)
+        for name, value in values.items():
+            torch.testing.assert_close(
+                state[name],
+                value,
+                rtol=0,
+                atol=tolerance * largest,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+ASYNCHRONOUS = "asynchronous"
+REFUSED: dict[tuple[str, str], str] = {
+    (ASYNCHRONOUS, "tied weights"): "is a weight of several stages; do not tie them",
+    (ASYNCHRONOUS, "deferred batch norm"): "begins a mini-batch before the one before has ended",
+    (ASYNCHRONOUS, "counted loss"): "updates weights before the LossSum of all micro-batches is known",
+    (ASYNCHRONOUS, "accumulation"): "cannot make a step without an update",
+    (ASYNCHRONOUS, "skipped update"): "skip_non_finite cannot skip an update everywhere",
+    (ASYNCHRONOUS, "sharded updates"): "zero_stage = 1: .* updates each stage at its own time",
+    (ASYNCHRONOUS, "small sums"): "gradient_compression.*: .* updates each stage at its own time",
+    (ASYNCHRONOUS, "loss scale"): "loss_scale cannot skip an update everywhere",
+}
+"""Errors of features that do not go together, or with asynchronous schemes."""
+
+
+def refusals(case: Case) -> list[str]:
+    """Errors of which one has to be raised."""
+    kinds = [feature.name for feature in case.features]
+    if not schedule_of(case.schedule, {}).synchronous:
+        kinds.append(ASYNCHRONOUS)
+    return [text for pair, text in REFUSED.items() if set(pair) <= set(kinds)]
+
+
+def cases(features: Sequence[tuple[Feature, ...]]) -> list[Case]:
+    """Combinations with all schemes that have them, or one of these at a time."""
+    return turns(
+        [[case for scheme in SCHEMES.values() if (case := Case(scheme, row)).exists] for row in features]
+    )
+
+
+def check(case: Case) -> None:
+    """Compare all workers with one process, or see that the case is refused."""
+    workers = schedule_of(case.schedule, {}).workers * case.replicas
+    launch = partial(cf.launch, work, case, workers=workers, transport="local", timeout_seconds=60, threads=1)
+    if errors := refusals(case):
+        with pytest.raises(cf.ConfigError, match="|".join(errors)):
+            launch()
+        return
+    trainings = launch()
+    plain = OneProcess(case, trainings[0][2])
+    begin = {name: value.clone() for name, value in plain.model.state_dict().items()}
+    expected = plain.training(plain.train(BEFORE) + plain.train(AFTER), STEPS)
+    for whole, parts, _ in trainings:
+        same_numbers(whole, expected, begin, case.tolerance)
+        same_numbers(parts, whole, begin, 0.0 if case.exact else case.tolerance)
+
+
+@pytest.mark.parametrize("case", cases([(feature,) for feature in FEATURES.values()]), ids=str)
+def test_a_feature(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases(list(combinations(FEATURES.values(), 2))), ids=str)
+def test_a_pair(case: Case) -> None:
+    check(case)
