@@ -74,7 +74,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shares = self.linear(x).softmax(-1)
         cf.add_loss(2.0 * shares.square().sum(-1).mean(), "balance")
-        return x * shares
+        y: Tensor = x * shares
+        return y
 
 
 class Loads(nn.Module):
