@@ -38,13 +38,16 @@ def table(*dimensions: Iterable[Any], of: str = "") -> list[tuple[Any, ...]]:
     return [tuple(choices[at] for choices, at in zip(values, row, strict=True)) for row in rows]
 
 
-def turns(rows: Iterable[Sequence[Any]]) -> list[Any]:
-    """All values of all rows; in ``make test`` one of each row, whose places take turns."""
-    return [
-        value
-        for number, row in enumerate(rows)
-        for value in (row if WHOLE else row[number % len(row) :][:1] if row else ())
-    ]
+def turns(rows: Sequence[Sequence[Any]], share: int = 1) -> list[Any]:
+    """All values of all rows; in ``make test`` one of each row, whose places take turns.
+
+    Args:
+        rows: values of each.
+        share: ``make test`` takes one row of so many.
+    """
+    if WHOLE:
+        return [value for row in rows for value in row]
+    return [row[number % len(row)] for number, row in enumerate(rows[::share]) if row]
 
 
 def examples(count: int) -> int:
