@@ -136,10 +136,8 @@ def refusals(case: Case) -> list[str]:
 
 def cases(features: Sequence[tuple[Feature, ...]], share: int = 1) -> list[Case]:
     """Combinations with the schemes that have them; in ``make test`` a share of them, and a scheme of each."""
-    rows = [[Case(scheme, row) for scheme in SCHEMES.values()] for row in features]
-    return turns(
-        [[case for case in row if case.exists] for row in rows if any(case.exists for case in row)], share
-    )
+    rows = [[case for scheme in SCHEMES.values() if (case := Case(scheme, row)).exists] for row in features]
+    return turns([row for row in rows if row], share)
 
 
 def check(case: Case) -> None:
