@@ -135,7 +135,7 @@ def refusals(case: Case) -> list[str]:
 
 
 def cases(features: Sequence[tuple[Feature, ...]], share: int = 1) -> list[Case]:
-    """Combinations with the schemes that have them; in ``make test`` a share of them, and a scheme of each."""
+    """Features with the schemes that have them; ``make test`` takes a share of rows, and a scheme of each."""
     rows = [[case for scheme in SCHEMES.values() if (case := Case(scheme, row)).exists] for row in features]
     return turns([row for row in rows if row], share)
 
