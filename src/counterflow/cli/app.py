@@ -231,7 +231,6 @@ def _short_word(word: str) -> str:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Check that typer raised the error, about the arguments (its base class is not always public)."""
     return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 

@@ -77,8 +77,6 @@ class Batches(Protocol):
 
 
 class _OfText(ABC, Generic[_Batch]):
-    """Windows of a text, from which ``_batch_of`` makes inputs and targets."""
-
     ahead: int
     """Number of bytes of a window beyond a sample's positions."""
     vocabulary: int
@@ -116,7 +114,7 @@ class _OfText(ABC, Generic[_Batch]):
 
     @abstractmethod
     def _batch_of(self, windows: _Tokens, streams: Sequence[np.random.PCG64]) -> _Batch:
-        """Inputs and targets of windows, from the random bits of each."""
+        pass
 
 
 class NextByte(_OfText[tuple[torch.Tensor, torch.Tensor]]):
@@ -185,7 +183,6 @@ class _Windows:
 
 
 def _split(text: bytes, length: int, name: str) -> _Windows:
-    """The text's parts, each long enough for one window of ``length`` bytes."""
     if len(text) < 2 * length:
         raise ConfigError(
             f"{name}: {len(text)} bytes are too short: a sample reads {length} bytes, and training and "

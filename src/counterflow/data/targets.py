@@ -69,7 +69,6 @@ class Masked:
     def _masked(
         self, inputs: Inputs, labels: torch.Tensor, streams: Sequence[np.random.PCG64]
     ) -> tuple[Inputs, torch.Tensor]:
-        """Hide tokens of each sample by its random stream."""
         ids = inputs["input_ids"].numpy()
         may = (labels.numpy() != IGNORED) & ~np.isin(ids, self._special)
         targets = np.full_like(ids, IGNORED)

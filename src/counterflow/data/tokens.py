@@ -169,7 +169,6 @@ def _tokenized(
 
 
 def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | None) -> dict[str, Any]:
-    """The tokens of each text, with the end token, and its length."""
     texts = rows[column]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{column!r} of a row is not a text")
@@ -181,8 +180,6 @@ def _tokens_of(rows: dict[str, Any], tokenizer: Any, column: str, end: int | Non
 
 
 class _Samples(ABC):
-    """Samples of documents, read in another order in each epoch."""
-
     def __init__(
         self,
         documents: Documents,
@@ -236,11 +233,11 @@ class _Samples(ABC):
 
     @abstractmethod
     def _count(self) -> int:
-        """Number of samples, including validation."""
+        pass
 
     @abstractmethod
     def _read(self, numbers: Sequence[int]) -> tuple[Inputs, torch.Tensor]:
-        """Inputs and labels of some samples."""
+        pass
 
     def _number(self, index: int) -> int:
         epoch, place = divmod(index, self.training)
@@ -265,7 +262,6 @@ class Packed(_Samples):
 
     @cached_property
     def _has_parts(self) -> bool:
-        """Check whether a sample has parts of several documents that are separated."""
         inside = self._documents.starts[:-1]
         used = inside[inside < self._count() * self.positions]
         return self._causal and bool((used % self.positions).any())

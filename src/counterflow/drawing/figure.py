@@ -225,7 +225,6 @@ class _Panel:
         )
 
     def _bubbles(self, axes: Axes) -> None:
-        """Bubbles in the colour of paper: invisible, but with a title."""
         spaces = [
             _corners(bubble.start, bubble.end, bubble.worker + self.floor, bubble.worker + 0.07)
             for bubble in self.chart.bubbles
@@ -236,7 +235,6 @@ class _Panel:
             axes.add_collection(paper, autolim=False)
 
     def _messages(self, axes: Axes) -> None:
-        """One arrow per message, from its sender's row to its receiver's."""
         if not self.chart.messages:
             return
         ends = []
@@ -252,7 +250,6 @@ class _Panel:
         )  # fmt: skip
 
     def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
-        """A band at the foot of each box."""
         bands = []
         for left, right, bottom, top in map(self._rectangle, boxes):
             tall = bottom - top
@@ -265,7 +262,6 @@ class _Panel:
         return box.start, box.end, box.worker + self.floor, box.worker + 0.07
 
     def _labels(self, axes: Axes, boxes: Sequence[Box], kind: BoxKind) -> None:
-        """The boxes' numbers; none if most boxes have no room."""
         tall = (self.floor - 0.07) * self.height * 72 / self.chart.workers
         scale = self.sheet.points_per_second
         sizes = [

@@ -55,7 +55,7 @@ def handles_of(chart: Chart, *, marked: bool, grey: bool = False) -> list[Any]:
 
 
 class _Marked(Patch):
-    """The legend's box of a kind with a band; its label is the band's colour."""
+    pass
 
 
 class _MarkedHandler(HandlerPatch):

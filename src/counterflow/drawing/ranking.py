@@ -91,7 +91,6 @@ _VALUE_TEXT: dict[str, Any] = {"textcoords": "offset points", "va": "center", "c
 
 
 def _panel(axes: Axes, rows: Sequence[Ranked], values: Sequence[float], label: str, *, idle: bool) -> None:
-    """One quantity of all rows; for steps the idle part is empty, and names are at the left."""
     most = max(values, default=1.0)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         hue = palette.HUES[0 if row.synchronous else 1]

@@ -171,7 +171,6 @@ Cell = tuple[str, Style]
 
 
 def _bubbles(chart: Chart, grid: Grid) -> list[Cell]:
-    """A row without ops: one dot per slot, under its first character."""
     return [(_BUBBLE if i % grid.wide == 0 else " ", _FAINT) for i in range(grid.columns(chart))]
 
 
@@ -192,7 +191,6 @@ def _text(name: str, cells: Sequence[Cell], grid: Grid) -> Text:
 
 
 def _grid_line(text: str, style: Style = _PLAIN) -> Text:
-    """A line of the grid: on a console that is too narrow it is cut, not wrapped."""
     return Text(text, style=style, no_wrap=True, overflow="crop")
 
 
@@ -266,7 +264,6 @@ def _short(kind: BoxKind, batch: int) -> str:
 
 
 def _letters(box: Box, marked: bool) -> str:
-    """A box's label without colour: gradients in letters, numbered like the columns of a spreadsheet."""
     if box.kind not in _FIRST:
         return box.label + _RECOMPUTED if box.kind is BoxKind.RECOMPUTATION else box.label
     text = "".join(_letter(m, _FIRST[box.kind]) for m in box.micro_batches)
@@ -296,7 +293,6 @@ def _style(box: Box, chart: Chart, grid: Grid) -> Style:
 
 
 def _shaded(hue: palette.Hue, kind: BoxKind, grid: Grid) -> Style:
-    """The colours of a kind of op; what has a band in pictures is underlined."""
     shade = (kind.shade or palette.Shade.LIGHT).value
     line = band_of(kind, marked=grid.marked) is not None
     return Style(color=palette.INKS.shades[shade], bgcolor=hue.shades[shade], underline=line or None)
@@ -388,7 +384,6 @@ def _notes(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
 
 
 def _said(charts: Sequence[Chart], grid: Grid) -> Iterator[str]:
-    """Meaning of the letters of gradients, and of recomputations."""
     kinds = {kind for chart in charts for kind in chart.kinds}
     if BoxKind.RECOMPUTATION in kinds:
         yield f"{'' if grid.short else '1'}{_RECOMPUTED} its {BoxKind.RECOMPUTATION.value}"

@@ -55,7 +55,6 @@ def _slice(name: str, kind: str, where: tuple[int, int], box: Box | Arrow, args:
 
 
 def _messages(process: int, chart: Chart) -> Iterator[Event]:
-    """One thread per link, below the workers', with one slice per message."""
     links = sorted({(m.sender, m.receiver) for m in chart.messages})
     threads = {link: 2 * chart.workers + 1 + i for i, link in enumerate(links)}
     for (sender, receiver), thread in threads.items():

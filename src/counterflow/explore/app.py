@@ -116,8 +116,6 @@ def application(
 
 
 def _answers(path: str, model: type[_Model], answer: Callable[[_Model], Any]) -> Route:
-    """The route of a request that has a body of this form and is answered in a thread."""
-
     async def handler(request: Request) -> Response:
         content = await run_in_threadpool(answer, _read(model, await _body(request)))
         return content if isinstance(content, Response) else JSONResponse(content)
@@ -297,8 +295,6 @@ _SAID: dict[Any, Any] = {RefusedError: _refused, CounterflowError: _wrong, HTTPE
 
 
 class _RequestGuard:
-    """Lets in who may ask, and sends with every answer what a browser may do with it."""
-
     def __init__(self, app: Any, token: str | None) -> None:
         self._app, self._token = app, token
 

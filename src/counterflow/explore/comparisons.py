@@ -68,7 +68,6 @@ def _row(comparison: Comparison, row: Compared, longest: float) -> dict[str, Any
 
 
 def _remark(row: Compared) -> str:
-    """``Compared.remark`` in the few words that a table has room for."""
     if not row.synchronous:
         return "asynchronous"
     if row.computed is None:

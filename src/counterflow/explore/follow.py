@@ -64,8 +64,6 @@ AT_ONCE = Pace(0.0, float("inf"))
 
 @dataclass(slots=True)
 class _Metrics:
-    """The curves of a file, and what stands in a row of the last ones."""
-
     tail: Tail
     name: str = ""
     """Another one whenever the file is begun again."""
@@ -142,8 +140,6 @@ class _KnownRun:
 
 @dataclass(slots=True)
 class _Drawn:
-    """Timelines as they are shown, the version of their files, and when they may be worked out again."""
-
     version: str
     shown: dict[str, Any]
     due: float
@@ -190,7 +186,6 @@ class FollowedRuns:
         return time.monotonic() - self._walked < self._pace.fresh_seconds
 
     def _walk(self) -> None:
-        """See which runs there are and how far they are; the last begun first."""
         if self._is_fresh():
             return
         runs = {path: self._seen(path) for path in self._paths()}
@@ -271,7 +266,6 @@ class FollowedRuns:
         }
 
     def _timelines(self, paths: tuple[Path, ...]) -> _Drawn:
-        """The last step of one run measured and predicted; of several, measured."""
         version = "/".join(
             ".".join([self._runs[path].state, *(_stamp(path / name) for name in (SCHEDULE, TIMELINE, LIVE))])
             for path in paths

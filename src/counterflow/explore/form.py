@@ -58,7 +58,6 @@ def costs() -> list[dict[str, Any]]:
 
 
 def _usual(name: str, cost: AskedField) -> str:
-    """Placeholder of an empty box: the default, or an example of bytes."""
     if cost.asked.metavar == "BYTES":
         return "300MB"
     if isinstance(cost.default, (int, float)):

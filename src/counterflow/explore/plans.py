@@ -147,7 +147,6 @@ def plan(request: PlanRequest, report: Callable[[dict[str, Any]], None]) -> tupl
 
 
 def _search_progress(done: int, of: int, what: str) -> dict[str, Any]:
-    """Progress of a search, in words and as a share; None: an unknown share."""
     if what == "bounds":
         return {"said": "bounds of all candidates", "share": None}
     if done == of:

@@ -27,8 +27,6 @@ class RequestModel(BaseModel):
 
 
 class _Costs(RequestModel):
-    """Costs as a form has them: texts in the commands' own words; None or empty: not given."""
-
     costs_of: Annotated[CostsOf, Field(strict=False)] | None = None
 
     def costs(self) -> Costs:

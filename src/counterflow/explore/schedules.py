@@ -184,7 +184,6 @@ class Schedules:
         return [self._shown(index, request).chart for index in range(len(request.subjects))]
 
     def _shown(self, index: int, request: LookRequest) -> _Shown:
-        """A schedule timed; what is wrong with the second one is said to be of the second."""
         subject = request.subjects[index]
         try:
             known = self.find(subject)
@@ -263,7 +262,6 @@ def warm() -> None:
 
 
 def _note(shown: Sequence[_Shown]) -> str:
-    """Note on costs per stage, and on two schedules that compute two models; often empty."""
     parts = []
     planned = sum(item.costs.ops is not None for item in shown)
     if len(shown) == 2 and planned == 1:
@@ -354,7 +352,6 @@ def _limits_by_worker(limit: float | tuple[float, ...] | None, workers: int) -> 
 
 
 def _figures(result: Simulation, chart: Chart, limit: tuple[float, ...] | None) -> dict[str, Any]:
-    """Contents of the tables next to a picture, in words."""
     unit = time_unit(result.makespan, in_forwards=chart.in_forwards)
     rows = list(_workers(result, chart, limit))
     figures = [["makespan", unit.text(result.makespan)]]

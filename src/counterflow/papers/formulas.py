@@ -109,8 +109,6 @@ def formulas_of(result: Simulation) -> tuple[FormulaValue, ...]:
 
 
 class _Subject(NamedTuple):
-    """A simulated schedule as formulas see it."""
-
     result: Simulation
     schedule: Schedule
     options: dict[str, OptionValue]
@@ -204,7 +202,6 @@ def _free_sums(subject: _Subject) -> str | None:
 
 
 def _whole_backwards(subject: _Subject) -> str | None:
-    """Whole backwards of whole micro-batches."""
     if any(op.kind.rest is not None for op in subject.schedule.ops()):
         return "backwards are whole; here some are split"
     if subject.schedule.workload.slices > 1:
@@ -213,7 +210,6 @@ def _whole_backwards(subject: _Subject) -> str | None:
 
 
 def _no_other_costs(subject: _Subject) -> str | None:
-    """Nothing else takes time."""
     costs = subject.result.costs
     names = [
         *(["the agreement"] if costs.agreement else []),
@@ -289,8 +285,6 @@ def _direct(subject: _Subject) -> bool:
 
 
 def _mixpipe(value: Callable[[int, int, int], float]) -> Callable[[_Subject], float | None]:
-    """A formula of D, K and Γ for N = D."""
-
     def of(subject: _Subject) -> float | None:
         injected = subject.number("injected")
         if not injected or subject.n != subject.depth:

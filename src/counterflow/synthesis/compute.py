@@ -111,8 +111,6 @@ def synthesize(
 
 
 class _Run:
-    """One computation: the best so far, and the bound."""
-
     def __init__(self, problem: Problem, report: Report | None, first: Words | None) -> None:
         self._problem, self._report, self._first = problem, report, first
         self._bound = lower_bound(problem)
@@ -210,7 +208,6 @@ class _Run:
 
     @property
     def _provable(self) -> bool:
-        """Check whether the exact method is worth trying, and installed."""
         from .exact.solve import tractable  # noqa: PLC0415
 
         return tractable(self._problem) and solver_is_there()
@@ -242,7 +239,6 @@ class _Run:
             self._report(value, max(bound, min(self._bound.seconds, value)), f"exact method: {doing}")
 
     def _take(self, words: Words, method: str = "search") -> float:
-        """Keep an order if it is better; return its value."""
         value = value_of(self._problem, words)
         self._known.append((value, words))
         if value < self._value * (1 - PROVED):
@@ -272,7 +268,6 @@ def options_of(problem: Problem) -> Iterator[tuple[str, OptionValue]]:
 
 @cache
 def _compile() -> None:
-    """Compile all loops on a tiny problem."""
     from .blocks.candidates import candidates  # noqa: PLC0415  (compiled loops take a while)
     from .search.improve import improve  # noqa: PLC0415
 

@@ -197,7 +197,6 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _borders(counts: Iterable[int]) -> Ints:
-    """Begins of consecutive runs of the given lengths, and the end of the last one."""
     return np.cumsum([0, *counts]).astype(np.int64)
 
 
@@ -315,7 +314,6 @@ def run_next(n: Any, s: Any, worker: int, letter: int, at: float) -> None:
 
 @compiled
 def _sum(n: Any, s: Any) -> None:
-    """Sums after the ops, in the order in which they can begin; lifts ``ended``."""
     sums = len(n.sum_seconds)
     if sums == 0:
         return

@@ -81,7 +81,6 @@ def _likeness(workload: Workload) -> _Likeness | None:
 
 
 def _options(scheme: Scheme, workload: Workload) -> Iterator[Mapping[str, OptionValue]]:
-    """The options with which a scheme may have this workload."""
     placement = workload.placement
     size: dict[str, OptionValue] = {
         scheme.depth: placement.workers,

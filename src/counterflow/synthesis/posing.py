@@ -101,7 +101,6 @@ def _refuse(workload: Workload) -> None:
 
 
 def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]:
-    """The letters, and the number of links that messages use."""
     placement = workload.placement
     first: dict[int, int] = {}
     count: dict[int, int] = {}
@@ -141,7 +140,6 @@ def _letters(workload: Workload, costs: Costs) -> tuple[tuple[Letter, ...], int]
 
 
 def _travelling(workload: Workload, costs: Costs) -> Callable[[Op, Op], float]:
-    """Travel time of a message, from the op that makes it to the op on another worker that takes it."""
     worker = workload.placement.worker
     sizes = per_stage("message_bytes", costs.message_bytes, workload.placement.stages)
     skips = {(s.source, s.target): n for n, s in enumerate(workload.skips)}
@@ -201,7 +199,6 @@ def _bytes(workload: Workload, costs: Costs, letters: Sequence[Letter], limit: L
 
 
 def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Store) -> None:
-    """Refuse a limit under which a worker cannot run one micro-batch through all its stages."""
     for worker, most in enumerate(store.most):
         for pipe in range(workload.placement.pipes):
             ops = [n for n, x in enumerate(letters) if x.worker == worker and x.pipe == pipe]
@@ -222,7 +219,6 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
 
 
 def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
-    """The sums of gradients of stages with several copies."""
     seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
     sums = []
     for stage in range(workload.placement.stages):

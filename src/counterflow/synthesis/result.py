@@ -40,7 +40,6 @@ class Synthesis:
     stopped: bool = False
 
     def _repr_html_(self) -> str:
-        """The figures and the timeline in a notebook."""
         facts = [
             (self.objective.value, f"{self.value:.6g}"),
             ("no order below", f"{self.lower_bound:.6g}"),

@@ -50,9 +50,6 @@ def doctor(
 
 
 def _tests() -> Iterable[Finding]:
-    """Compare two workers with one process: as threads, as processes, and on two GPUs if the machine has
-    them.
-    """
     from counterflow.measure.health import Finding, gpus
     from counterflow.training.trial import small_trial
 

@@ -120,7 +120,6 @@ def _print(result: Rederived) -> None:
 
 
 def _in_words(stage: Stage) -> str:
-    """The layers of a stage: ``embedding, 3 transformer``."""
     counts = {kind: stage.count(kind) for kind in dict.fromkeys(stage)}
     words = [
         f"{count} {_NAMES[kind]}" if kind is Kind.TRANSFORMER or count > 1 else _NAMES[kind]

@@ -161,7 +161,6 @@ def plan(
 
 
 def _print_layout(best: Plan) -> None:
-    """The layout of a plan, with a note where Megatron-LM would place its stages elsewhere."""
     layout = best.layout
     if layout is None:
         raise ConfigError(

@@ -108,7 +108,6 @@ def show(
 
 
 def _show_run(subject: str, output: DrawingOptions, names: Sequence[str]) -> None:
-    """Draw a run as it was measured, above its prediction or another run."""
     from counterflow.drawing import draw_charts, print_charts
     from counterflow.training.folder import read_timeline
 
@@ -137,7 +136,6 @@ def _show_run(subject: str, output: DrawingOptions, names: Sequence[str]) -> Non
 def _compared_simulation(
     ctx: typer.Context, text: str, first: Schedule, options: SchemeOptions, costs: CostOptions
 ) -> Simulation:
-    """The schedule to compare with, simulated with the same costs unless its text contains others."""
     try:
         words = [text] if is_file(text) else shlex.split(text)
     except ValueError as error:

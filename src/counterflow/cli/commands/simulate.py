@@ -206,7 +206,6 @@ def _steady(result: Simulation, played_from_file: bool) -> str:
 
 
 def _formulas(result: Simulation) -> tuple[FormulaValue, ...]:
-    """The papers' formulas that apply, after a note if there are none."""
     from counterflow.papers.formulas import formulas_of
 
     formulas = formulas_of(result)

@@ -216,7 +216,6 @@ def _print(summary: Summary, folder: Path) -> None:
 
 
 def _resuming(folder: Path) -> str:
-    """The command that resumes a run from its checkpoint, with the run's own config."""
     words = ["counterflow", "train", str(folder / "config.toml"), "--set", f"train.resume={folder}"]
     return shlex.join([*words, "--set", "train.out="])  # that run's folder is not empty
 

@@ -108,7 +108,6 @@ class OptionRecord(OptionGroup):
 
 
 def _own_flag(field: AskedField, kind: Any, panel: str) -> inspect.Parameter:
-    """The flag of a field that has a default of its own, or is required."""
     about, has_default = field.asked, field.default is not MISSING
     option = typer.Option(
         *_names(field),
@@ -190,7 +189,6 @@ def asked_flag(field: AskedField, panel: str) -> Any:
 
 
 def _names(field: AskedField) -> tuple[str, ...]:
-    """Spellings of a field's flag; an option that is on by default has a second one, to turn it off."""
     name = flag(field.name)
     return (f"{name}/--no-{name[2:]}" if field.default is True else name,)
 

@@ -143,7 +143,6 @@ def _rows(lines: Sequence[Line]) -> Any:
 
 
 def _values(reproduction: Reproduction) -> Any:
-    """Samples per second of each scheme in each run, or the largest peak of a figure of memory."""
     from counterflow.papers.figures.throughputs import scheme_bars
 
     first = "predicted peak, GiB" if reproduction.figure.unlimited else "predicted samples/s"

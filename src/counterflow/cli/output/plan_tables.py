@@ -317,7 +317,6 @@ def _short(prediction: Prediction) -> str:
 
 
 def _is_data_parallel(prediction: Prediction) -> bool:
-    """Check that each replica is one worker, so that there is no pipeline."""
     return prediction.workers == 1 < prediction.configuration.replicas
 
 

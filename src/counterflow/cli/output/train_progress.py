@@ -101,7 +101,6 @@ class TrainProgress(Callback):
             self.bar = None
 
     def _waits(self) -> None:
-        """Print what workers do before the first step, and for how long they have done it."""
         waited = time.monotonic() - self.started
         if waited < self.next_line:
             return

@@ -146,7 +146,6 @@ def check(resource: dict[str, Any]) -> None:
 
 
 def _differences(resource: Any, known: Any, place: str) -> Any:
-    """Yield the places of keys and values that Kubeflow did not accept."""
     if isinstance(resource, dict) and isinstance(known, dict):
         for key, value in resource.items():
             if key not in known:

@@ -90,13 +90,11 @@ def train(
 
 
 def _words(failure: object) -> str:
-    """Message of a failure, without Monarch's trace."""
     return str(failure).strip().splitlines()[-1].strip()
 
 
 @contextlib.contextmanager
 def _failures_as_events(actors: Any, callbacks: tuple[Callback, ...]) -> Iterator[None]:
-    """Pass on that a worker's process ended, where Monarch would end this process."""
     before = actors.unhandled_fault_hook
 
     def report_failure(failure: Any) -> None:
@@ -112,11 +110,6 @@ def _failures_as_events(actors: Any, callbacks: tuple[Callback, ...]) -> Iterato
 
 
 def _worker_class() -> Any:
-    """The class of an actor that is a worker.
-
-    Raises:
-        ConfigError: Monarch is not installed.
-    """
     actors = imported("monarch.actor", "monarch")
 
     class Worker(actors.Actor):  # type: ignore[misc, name-defined]

@@ -125,11 +125,6 @@ class _Reports(Callback):
 
 
 def _folder(train: Any) -> Path:
-    """The run's folder in the storage of Ray's run.
-
-    Raises:
-        ConfigError: the storage is no file system of the workers.
-    """
     storage = train.get_context().get_storage()
     kind = storage.storage_filesystem.type_name
     if kind != "local":

@@ -54,7 +54,6 @@ def chosen(first: Schedule, pipeline: Pipeline, batch: tuple[Any, Any]) -> Sched
 
 
 def _costs(pipeline: Pipeline, stages: Sequence[StageCost]) -> Costs:
-    """Costs of a worker's share of the model; messages are as large as the stages' outputs."""
     size = int(fmean(stage.output_bytes for stage in stages[:-1])) // 4 * 4 or 4
     travel = measure_messages(pipeline.transport, [size])[0]
     return Costs(

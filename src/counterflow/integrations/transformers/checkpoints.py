@@ -62,7 +62,6 @@ class Checkpoints(Base):  # type: ignore[misc]
             torch.save(self.args, folder / ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write them as transformers does, and what only a pipeline reads beside them."""
         assert self.pipeline is not None
         state = self.pipeline.state_dict(rank=0)
         if not self.args.should_save:
@@ -181,7 +180,6 @@ class Checkpoints(Base):  # type: ignore[misc]
 
 
 def _of_grad_scaler(scaling: LossScale) -> dict[str, float | int]:
-    """The state of a ``torch.amp.GradScaler`` with a pipeline's loss scale."""
     return {
         "scale": scaling.scale,
         "growth_factor": GROWTH,

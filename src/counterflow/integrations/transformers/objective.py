@@ -22,8 +22,6 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class _Shared:
-    """A trainer, shared by copies of an objective."""
-
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
@@ -96,7 +94,6 @@ class Objective(nn.Module):
 
 
 def _is_of_samples(value: Any) -> bool:
-    """Check that all leaves of an output are tensors with samples."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
 

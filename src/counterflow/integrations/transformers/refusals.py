@@ -77,11 +77,6 @@ _OF_TRAINER: tuple[Rule, ...] = (
 
 
 def _refuse_of_replicas(arguments: PipelineFields, named: Mapping[str, Any]) -> None:
-    """Refuse what would give replicas the same samples, or count only one replica's.
-
-    Raises:
-        ConfigError: there is such an argument.
-    """
     options: Any = arguments
     if isinstance(named.get("train_dataset"), IterableDataset):
         raise ConfigError(

@@ -69,7 +69,6 @@ class PipelineTrainerMixin(Checkpoints):
         self._leave_model()
 
     def _leave_model(self) -> None:
-        """Make accelerate treat the model as one that it has wrapped."""
         if not self.accelerator._models:  # noqa: SLF001
             self.accelerator._models.append(self.model)  # noqa: SLF001
 
@@ -115,7 +114,6 @@ class PipelineTrainerMixin(Checkpoints):
             ) from error
 
     def _uses_packed(self, inputs: Mapping[str, Any]) -> bool:
-        """Check that the model depends on where packed samples begin: one size of each input shows it."""
         return any(layer.uses("packed") for layer in capture.layers(self._objective, inputs, input_dims=None))
 
     def _pipeline_of(self, schedule: Schedule, model: nn.Module, layers: list[Any]) -> Pipeline:
@@ -250,7 +248,6 @@ class PipelineTrainerMixin(Checkpoints):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Make the pipeline, and the optimiser that schedulers and callbacks see."""
         self._leave_model()
         if self.pipeline is None:
             with _random_numbers_back():
@@ -331,7 +328,6 @@ class PipelineTrainerMixin(Checkpoints):
         return type(self).compute_loss is transformers.Trainer.compute_loss
 
     def _labelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch with labels that make some loss, of the form that an earlier batch had."""
         first = getattr(self, "_first", {})
         main = getattr(self.model, "main_input_name", "input_ids")
         if any(first.get(name) is None for name in (main, *self.label_names)):
@@ -360,7 +356,6 @@ class PipelineTrainerMixin(Checkpoints):
 
 @contextmanager
 def _random_numbers_back() -> Iterator[None]:
-    """Restore the state of random number generators after this context."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - collators draw from it
     try:
         with torch.random.fork_rng():
@@ -377,7 +372,6 @@ def _filled(micro_batches: list[Any], count: int) -> list[Any]:
 
 
 def _unpacked(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch without what only tells where packed samples begin."""
     return {name: value for name, value in batch.items() if name not in PACKED}
 
 

@@ -114,12 +114,6 @@ def noting(trainer: Any, run: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]
 
 
 class _Lists(dict[str, list[Any]]):
-    """Metrics by name, each a list that is made when it is asked for.
-
-    Args:
-        lists: where the lists are.
-    """
-
     def __init__(self, lists: dict[str, list[Any]]) -> None:
         super().__init__()
         self._lists = lists

@@ -71,7 +71,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _kinds(model: PreTrainedModel, count: int) -> list[str]:
-    """Kind of each repeated layer; layers of one kind accept the same arguments."""
     types = getattr(model.config, "layer_types", None)
     return list(types) if types is not None and len(types) == count else [EVERY_LAYER] * count
 
@@ -99,7 +98,6 @@ class Block(Layer):
         return {**value, HIDDEN: hidden}
 
     def _carried(self, seen: Seen) -> AbstractContextManager[dict[str, Any]]:
-        """Wrap the block on a slice, or in a model that is trained in slices; yield further arguments."""
         if self.kind != LINEAR:
             return attending(self.carry, self.block, self.window, seen)
         return recurring(self.carry, self.block) if self.carry.sliced else nullcontext({})

@@ -177,7 +177,6 @@ class First(Layer):
 
     @contextmanager
     def _all_called(self) -> Iterator[None]:
-        """Check in the first forward that modules that no plan names come before the repeated layers."""
         waiting = dict.fromkeys(self.unnamed)
 
         def called(name: str, *_: object) -> None:
@@ -199,7 +198,6 @@ class First(Layer):
     def _narrow(
         self, leaf: Any, hidden: Tensor, kind: str, names: frozenset[str], positions: Tensor | None
     ) -> Any:
-        """A mask in the form in which it is passed between stages; anything else unchanged."""
         samples, length = hidden.shape[:2]
         if not is_mask(leaf, samples, length):
             return leaf

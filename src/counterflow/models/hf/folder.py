@@ -121,7 +121,6 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: Any) -> None:
 
 
 def _written(model: PreTrainedModel) -> set[str]:
-    """Names of the model's state that are written: for tied ones the name that transformers reads."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     same: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -134,7 +133,6 @@ def _kept_for_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save_adapters(model: Any, tensors: Mapping[str, Tensor], transport: Any, folder: Path) -> None:
-    """Save the adapters, which are small: one worker gathers them all."""
     peft = imported("peft")
     from safetensors.torch import save_file  # noqa: PLC0415
 

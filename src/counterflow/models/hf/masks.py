@@ -153,7 +153,6 @@ def masks_made(shell: nn.Module, *, required: bool) -> Iterator[None]:
 
 
 def _registered(name: str | None) -> str | None:
-    """The name by which transformers always makes the masks of an attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
     if name is None or name not in ALL_MASK_ATTENTION_FUNCTIONS or name.startswith(_MASKS):

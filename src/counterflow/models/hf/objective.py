@@ -51,7 +51,6 @@ def loss(output: Any, labels: Tensor) -> LossSum:
 
 
 def _counted(logits: Tensor, labels: Tensor) -> LossSum:
-    """Cross-entropy of tokens with labels."""
     total = functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )

@@ -29,8 +29,6 @@ LINEAR = "linear_attention"
 
 
 class _Before(threading.local):
-    """State of the layer that runs in this thread."""
-
     cache: _Cache | None = None
 
 

@@ -55,8 +55,6 @@ class Seen(NamedTuple):
 
 
 class _Now(threading.local):
-    """State of the layer that runs in this thread."""
-
     carry: Carry | None = None
     window: int | None = None
     seen = Seen()
@@ -123,7 +121,6 @@ def _of_slice(  # noqa: PLR0917 - transformers' own
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a slice, in place of transformers' own, whose mask is of this slice alone."""
     del attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unsupported = sorted(

@@ -81,7 +81,6 @@ class SavedInput(nn.Module):
 
 
 def _told_of(stand_in: nn.Module, module: nn.Module) -> None:
-    """Give a stand-in attributes that a model may read from its layers, such as their kind."""
     for name, value in vars(module).items():
         if name not in vars(stand_in) and isinstance(value, (str, int, float, type(None))):
             setattr(stand_in, name, value)

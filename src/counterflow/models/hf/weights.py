@@ -299,7 +299,6 @@ class Filling:
 
 @contextmanager
 def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield a list that afterwards contains the names of the tensors that were not set within the context."""
     marks = {name: _mark(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.fill_(marks[name])
@@ -313,7 +312,6 @@ def _unset(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _mark(tensor: Tensor) -> Any:
-    """A value that a tensor does not contain otherwise."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
@@ -370,7 +368,6 @@ def original_name(name: str) -> str:
 
 
 def _without_modules(model: PreTrainedModel) -> Any:
-    """The model's rules: the model without its parts."""
     rules = object.__new__(type(model))
     nn.Module.__init__(rules)
     rules.__dict__.update({name: value for name, value in vars(model).items() if name == "config"})

@@ -70,7 +70,6 @@ def _stated(data: _Data) -> _Data:
 
 
 def _value(data: _Data, subject: str) -> _Data:
-    """A published value; a speed-up whose ``over`` alone is named is the subject's."""
     if "label" not in data and "over" in data:
         return data | {"label": subject}
     return data if "label" in data else data | {"label": data["order"][0]}
@@ -88,7 +87,6 @@ def _cause(name: str, common: _Data, data: _Data, cause: _Data) -> Cause:
 
 
 def _varied(name: str, common: _Data, data: _Data, vary: _Data) -> Figure:
-    """The figure with changes to all of its runs, to some of them, and to some competitors."""
     copy, shared = deepcopy(data), common.get("competitors", {})
     for run in copy["runs"]:
         _merge(run, vary.get("run", {}))

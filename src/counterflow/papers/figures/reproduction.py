@@ -156,7 +156,6 @@ def predict_row(figure: Figure, published: Published) -> Row:
 
 
 def _varied(row: Row, report: Callable[[str], None]) -> Row:
-    """The row with its value predicted with the cause of the miss changed."""
     cause = row.published.cause
     if row.verdict is Verdict.HIT or cause is None or cause.figure is None:
         return row
@@ -187,7 +186,6 @@ def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
 
 
 def _constants(task: PlanningTask) -> dict[str, str]:
-    """Where the cluster's numbers and the block's come from."""
     cluster = {name: f"{text}" for name, text in task.cluster.sources.items()}
     block = task.profile.layer(task.model.layers[len(task.model.layers) // 2]).sources
     names = ("forward_seconds", "saved_bytes", "weights_bytes")

@@ -83,7 +83,6 @@ class Case:
         return self.row(_ACTIVATIONS, formula, value, self._sized(peaks), *notes, relation=relation)
 
     def _sized(self, counts: Sequence[float]) -> Range:
-        """The minimum and maximum of the workers' stages, by their size."""
         return Range.of(self.share * Fraction(min(counts)), self.share * Fraction(max(counts)))
 
 

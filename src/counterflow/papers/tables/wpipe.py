@@ -86,7 +86,6 @@ def _wpipe_table_rows(n: int, m: int) -> Iterator[Row]:
 
 
 def _model_rows(case: Case, line: _WPipeLine) -> Iterator[Row]:
-    """Sizes in models: the sum over the workers, with a stage as 1/stages of the model."""
     result, stages = simulate(case.schedule), case.schedule.stages
 
     def models(counts: Iterable[float]) -> Range:

@@ -200,7 +200,6 @@ def _paths(numbers: Any, period: float, ways: Any) -> float:
 
 @compiled
 def _later(numbers: Any, period: float, ways: Any) -> bool:
-    """Delay letters that have to wait; return whether one had to."""
     start, before, length, back = ways.start, ways.before, ways.length, ways.back
     first, maker, after, busy = numbers.into, numbers.maker, numbers.after, numbers.keeps
     by_worker, laps = ways.by_worker, ways.laps
@@ -261,7 +260,6 @@ def _mark_path(numbers: Any, ways: Any) -> None:
 
 @compiled
 def _mark(ways: Any, last: int) -> None:
-    """Mark the letters before one on its path, or around its circle, as critical."""
     at, count = last, 0
     while at >= 0 and count < len(ways.start) and (count == 0 or at != last):
         ways.critical[count] = at
@@ -273,7 +271,6 @@ def _mark(ways: Any, last: int) -> None:
 
 @compiled
 def _peak(numbers: Any, cut: Any, store: int, worker: int) -> float:
-    """Maximum memory of a worker in between."""
     a, b = numbers.of[worker], numbers.of[worker + 1]
     most = 0.0
     for i in range(a, b):

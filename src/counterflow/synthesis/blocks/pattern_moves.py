@@ -147,7 +147,6 @@ _TRIES = 40
 
 @compiled
 def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) -> float:
-    """``at`` if its worker is free for a letter then, otherwise a later time to try."""
     close = 1e-9 * period
     for m in range(len(start)):
         if start[m] >= 0 and numbers.worker[m] == numbers.worker[n]:
@@ -164,7 +163,6 @@ def _free_from(numbers: Any, period: float, start: Floats, n: int, at: float) ->
 
 @compiled
 def _worth(numbers: Any, x: Any, ways: Any, plan: Any, most: float) -> float:
-    """The objective: the periods, and one micro-batch's way; infinite if surely above ``most``."""
     period = least_period(numbers, x.cut, plan.floor, (most - plan.way) / plan.times, ways)
     if period == NEVER:
         return NEVER
@@ -182,7 +180,6 @@ def _copy(source: Any, target: Any) -> None:
 
 @compiled
 def _keep(x: Any, ways: Any) -> None:
-    """Accept what was tried, and sort letters by their new starts."""
     _copy(x.cut, x.saved)
     x.critical[:] = ways.critical
     # They were nearly in order, so insertion is fast.
@@ -196,7 +193,6 @@ def _keep(x: Any, ways: Any) -> None:
 
 @compiled
 def _chosen(x: Any) -> int:
-    """A letter, half of the time a critical one."""
     letters = len(x.critical)
     if random(x.random) < 0.5:
         count = 0
@@ -208,7 +204,6 @@ def _chosen(x: Any) -> int:
 
 @compiled
 def _moved(numbers: Any, x: Any, n: int) -> bool:
-    """Move a letter to another place of its worker's period, or round; return whether the worker has room."""
     worker, order, rounds = numbers.worker[n], x.cut.order, x.cut.rounds
     a, b = numbers.of[worker], numbers.of[worker + 1]
     i, j = a, a + int(random(x.random) * (b - a))
@@ -232,7 +227,6 @@ def _moved(numbers: Any, x: Any, n: int) -> bool:
 
 @compiled
 def _shifted(numbers: Any, x: Any, n: int) -> bool:
-    """Move all letters after one on its pipe's way by a round; return whether there is room."""
     by = 1 if random(x.random) < 0.4 else -1
     for m in range(len(numbers.chain)):
         if numbers.pipe[m] == numbers.pipe[n] and numbers.chain[m] >= numbers.chain[n]:
@@ -245,7 +239,6 @@ def _shifted(numbers: Any, x: Any, n: int) -> bool:
 
 @compiled
 def _anneal(numbers: Any, x: Any, ways: Any, plan: Any) -> None:
-    """Simulated annealing; leaves the best pattern in ``x.best``."""
     now = _worth(numbers, x, ways, plan, NEVER)
     best = now
     _keep(x, ways)

@@ -148,7 +148,6 @@ class _Model:
         one_at_a_time(model, ((rest[n], busy[n]) for n in letters))
 
     def _holdings(self, store: int, worker: int, parts: float) -> list[Any]:
-        """Memory of the worker while each letter that takes something runs, in parts."""
         letters = self.problem.of_worker(worker)
         net = {n: round(float(self.numbers.net[store, n]) / parts) for n in letters}
         takers = [n for n in letters if net[n] > 0]
@@ -170,7 +169,6 @@ class _Model:
         return peaks
 
     def _parts(self, store: int, worker: int) -> float:
-        """The unit in which a store is counted."""
         values = [*self.numbers.takes[store].tolist(), *self.numbers.net[store].tolist()]
         if all(v == int(v) for v in values):
             return 1.0

@@ -103,7 +103,6 @@ class Squeezer:
         return least, best
 
     def _once(self, flat: Flat, late: Lateness, *, back: bool) -> Flat:
-        """Words squeezed from the front, or from the back."""
         if back:
             return _mirrored(self._ways[1].squeezed(_mirrored(flat), late.back))
         return self._ways[0].squeezed(flat, late.front)
@@ -207,7 +206,6 @@ def _squeezing(numbers: Numbers, flat: Flat, late: float) -> _Squeezing:
 
 @compiled
 def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
-    """Reorder the words of ``flat`` in place; workers begin at ``s.ended``."""
     workers = len(s.ended)
     for _ in range(len(flat.word)):
         chosen = -1
@@ -242,7 +240,6 @@ def _squeeze(n: Any, s: Any, x: Any, flat: Any) -> bool:
 
 @compiled
 def _look(n: Any, s: Any, x: Any, worker: int) -> None:
-    """Find the op that a worker can run first: the next one, or a later one while it would wait."""
     x.at[worker], x.before[worker] = NEVER, -1
     here, word = x.head[worker], x.word
     if here >= x.stop[worker]:
@@ -275,7 +272,6 @@ def _look(n: Any, s: Any, x: Any, worker: int) -> None:
 
 @compiled
 def _pass(n: Any, x: Any, letter: int) -> None:
-    """Look past an op, as if it had run."""
     for store in range(len(n.most)):
         x.most[store] = max(x.most[store], x.now[store] + n.takes[store, letter])
         x.now[store] += n.net[store, letter]
@@ -283,7 +279,6 @@ def _pass(n: Any, x: Any, letter: int) -> None:
 
 @compiled
 def _fits(n: Any, x: Any, letter: int) -> bool:
-    """Check whether an op can run now, followed by all earlier ones, within the limits."""
     worker = n.worker[letter]
     for store in range(len(n.most)):
         takes, net = n.takes[store, letter], n.net[store, letter]

@@ -56,8 +56,6 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Words of the pool, their duration, and the delays they were made with."""
-
     seconds: float
     flat: Flat
     late: Lateness
@@ -121,7 +119,6 @@ class Wanderer:
         return _Turn(entry.flat, late, back)
 
     def _take(self, new: _Entry) -> None:
-        """Add words to the pool if they are among the best, and none there has the same duration."""
         if new.seconds == NEVER:
             return
         if all(abs(new.seconds - entry.seconds) > CLOSE * entry.seconds for entry in self._pool):

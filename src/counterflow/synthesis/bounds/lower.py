@@ -230,7 +230,6 @@ class _Side:
                 yield head, takes, tail - busy
 
     def _of_stage(self, forward: int) -> list[int]:
-        """The backwards of a forward's stage and slice, in their order."""
         letters = self._problem.letters
         stage_letters = [n for n in self.letters_held if letters[n].unit == letters[forward].unit]
         return sorted(
@@ -238,7 +237,6 @@ class _Side:
         )
 
     def _recomputed(self, forward: int) -> int | None:
-        """The recomputation of a forward's stage and slice; None: there is none."""
         return self._recomputations.get(self._problem.letters[forward].unit)
 
     def _states(self, store: Store, forward: int) -> list[tuple[float, float]]:
@@ -285,7 +283,6 @@ class _Side:
         self.away = max(self.away, self._away(store, states))
 
     def _area(self, store: Store, forward: int, states: list[tuple[float, float]]) -> float:
-        """Minimum of a micro-batch's memory of a store, integrated over time."""
         letters, rest = self._problem.letters, self._of_stage(forward)
         seconds = letters[forward].seconds
         started = self._windows.later(forward, rest)

@@ -119,12 +119,10 @@ class Windows:
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        """The letters, each after the letters that it needs for the same micro-batch."""
         return in_order(self.problem)
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Position of each letter in that order."""
         return {n: place for place, n in enumerate(self._order)}
 
     def later(self, letter: int, wanted: Collection[int] | None = None) -> dict[int, float]:

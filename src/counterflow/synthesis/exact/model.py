@@ -182,7 +182,6 @@ class Model:
             self._limit(store, worker, before, ops)
 
     def _limit(self, store: Store, worker: int, before: _Before, ops: list[tuple[int, int]]) -> None:
-        """Keep the worker's memory within its limit when an op starts and when it has ended."""
         if math.isinf(store.most[worker]):
             return
         letters = {n for n, _ in ops}
@@ -199,7 +198,6 @@ class Model:
     # -- messages and sums
 
     def _messages(self) -> None:
-        """One message at a time on each link, in the order of the ops that make them."""
         if not self.problem.lanes:
             return
         model, letters = self._model, self.problem.letters
@@ -311,7 +309,6 @@ class Model:
         return status.lower(), bound
 
     def _words(self, value: Callable[[Any], int]) -> Words:
-        """The words of a solution: each worker's ops by their starts."""
         words = []
         for before, worker in zip(self._before, range(self.problem.workers), strict=True):
             ops = [
@@ -347,7 +344,6 @@ class _Before:
         return literal
 
     def _constant(self, a: int, j: int, b: int, k: int) -> int | None:
-        """The only possible order of two ops by their needs and windows; None if both are possible."""
         if a == b:
             return int(j < k)
         if (b in self.follow[a] and j <= k) or (self.window[b, k][0] + self._takes[b] > self.window[a, j][1]):

@@ -141,11 +141,9 @@ class _Search:
         return Solved(self._words if self._better else None, self._value, bound, stopped)
 
     def _below(self) -> int:
-        """The largest number of units below the best value."""
         return math.ceil(Fraction(self._value) / self._unit * (1 - Fraction(CLOSE))) - 1
 
     def _raised(self, seconds: float) -> int:
-        """A bound in seconds as units: values are whole numbers of them, or more."""
         return (
             math.ceil(Fraction(seconds) / self._unit * (1 - Fraction(CLOSE)))
             if self._integer.exact
@@ -170,7 +168,6 @@ class _Search:
         return status
 
     def _accept(self, words: Words, bound: int) -> bool:
-        """Keep an order if it is better; return whether to stop because it is much better than the target."""
         value = value_of(self._problem, words)
         if value < self._value * (1 - CLOSE) and self._problem.fits(words):
             self._words, self._value, self._better = words, value, True

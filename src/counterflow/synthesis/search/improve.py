@@ -136,8 +136,6 @@ _BETTER = 1e-12
 
 
 class _Climber:
-    """The annealing of one order."""
-
     def __init__(self, search: Search, words: Words, seed: int) -> None:
         self._search, self._numbers = search, search.numbers
         self._flat = flat_of(words)

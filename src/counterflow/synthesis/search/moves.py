@@ -82,7 +82,6 @@ def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
 
 @compiled
 def _fill(n: Any, flat: Any, x: Any) -> None:
-    """Compute the values that follow from the word."""
     done = np.zeros(len(n.worker), dtype=np.int64)
     for worker in range(len(flat.first) - 1):
         memory = np.zeros(len(n.most))
@@ -165,7 +164,6 @@ def _last_input(n: Any, s: Any, letter: int, k: int) -> tuple[int, float]:
 
 @compiled
 def _trace(n: Any, s: Any, flat: Any, x: Any, steady: bool) -> int:
-    """Collect the places on the longest path whose op waits for the one before; return their number."""
     worker = 0
     for candidate in range(len(s.ended)):
         if _took(s, candidate, steady) > _took(s, worker, steady):
