@@ -56,7 +56,7 @@ from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
 from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
 from counterflow.measure.profile import kinds_of
-from counterflow.papers.step_times import beside
+from counterflow.papers.step_times import planned_closed_form
 from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.planning.play import Play
 from counterflow.runtime.workers.world import current_transport
@@ -260,7 +260,7 @@ def gpt(turns: int) -> tuple[list[Row], str]:
 def row(part: str, plays: Sequence[Play], taken: list[float]) -> Row:
     """A line of the table; the predictions by share of the steps that count."""
     prediction, of_all = (play.prediction() for play in plays)
-    closed = beside(plays[0])
+    closed = planned_closed_form(plays[0])
     return Row(
         part,
         named(prediction.configuration),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from counterflow.papers.report import FormShown, plan_shown
-from counterflow.papers.step_times import ClosedForm, beside
+from counterflow.papers.step_times import ClosedForm, planned_closed_form
 from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
 from counterflow.planning.search.search_result import Plan
 
@@ -34,7 +34,7 @@ CLUSTER = Cluster("c", 8, 1, 1e6, Link(0.0, 0.0), Link(0.0, 0.0))
 def difference(model: Model, cluster: Cluster, configuration: Configuration) -> float:
     """How far the form is from the simulated step."""
     play = Predictor(model, PROFILE, cluster).play(configuration)
-    form = beside(play)
+    form = planned_closed_form(play)
     assert form is not None
     found = form.difference(play.seconds)
     assert found is not None
@@ -78,7 +78,7 @@ def test_they_know_nothing_of_a_step_s_overhead() -> None:
     dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, 1, 1)
     play = Predictor(MODEL, profile, CLUSTER).play(dapple)
     assert play.seconds == (4 + 3) * (1.5 + 2.5) + 0.5
-    assert beside(play) == ClosedForm((4 + 3) * (1.5 + 2.5), "Chimera, Table 2")
+    assert planned_closed_form(play) == ClosedForm((4 + 3) * (1.5 + 2.5), "Chimera, Table 2")
 
 
 def test_a_plan_as_data_has_the_form_or_none() -> None:

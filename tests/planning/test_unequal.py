@@ -10,7 +10,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.errors import PlanError
-from counterflow.papers.step_times import beside
+from counterflow.papers.step_times import planned_closed_form
 from counterflow.planning import (
     Arrangement,
     Cluster,
@@ -52,8 +52,10 @@ def test_ops_and_updates_take_as_long_as_the_worker_s_device_makes_them() -> Non
 
 
 def test_no_closed_form_stands_beside_workers_that_differ() -> None:
-    assert beside(Predictor(MODEL, PROFILE, TWO).play(dapple(2, 8))) is None
-    assert beside(Predictor(MODEL, PROFILE, replace(TWO, kinds=())).play(dapple(2, 8))) is not None
+    assert planned_closed_form(Predictor(MODEL, PROFILE, TWO).play(dapple(2, 8))) is None
+    assert (
+        planned_closed_form(Predictor(MODEL, PROFILE, replace(TWO, kinds=())).play(dapple(2, 8))) is not None
+    )
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:

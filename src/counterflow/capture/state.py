@@ -32,8 +32,8 @@ class Same:
     def __init__(self, value: object) -> None:
         self.value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+    def __eq__(self, obj: object) -> bool:
+        return isinstance(obj, Same) and self.value is obj.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -51,8 +51,8 @@ class Plain:
         self.kind = type(value)
         self.value = repr(value) if isinstance(value, (float, complex)) else value  # nan is nan, 0.0 not -0.0
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plain) and self.kind is other.kind and bool(self.value == other.value)
+    def __eq__(self, obj: object) -> bool:
+        return isinstance(obj, Plain) and self.kind is obj.kind and bool(self.value == obj.value)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.value))

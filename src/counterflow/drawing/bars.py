@@ -105,8 +105,8 @@ def _series(axes: Axes, bars: Bars, series: Series, index: int) -> None:
     bar_width = _WIDTH / len(bars.series)
     hue = palette.hue(index)
     for group, (value, mark, text) in enumerate(zip(series.values, series.marks, series.texts, strict=True)):
-        left = group - _WIDTH / 2 + index * bar_width
-        middle = left + bar_width / 2
+        start = group - _WIDTH / 2 + index * bar_width
+        middle = start + bar_width / 2
         label = series.label if group == 0 else "_nolegend_"
         axes.bar(
             middle, value or 0.0, 0.9 * bar_width, color=hue.forward, edgecolor=hue.backward, label=label

@@ -28,7 +28,7 @@ from .grey import in_grey
 from .look import USUAL, Look
 from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of, hatched
 from .saving import SETTINGS, UNDATED, sized
-from .sheet import CAPTION, EDGE, FEW, LEFT, SPLIT, TICKS, TITLE, Sheet, legend_texts
+from .sheet import CAPTION, EDGE, FEW, LEFT_MARGIN, SPLIT, TICKS, TITLE, Sheet, legend_texts
 from .svg_titles import group_of, titles_of, with_titles
 from .units import nice_step
 
@@ -116,13 +116,13 @@ class _Panel:
         bottom = top + sheet.panel_height(chart)
         last = self.index == len(sheet.charts) - 1
         self._text(top + 0.17, chart.heading, size=11, weight="bold", color=palette.INK)
-        room = 72 * (sheet.width - LEFT) / (0.55 * max(len(chart.summary), 1))
+        room = 72 * (sheet.width - LEFT_MARGIN) / (0.55 * max(len(chart.summary), 1))
         self._text(top + 0.38, chart.summary, size=min(9.0, room), color=palette.FAINT)
         top += TITLE
         middle = (0.07 + self.floor) / 2
         below = top + sheet.legend_height(chart)
         axes = self._axes(f"timeline {self.index}", below, self.height, middle)
-        self._legend(axes, (LEFT / sheet.width, self._fraction(top)), self.figure.transFigure)
+        self._legend(axes, (LEFT_MARGIN / sheet.width, self._fraction(top)), self.figure.transFigure)
         self._timeline(axes)
         top = below + self.height + TICKS + SPLIT
         self._text(top - 0.07, chart.split, size=8.5, color=palette.FAINT)
@@ -139,12 +139,12 @@ class _Panel:
         return 1 - top / self.sheet.height
 
     def _text(self, top: float, text: str, **style: Any) -> None:
-        self.figure.text(LEFT / self.sheet.width, self._fraction(top), text, va="center", **style)
+        self.figure.text(LEFT_MARGIN / self.sheet.width, self._fraction(top), text, va="center", **style)
 
     def _axes(self, name: str, top: float, height: float, middle: float) -> Axes:
         sheet = self.sheet
         place = (
-            LEFT / sheet.width,
+            LEFT_MARGIN / sheet.width,
             self._fraction(top + height),
             sheet.plot_width / sheet.width,
             height / sheet.height,
@@ -251,9 +251,9 @@ class _Panel:
 
     def _marks(self, axes: Axes, boxes: Sequence[Box], colour: str) -> None:
         bands = []
-        for left, right, bottom, top in map(self._rectangle, boxes):
+        for x_min, x_max, bottom, top in map(self._rectangle, boxes):
             tall = bottom - top
-            bands.append(_corners(left, right, bottom - 0.02 * tall, bottom - BAND * tall))
+            bands.append(_corners(x_min, x_max, bottom - 0.02 * tall, bottom - BAND * tall))
         axes.add_collection(PolyCollection(bands, facecolor=colour, linewidth=0, zorder=2.5), autolim=False)
 
     def _rectangle(self, box: Box) -> Rectangle:
@@ -275,9 +275,9 @@ class _Panel:
         rim = [withStroke(linewidth=2.0, foreground=colour_of(palette.GREY, kind))] if self.sheet.grey else []
         for box, size in zip(boxes, sizes, strict=True):
             if size >= _SMALLEST:
-                left, right, bottom, top = self._rectangle(box)
+                x_min, x_max, bottom, top = self._rectangle(box)
                 axes.text(
-                    (left + right) / 2,
+                    (x_min + x_max) / 2,
                     (bottom + top) / 2,
                     box.label,
                     size=size,
@@ -371,7 +371,7 @@ class _Panel:
     def _scale(self, scale: LinearSegmentedColormap, most: str, top: float) -> None:
         sheet = self.sheet
         width, height = 1.3, 0.1
-        right = LEFT + sheet.plot_width - 0.9
+        right = LEFT_MARGIN + sheet.plot_width - 0.9
         middle = self._fraction(top + CAPTION - 0.18)
         place = (
             (right - width) / sheet.width,
@@ -388,5 +388,5 @@ class _Panel:
         axes.text(1.04, 0.5, most, ha="left", **style)
 
 
-def _corners(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
-    return [(left, bottom), (right, bottom), (right, top), (left, top)]
+def _corners(x_min: float, x_max: float, bottom: float, top: float) -> list[tuple[float, float]]:
+    return [(x_min, bottom), (x_max, bottom), (x_max, top), (x_min, top)]

@@ -70,8 +70,8 @@ def make_ranking(rows: Sequence[Ranked], *, title: str, about: str, unit: str) -
         "activations per worker": (0.71, 0.12, [row.activations for row in rows]),
         "weights per worker": (0.86, 0.12, [row.weights for row in rows]),
     }
-    for number, (label, (left, width, values)) in enumerate(panels.items()):
-        axes = figure.add_axes((left, bottom, width, tall), label=label)
+    for number, (label, (x, width, values)) in enumerate(panels.items()):
+        axes = figure.add_axes((x, bottom, width, tall), label=label)
         _panel(axes, rows, values, label, idle=number == 0)
     keys = [("computing", palette.HUES[0].forward), ("idle", palette.BACKGROUND)]
     if not all(row.synchronous for row in rows):

@@ -13,7 +13,7 @@ from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, sh
 from .look import USUAL, Look
 from .units import TimeUnit
 
-LEFT, RIGHT, EDGE = 0.55, 0.25, 0.12
+LEFT_MARGIN, RIGHT, EDGE = 0.55, 0.25, 0.12
 PEAKS = 0.8  # right margin that contains the peaks of memory
 TITLE, LEGEND, TICKS, SPLIT, CAPTION = 0.5, 0.19, 0.34, 0.2, 0.3
 NARROWEST = 1.0  # inches of a time axis
@@ -58,10 +58,10 @@ class Sheet:
         right = PEAKS if any(chart.memory for chart in charts) else RIGHT
         plot = min(17.0, max(6.6, wanted))
         if look.width is not None:
-            plot = look.width - LEFT - right
+            plot = look.width - LEFT_MARGIN - right
             if plot < NARROWEST:
                 raise ConfigError(
-                    f"width={look.width:g}: must be {LEFT + right + NARROWEST:g} inches or more"
+                    f"width={look.width:g}: must be {LEFT_MARGIN + right + NARROWEST:g} inches or more"
                 )
         return cls(
             tuple(charts),
@@ -77,7 +77,7 @@ class Sheet:
     @property
     def width(self) -> float:
         """Width of the picture."""
-        return LEFT + self.plot_width + self.right
+        return LEFT_MARGIN + self.plot_width + self.right
 
     @property
     def height(self) -> float:

@@ -34,9 +34,9 @@ def with_titles(svg: str, titles: dict[str, list[str]]) -> str:
         start = svg.index(f'<g id="{name}"')
         stop = svg.index("</g>", start)
         paths = re.split(r"(?<=/>)", svg[start:stop])
-        left = iter(texts)
+        remaining = iter(texts)
         titled = [
-            f"{path[:-2]}><title>{escape(next(left))}</title></path>" if "<path" in path else path
+            f"{path[:-2]}><title>{escape(next(remaining))}</title></path>" if "<path" in path else path
             for path in paths
         ]
         svg = svg[:start] + "".join(titled) + svg[stop:]

@@ -27,7 +27,7 @@ CLOSE = 1e-9
 
 
 class Quantity(Enum):
-    """What a formula is about, in words."""
+    """Quantity that a formula gives, in words."""
 
     STEP = "makespan"
     STEADY_STEP = "steady step"

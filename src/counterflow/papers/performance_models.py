@@ -74,7 +74,7 @@ def unoverlapped(
     sums: Sequence[float],
     mode: Sync = Sync.EAGER_OPT,
 ) -> tuple[float, ...]:
-    """By worker, the part of its all-reduces that the free regions of the order do not hide.
+    """Seconds, by worker, of its all-reduces that the free regions of the order do not hide.
 
     A stage's all-reduce begins when all copies of its gradients are there, or later as ``mode`` says, and a
     worker's all-reduces follow each other. What lasts beyond the last op of the step is not overlapped. The
@@ -170,7 +170,7 @@ def mixpipe_throughput(
 
 @dataclass(frozen=True, slots=True)
 class MixPipeModel:
-    """What MixPipe measures to choose K and Γ: equations 2 to 5, for one depth.
+    """Quantities that MixPipe measures to choose K and Γ: equations 2 to 5, for one depth.
 
     Attributes:
         stages: D.

@@ -16,7 +16,7 @@ from counterflow.planning.search.search_result import Plan
 from .closed_forms import Range
 from .figures.published import TOLERANCE
 from .figures.reproduction import Reproduction, total
-from .step_times import beside
+from .step_times import planned_closed_form
 
 
 def _ends(value: Range | None) -> list[float] | None:
@@ -215,7 +215,7 @@ def plan_shown(plan: Plan | None) -> PlanOfFigure | None:
     """A plan with the papers' closed form."""
     if plan is None:
         return None
-    form = beside(plan.play)
+    form = planned_closed_form(plan.play)
     shown = form and FormShown(
         seconds=form.seconds, source=form.source, difference=form.difference(plan.seconds)
     )

@@ -76,7 +76,7 @@ def closed_form(schedule: Schedule, times: StageTimes) -> ClosedForm | None:
     return form(schedule, times) if form else None
 
 
-def beside(play: Play) -> ClosedForm | None:
+def planned_closed_form(play: Play) -> ClosedForm | None:
     """The papers' closed form of a configuration that the planner simulated; None if there is none.
 
     The forms assume workers of equal speed.
@@ -85,14 +85,14 @@ def beside(play: Play) -> ClosedForm | None:
     >>> from counterflow.planning.task import load_example
     >>> task = load_example("chimera-bert48")
     >>> dapple = Configuration.of("dapple", {"stages": 4, "micro_batches": 4}, replicas=8, samples=16)
-    >>> beside(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
+    >>> planned_closed_form(Predictor(task.model, task.profile, task.cluster).play(dapple)).source
     'Chimera, Table 2'
     """
     if play.network.slowness and {*play.network.slowness} != {1.0}:
         return None
-    stages, again = play.stages, play.configuration.recompute is not Recompute.NONE
+    stages, recomputed = play.stages, play.configuration.recompute is not Recompute.NONE
     forward = list(stages.forward)
-    backward = [b + a if again else b for b, a in zip(stages.backward, stages.again, strict=True)]
+    backward = [b + a if recomputed else b for b, a in zip(stages.backward, stages.again, strict=True)]
     message = max(
         latency + per_byte * max(play.stages.message_bytes[:-1], default=0.0)
         for latencies, per_bytes in zip(
@@ -107,16 +107,16 @@ def beside(play: Play) -> ClosedForm | None:
         sync_seconds(play.stages, play.network) if play.network.copies > 1 else 0.0,
         play.configuration.sync,
     )
-    found = closed_form(play.schedule, times)
-    return found and ClosedForm(found.seconds * play.updates, found.source)
+    form = closed_form(play.schedule, times)
+    return form and ClosedForm(form.seconds * play.updates, form.source)
 
 
 def seconds_of_slowest(schedule: Schedule, seconds: list[float]) -> float:
     """Seconds of a stage, averaged over the stages of the slowest worker."""
-    each = [
+    by_worker = [
         [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
     ]
-    return max(sum(held) / len(held) for held in each)
+    return max(sum(of_stages) / len(of_stages) for of_stages in by_worker)
 
 
 def _flushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
@@ -166,16 +166,16 @@ def _hanayo(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
     workers, n = schedule.workers, schedule.micro_batches
     if n != workers:
         return None
-    each = schedule.stages // workers  # stages of a worker: 2·waves
-    work = n * each * (t.forward + t.backward)
-    idle = (workers - 1) * each * t.backward / (each / 2)
+    stages_per_worker = schedule.stages // workers  # stages of a worker: 2·waves
+    work = n * stages_per_worker * (t.forward + t.backward)
+    idle = (workers - 1) * stages_per_worker * t.backward / (stages_per_worker / 2)
     return ClosedForm(work + idle + t.unoverlapped(schedule), "Hanayo, section 3.4")
 
 
 def _unflushed(schedule: Schedule, t: StageTimes) -> ClosedForm | None:
     """N·(F+B) per stage held: no bubbles."""
-    each = schedule.stages // schedule.workers
-    seconds = schedule.micro_batches * each * (t.forward + t.backward)
+    stages_per_worker = schedule.stages // schedule.workers
+    seconds = schedule.micro_batches * stages_per_worker * (t.forward + t.backward)
     return ClosedForm(seconds, "Chimera, Table 2" if schedule.scheme != "wpipe" else "WPipe, Table 1")
 
 

@@ -121,7 +121,7 @@ def _print(comparison: Comparison, rows: tuple[Compared, ...]) -> None:
     out.print(Text(_told_costs(comparison), style="dim"))
     columns = ["scheme", f"step {unit}", "over best", "bubbles", "activations", "weights"]
     sized = comparison.costs.memory is not None
-    table = table_of(*columns, *(["peak memory"] if sized else []), "", left=("scheme", ""))
+    table = table_of(*columns, *(["peak memory"] if sized else []), "", text_columns=("scheme", ""))
     least = rows[0].step if rows else 1.0
     for row in rows:
         over = row.step / least - 1

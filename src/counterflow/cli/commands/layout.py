@@ -101,7 +101,7 @@ def _print(result: Rederived) -> None:
     stages = result.pp * result.vpp
     out.print(Text(f"{now} transformer layers{with_mtp}; pp {result.pp}, vpp {result.vpp}: {stages} stages"))
     chunks = [f"chunk {number}" for number in range(result.vpp)] if result.vpp > 1 else ["layers"]
-    table = table_of("rank", *chunks, left=("rank", *chunks), pad_edge=False)
+    table = table_of("rank", *chunks, text_columns=("rank", *chunks), pad_edge=False)
     rows = [tuple(result.chunk(rank, number) for number in range(result.vpp)) for rank in range(result.pp)]
     for ranks, row in merge_equal_rows(rows):
         table.add_row(ranks, *map(_in_words, row))

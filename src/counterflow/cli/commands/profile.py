@@ -120,7 +120,7 @@ def _print(measured: Measured) -> None:
     out = console(WIDE)
     out.print(Text(measured.model.name, style="bold"), Text(f"on {measured.profile.machine}"), sep="\n")
     columns = ("layer", "samples", "forward", "backward", "saved for backward")
-    table = table_of(*columns, left=("layer",))
+    table = table_of(*columns, text_columns=("layer",))
     for kind, layer in measured.profile.layers.items():
         count = measured.model.layers.count(kind)
         for row, size in enumerate(layer.samples):

@@ -189,7 +189,7 @@ def _workers(result: Simulation) -> Any:
         columns.append("peak memory")
         for row, use in zip(rows, result.memory, strict=True):
             row.append(byte_size(use.peak))
-    table = table_of("worker", *columns, left=())
+    table = table_of("worker", *columns, text_columns=())
     named = [(str(worker), row) for worker, row in enumerate(rows)]
     for name, row in named if len(rows) < GROUP_FROM else merge_equal_rows(rows):
         table.add_row(name, *row)
@@ -219,7 +219,7 @@ def _published(result: Simulation, formulas: Sequence[FormulaValue]) -> Any:
     from rich.text import Text
 
     names = ("source", "quantity")
-    table = table_of(*names, "value", "simulated", "difference", left=names)
+    table = table_of(*names, "value", "simulated", "difference", text_columns=names)
     for formula in formulas:
         simulated = "unknown" if formula.simulated is None else number(formula.simulated)
         difference = "" if formula.difference is None else f"{formula.difference:+.1%}"
@@ -234,7 +234,7 @@ def _published(result: Simulation, formulas: Sequence[FormulaValue]) -> Any:
 def _ops(result: Simulation) -> Any:
     unit = result.costs.time_unit
     columns = ("worker", "op", "pipe", "stage", "micro-batches", f"start {unit}", f"end {unit}")
-    table = table_of(*columns, left=())
+    table = table_of(*columns, text_columns=())
     for span in result.timeline:
         op = span.op
         batches = ", ".join(map(str, op.micro_batches))
@@ -254,7 +254,7 @@ def _ops(result: Simulation) -> Any:
 
 def _messages(result: Simulation) -> Any:
     unit = result.costs.time_unit
-    table = table_of("from", "to", "made by", "for", f"start {unit}", f"end {unit}", left=())
+    table = table_of("from", "to", "made by", "for", f"start {unit}", f"end {unit}", text_columns=())
     for m in result.messages:
         workers = (str(m.sender), str(m.receiver))
         table.add_row(*workers, str(m.maker), str(m.taker), number(m.start), number(m.end))

@@ -39,14 +39,14 @@ def console(width: int | None = None) -> Console:
     return Screen(width=width, highlight=False, soft_wrap=False)
 
 
-def table_of(*columns: str, left: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
-    """A table of figures; only the columns named in ``left`` contain words, which are aligned to the left."""
+def table_of(*columns: str, text_columns: Sequence[str] = ("",), pad_edge: bool = True) -> Table:
+    """A table of figures; the columns named in ``text_columns`` contain words, aligned to the left."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=pad_edge)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
+        table.add_column(column, justify="left" if column in text_columns else "right")
     return table
 
 

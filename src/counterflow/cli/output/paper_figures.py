@@ -147,7 +147,7 @@ def _values(reproduction: Reproduction) -> Any:
 
     first = "predicted peak, GiB" if reproduction.figure.unlimited else "predicted samples/s"
     runs = [run.label for run in reproduction.figure.runs]
-    table = table_of(first, *runs, left=(first,), pad_edge=False)
+    table = table_of(first, *runs, text_columns=(first,), pad_edge=False)
     for scheme in scheme_bars(reproduction):
         table.add_row(
             scheme.label, *("does not fit" if v is None else number(round(v, 1)) for v in scheme.values)

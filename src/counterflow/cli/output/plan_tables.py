@@ -130,7 +130,7 @@ def _ranking(plans: Sequence[Plan], *, width: int, with_arrangement: bool) -> An
     if not is_complete:
         del cells["sync"]
     words = ("scheme", "options", "recompute", "sync", "devices")
-    table = table_of(*cells, left=words, pad_edge=False)
+    table = table_of(*cells, text_columns=words, pad_edge=False)
     for plan in plans:
         prediction = plan.play.prediction()
         table.add_row(*(cell(prediction) for cell in cells.values()))
@@ -186,7 +186,7 @@ _MESH_TOLD = 32
 def _print_lengths(out: Console, lengths: Sequence[AtLength]) -> None:
     table = table_of(
         *("positions", "whole sequences", "step", "in slices", "slices", "step", "times as fast"),
-        left=("whole sequences", "in slices", "slices"),
+        text_columns=("whole sequences", "in slices", "slices"),
         pad_edge=False,
     )
     for comparison in lengths:
@@ -230,7 +230,7 @@ def _print_orders(out: Console, orders: Orders) -> None:
         table = table_of(
             *("placement of", "D", "W", "B", "backwards", "recompute", "step", "no order below"),
             *("gap", "found by"),
-            left=("placement of", "backwards", "recompute", "found by"),
+            text_columns=("placement of", "backwards", "recompute", "found by"),
             pad_edge=False,
         )
         for order in orders.computed:
@@ -333,7 +333,7 @@ def _rejected(result: SearchResult) -> Any:
         "slower by bound",
         "simulated",
         "smallest that is too large",
-        left=("scheme", "smallest that is too large"),
+        text_columns=("scheme", "smallest that is too large"),
         pad_edge=False,
     )
     for rejected in result.rejections:

@@ -53,24 +53,24 @@ class Noted:
         """The greatest."""
         return Noted(self.tensor.max())
 
-    def __truediv__(self, other: Any) -> Noted:
+    def __truediv__(self, operand: Any) -> Noted:
         """The quotient; 0 where nothing is counted, as TRL's code decides."""
-        divisor = other.tensor if isinstance(other, Noted) else torch.as_tensor(other)
+        divisor = operand.tensor if isinstance(operand, Noted) else torch.as_tensor(operand)
         return Noted(torch.where(divisor == 0, 0.0, self.tensor / torch.where(divisor == 0, 1, divisor)))
 
-    def __floordiv__(self, other: Any) -> Noted:
+    def __floordiv__(self, operand: Any) -> Noted:
         """The quotient, rounded down."""
-        return Noted(torch.div(self.tensor, other, rounding_mode="floor"))
+        return Noted(torch.div(self.tensor, operand, rounding_mode="floor"))
 
-    def __add__(self, other: Any) -> Noted:
+    def __add__(self, operand: Any) -> Noted:
         """The sum of two."""
-        return Noted(self.tensor + (other.tensor if isinstance(other, Noted) else other))
+        return Noted(self.tensor + (operand.tensor if isinstance(operand, Noted) else operand))
 
     __radd__ = __add__
 
-    def __gt__(self, other: Any) -> bool:
+    def __gt__(self, operand: Any) -> bool:
         """True: ``__truediv__`` decides."""
-        del other
+        del operand
         return True
 
 

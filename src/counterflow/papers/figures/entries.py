@@ -143,7 +143,7 @@ def _unlimited(task: PlanningTask) -> PlanningTask:
 
 
 def is_stated(plan: Plan | None, stated: Stated | None) -> bool:
-    """Whether a plan is the stated configuration, as far as it is stated."""
+    """True if a plan is the stated configuration, as far as it is stated."""
     if plan is None or stated is None:
         return False
     chosen = plan.play.configuration

@@ -151,7 +151,7 @@ class Competitor:
 
     @property
     def by_depth(self) -> bool:
-        """Whether the values of an option depend on the depth."""
+        """True if the values of an option depend on the depth."""
         return any(value in _OF_DEPTH for _, values in self.options for value in values)
 
     def at_depth(self, depth: int) -> Competitor:
@@ -218,7 +218,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a prediction misses a published value.
+    """Reason for a prediction that misses a published value.
 
     Attributes:
         text: the cause.

@@ -66,7 +66,7 @@ def _below(published: Published, table: Table) -> float | None:
 
 
 def _entry_fits(entry: Entry) -> bool | None:
-    """Whether the plan fits into the devices; None if there is no plan for another reason than memory."""
+    """True if the plan fits into the devices; None if there is no plan for another reason than memory."""
     peak = entry.peak_bytes
     if peak is not None:
         return peak <= entry.usable_bytes

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the published value is predicted, or the cause of the miss is shown."""
+        """Outcome of the comparison: a hit, a miss, or a miss whose cause is shown."""
         if hit(self.published, self.predicted, self.same):
             return Verdict.HIT
         if hit(self.published, self.varied, self.varied_same):

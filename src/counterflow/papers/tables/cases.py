@@ -89,8 +89,8 @@ class Case:
 def _bubble_ratio(result: Simulation) -> Fraction:
     """Idle time over makespan, exact; in the steady period if the schedule has one."""
     if result.schedule.steady is None:
-        whole = Fraction(result.makespan) * result.schedule.workers
-        return 1 - sum(map(Fraction, result.busy)) / whole
+        total_time = Fraction(result.makespan) * result.schedule.workers
+        return 1 - sum(map(Fraction, result.busy)) / total_time
     spans = iter(result.timeline)
     busy = total = Fraction(0)
     for order, (begin, stop) in zip(result.schedule.orders, result.schedule.steady, strict=True):

@@ -71,7 +71,7 @@ class Row:
 
     @property
     def deviates(self) -> bool:
-        """Whether the measured value differs from the formula's or, for a bound, exceeds it."""
+        """True if the measured value differs from the formula's or, for a bound, exceeds it."""
         if self.difference is None:
             return False
         if self.relation is Relation.AT_MOST:

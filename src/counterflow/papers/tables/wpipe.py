@@ -92,8 +92,8 @@ def _model_rows(case: Case, line: _WPipeLine) -> Iterator[Row]:
         return Range.of(sum(map(Fraction, counts), Fraction(0)) / stages)
 
     formula, value, notes = line.buffers
-    held = models(result.weight_copies)
-    yield case.row("all weight buffers, in models", formula, Range.of(value), held, *notes)
+    weights = models(result.weight_copies)
+    yield case.row("all weight buffers, in models", formula, Range.of(value), weights, *notes)
     formula, value, notes = line.stashed
     stashed = models(result.peak_activations)
     yield case.row("activations, in models", formula, Range.of(value), stashed, *notes)

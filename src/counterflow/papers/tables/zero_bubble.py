@@ -110,16 +110,16 @@ def rows() -> Iterator[Row]:
 def _rows(setting: _Setting) -> Iterator[Row]:
     p, m = setting.workers, setting.micro_batches
     where = f"{setting.model}, p={p}, m={m}"
-    found: list[tuple[Fraction, float, str]] = []
+    rates: list[tuple[Fraction, float, str]] = []
     for build, stages in _NAMED:
         schedule = build(p, m)
         result = simulate(schedule, setting.costs(stages))
-        found.append((setting.rate(result), max(result.peak_bytes or ()), schedule.scheme))
-    for name, published, (rate, _, scheme) in zip(_PRINTED, setting.published, found, strict=False):
+        rates.append((setting.rate(result), max(result.peak_bytes or ()), schedule.scheme))
+    for name, published, (rate, _, scheme) in zip(_PRINTED, setting.published, rates, strict=False):
         value, measured = Range.of(Fraction(published)), Range.of(rate)
         yield Row(scheme, "bubble rate", where, _SOURCE, name, value, measured)
     for limit, published in zip((1, 2), setting.published[3:], strict=True):
-        rate, _, scheme = min(one for one in found if one[1] <= limit * p * (1 + 1e-9))
+        rate, _, scheme = min(named for named in rates if named[1] <= limit * p * (1 + 1e-9))
         value, measured = Range.of(Fraction(published)), Range.of(rate)
         quantity = f"bubble rate, best within {limit}·p·M_B"
         formula = f"ZB-{limit}p"
