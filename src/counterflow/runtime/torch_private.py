@@ -310,7 +310,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by all their names; ``named_children`` leaves a second name of one away."""
+    """A module's children by all their names; ``named_children`` omits a second name."""
     return module._modules  # noqa: SLF001
 
 

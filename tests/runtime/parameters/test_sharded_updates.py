@@ -404,7 +404,7 @@ def test_processes(transport: str) -> None:
         (schemes.gpipe(1, 1), {"zero_stage": 2}, "zero_stage = 2: must be a whole number, 0 to 1 "),
         (schemes.gpipe(1, 1), {"zero_stage": True}, "zero_stage = True: must be a whole number"),
         (schemes.pipedream_2bw(1, 2), {}, "pipedream-2bw updates each stage at its own time"),
-        (schemes.gpipe(1, 1), {"barrier": False}, "leave out it or barrier=False"),
+        (schemes.gpipe(1, 1), {"barrier": False}, "omit it or barrier=False"),
         (schemes.gpipe(1, 1), {"parallelize": print}, "fully_shard shards optimiser state already"),
     ],
 )

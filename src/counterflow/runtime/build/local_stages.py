@@ -119,7 +119,7 @@ def local_stages(
     if execution.deferred_batch_norm and not schedule.synchronous:
         raise ConfigError(
             f"deferred_batch_norm: {schedule.scheme} begins a mini-batch before the one before has "
-            "ended, so that both would be in one sum; leave it away, or take a synchronous scheme"
+            "ended, so that both would be in one sum; omit it, or take a synchronous scheme"
         )
     if schedule.workload.slices > 1:
         _refuse_slices(schedule, execution, shards=parallelize is not None)
@@ -179,7 +179,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) ->
     if execution.deferred_batch_norm:
         raise ConfigError(
             f"deferred_batch_norm: {slices} would normalise each slice by its own mean, where one process "
-            "takes that of all positions; leave both away, or one"
+            "takes that of all positions; omit one of them"
         )
     if shards:
         raise ConfigError(
@@ -226,7 +226,7 @@ def _sharded(
     if execution.max_norm is not None and not schedule.synchronous:
         raise ConfigError(
             f"{schedule.scheme} clips each stage by its own norm, of which each position of the "
-            "mesh knows its part; leave clip_norm away, or take a synchronous scheme"
+            "mesh knows its part; omit clip_norm, or take a synchronous scheme"
         )
     modules = [StageModule(stage, copy.layers) for stage, copy in stages.items()]
     found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)
@@ -235,14 +235,14 @@ def _sharded(
         if module.sums_each_backward and skips and fsdp_modules(module):
             raise ConfigError(
                 "fully_shard sums a module's gradients when those of its inputs are there, and what comes "
-                "by a Skip is none; leave sums_each_backward away, or pass it on through the layers between"
+                "by a Skip is none; omit sums_each_backward, or pass it on through the layers between"
             )
         if module.one_sum is not None:
             module.one_sum.gathers = skips
         if module.sums_each_backward and module.number in split and fsdp_modules(module):
             raise ConfigError(
                 f"stage {module.number} sums in each backward (sums_each_backward), and {schedule.scheme} "
-                "makes gradients of weights after it; leave sums_each_backward away, or take a scheme "
+                "makes gradients of weights after it; omit sums_each_backward, or take a scheme "
                 "whose backwards are whole"
             )
         stages[module.number].hang_in(module)

@@ -79,7 +79,7 @@ class StageModule(nn.Module, Feature):
         elif self.sums_each_backward and torch.is_grad_enabled() and was_added() and fsdp_modules(self):
             raise ConfigError(
                 f"a layer of stage {self.number} adds to the loss, and fully_shard gathers weights when "
-                "gradients of outputs are there; leave sums_each_backward away, so that a backward has the "
+                "gradients of outputs are there; omit sums_each_backward, so that a backward has the "
                 "whole stage gathered"
             )
         return mapped(self._plain, output)
@@ -120,7 +120,7 @@ def further_mesh(mesh: Mesh | None, parallelize: Parallelize | None, transport: 
     if parallelize is None:
         raise ConfigError(
             f"the mesh has shape {tuple(mesh.mesh.shape)}; say what its dimensions after (replica, worker) "
-            "are for with parallelize=, or leave them away"
+            "are for with parallelize=, or omit them"
         )
     if transport.shares_process:
         raise ConfigError(

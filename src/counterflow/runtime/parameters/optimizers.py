@@ -174,5 +174,5 @@ def _refuse_mixed(optimizer: Optimizer, stage: int) -> None:
         if at_once is not None and len(kinds) > 1:
             raise ConfigError(
                 f"the optimizer of stage {stage} has {at_once}=True, and its parameters are plain ones and "
-                f"DTensors, or of several meshes; leave {at_once} away, or give it groups of each kind"
+                f"DTensors, or of several meshes; omit {at_once}, or give it groups of each kind"
             )

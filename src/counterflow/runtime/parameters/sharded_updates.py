@@ -42,12 +42,12 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool)
     if not schedule.synchronous:
         raise ConfigError(
             f"zero_stage = 1: {schedule.scheme} updates each stage at its own time, and updated weights are "
-            "sent at the end of a step; leave it away, or take a synchronous scheme"
+            "sent at the end of a step; omit it, or take a synchronous scheme"
         )
     if not execution.barrier:
         raise ConfigError(
             "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
-            "it does not; leave out it or barrier=False"
+            "it does not; omit it or barrier=False"
         )
     if further:
         raise ConfigError(

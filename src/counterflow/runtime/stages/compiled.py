@@ -207,7 +207,7 @@ class Drawing(Feature):
                 raise ConfigError(
                     f"{place_of(layers[0])} to {place_of(layers[-1])} are compiled as one function, as they "
                     "drew no random numbers when they first ran; now they draw some, and have changed their "
-                    "input or buffers. Let them draw from the first step on, or leave compile away"
+                    "input or buffers. Let them draw from the first step on, or omit compile"
                 )
             forget()
             self._draws |= dict.fromkeys((layer.index for layer in layers), True)
@@ -237,7 +237,7 @@ class Drawing(Feature):
         if versions(weights) != before:
             raise ConfigError(
                 f"{place_of(layers[0])}, or one of those to {place_of(layers[-1])}, changes its weights as "
-                "it runs, so that no further run can find whether it draws random numbers; leave compile away"
+                "it runs, so that no further run can find whether it draws random numbers; omit compile"
             )
 
 

@@ -99,7 +99,7 @@ def defer(modules: Iterable[nn.Module]) -> None:
         if kind is None:
             raise ConfigError(
                 f"deferred_batch_norm: running statistics of a {type(norm).__name__} cannot be summed over a "
-                "mini-batch, those of BatchNorm1d, 2d and 3d can; take one of them, or leave the option away"
+                "mini-batch, those of BatchNorm1d, 2d and 3d can; take one of them, or omit the option"
             )
         mean = norm.get_buffer("running_mean")
         sums = torch.zeros(3, len(mean), dtype=torch.float64, device=mean.device)

@@ -86,7 +86,7 @@ class Comparison:
                 "its layers one after another agree with it, so the schedule runs them otherwise: in slices, "
                 "recomputed or compiled"
             )
-            advice = "Leave slices, recompute and compile away, one after another, to see which it is"
+            advice = "Omit slices, recompute and compile, one after another, to see which it is"
         elif not where:
             where = "its layers agree, and what comes after them does not"
         return (
