@@ -33,7 +33,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.dtensors import is_dtensor
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
 
@@ -131,7 +130,7 @@ class Memory:
         if self._full:
             return
         tensors, objects = at_hand(pipeline)
-        if any(is_dtensor(tensor) for tensor in tensors.values()):
+        if pipeline.dims.has_dtensors:
             raise ConfigError(
                 "copies in memory contain whole weights, but this mesh shards them; set train.memory_every = "
                 "0"

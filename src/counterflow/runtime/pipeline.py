@@ -35,8 +35,9 @@ from .cut_probe import CutProbe
 from .execution.step import Step, Workers, place
 from .generation import GenerationCheck
 from .inference import Forwards
-from .mesh.layout import WORKER, Mesh, layout_of
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
+from .mesh.parallel_dims import ParallelDims
+from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
 from .messages.compression import Compression
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
@@ -137,14 +138,14 @@ class Pipeline(Forwards):
                 model, example, list_layers, costs, self.batching, stages=schedule.stages
             )
         refuse_what_cannot_run(schedule)
-        refuse_unsharded(execution, schedule, further=parallelize is not None)
-        refuse_uncompressed(execution, schedule, further=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
         refuse_sharded(model)
         further = further_mesh(mesh, parallelize, transport)
-        layout = layout_of(transport.rank, transport.world_size, schedule, mesh)
-        self.worker = layout.place(transport.rank)[WORKER]
+        ranks = rank_mesh(transport.rank, transport.world_size, schedule, mesh)
+        refuse_unsharded(execution, schedule, ParallelDims(ranks))
+        refuse_uncompressed(execution, schedule, ParallelDims(ranks))
+        self.worker = ranks.coordinates(transport.rank)[WORKER]
         self.streams = RandomStreams(
             execution.seed,
             self.device,
@@ -174,15 +175,15 @@ class Pipeline(Forwards):
             execution,
             self.streams,
             batching=batching,
-            layout=layout,
+            mesh=ranks,
             transport=transport,
             parallelize=parallelize,
             further=further,
         )
         self.stages, self.loss_function = held.stages, held.loss_function
         self._perhaps_unsplit = set(held.split)
-        self.layout = held.sharding.layout
-        self.ranks: tuple[tuple[int, ...], ...] = self.layout.grid(transport.rank)
+        self.dims = held.dims
+        self.ranks: tuple[tuple[int, ...], ...] = self.dims.replica_ranks(transport.rank)
         self.replicas: int = len(self.ranks)
         self.replica: int = place(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
@@ -195,7 +196,7 @@ class Pipeline(Forwards):
             aliases=its.aliases,
             extra_state=its.extra_state,
             holders=its.holders,
-            sharding=held.sharding,
+            dims=held.dims,
             transport=transport,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -216,7 +217,7 @@ class Pipeline(Forwards):
         transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
         held.leave_others(its, self.ranks[self.replica])
         self._recordings = Recordings.of(its, held, transport)
-        self._batches = batches_of(its, held, execution, batching, layout=self.layout, workers=workers)
+        self._batches = batches_of(its, held, execution, batching, dims=self.dims, workers=workers)
         self._witness = Witness(
             model,
             its.layers,
@@ -226,7 +227,7 @@ class Pipeline(Forwards):
             streams=self.streams,
             loss_function=held.loss_function,
             execution=execution,
-            sharded=parallelize is not None,
+            sharded=bool(self.dims.further),
         )
         self._untold: list[Step] = []
         self._sealed = True

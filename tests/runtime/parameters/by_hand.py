@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from counterflow.runtime.mesh.layout import Layout
-from counterflow.runtime.mesh.sharding import Sharding
+from counterflow.runtime.mesh.parallel_dims import ParallelDims, WeightDims
+from counterflow.runtime.mesh.rank_mesh import RankMesh
 from counterflow.runtime.parameters.extra_state import ExtraState
 from counterflow.runtime.parameters.names import Names
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
@@ -59,8 +59,13 @@ def weights_of(
     holders: Sequence[Sequence[int]] | None = None,
     transport: Transport | None = None,
     sharded: bool = False,
+    positions: int = 1,
+    dims: Mapping[str, WeightDims] | None = None,
 ) -> Weights:
-    """One worker's weights of a model in stages; by default it is alone, and has all stages."""
+    """One worker's weights of a model in stages; by default it is alone, and has all stages.
+
+    ``positions``: along a further dimension of the mesh without samples, with ``dims`` of weights by name.
+    """
     transport = transport or Hub(1).transport(0)
     first, stages = 0, []
     for number, its in enumerate(modules):
@@ -68,15 +73,16 @@ def weights_of(
         first += len(its)
     holders = holders or [[0]] * len(stages)
     count = max(map(max, holders)) + 1
-    layout = Layout((transport.world_size // count, count), tuple(range(transport.world_size)))
-    worker = layout.place(transport.rank)[1]
+    shape = transport.world_size // count // positions, count, *([positions] if positions > 1 else ())
+    mesh = RankMesh(shape, tuple(range(transport.world_size)))
+    worker = mesh.coordinates(transport.rank)[1]
     names = [layer.names for stage in stages for layer in stage.layers]
     return Weights(
         {stage.stage: stage for stage in stages if worker in holders[stage.stage]},
         names=names_of(*stages),
         aliases=aliases or {},
         holders=holders,
-        sharding=Sharding(layout),
+        dims=ParallelDims(mesh, weights=dims or {}),
         transport=transport,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.program.actions import StartSync, Summed, WaitSync
-from counterflow.runtime.mesh.sharding import Sharding
+from counterflow.runtime.mesh.parallel_dims import WeightDims
 from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.stages.deferred import defer
@@ -452,9 +453,7 @@ def test_what_is_no_number_is_never_trained() -> None:
 
 
 def test_what_fsdp_holds_stays_as_it_is() -> None:
-    weights = weights_of(rows(1))
-    (parameter,) = weights.stages[0].parameters()
-    object.__setattr__(weights.sharding, "summed", {id(parameter): frozenset({2})})
+    weights = weights_of(rows(1), dims={"0.weight": WeightDims(reduced=frozenset({2}))})
     weights.set_trainable(lambda name: name == "0.weight")
     with pytest.raises(ConfigError) as refused:
         weights.set_trainable(lambda _: False)
@@ -798,22 +797,18 @@ def test_buffers_are_compared_where_asked() -> None:
         assert both != other
 
 
-def test_what_is_cut_is_compared_by_its_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Tensor] = []
+def test_parts_are_compared_at_equal_positions_only() -> None:
+    """Two workers by two positions: of the tied weight and its average each position has another part."""
+    part = WeightDims(shards=frozenset({2}))
 
-    def along(_: Sharding, tensor: Tensor) -> frozenset[int]:
-        asked.append(tensor)
-        return frozenset()
-
-    monkeypatch.setattr(Sharding, "along", along)
-
-    def work(transport: Transport) -> None:
+    def compare(transport: Transport, dims: dict[str, WeightDims]) -> None:
         modules: list[list[nn.Module]] = [[Row(), Row()], [Row()]]
         modules[1][0].weight = modules[0][1].weight
-        weights = weights_of(modules, holders=[[0], [1]], transport=transport)
+        modules[0][1].get_parameter("weight").data += transport.rank % 2
+        weights = weights_of(modules, holders=[[0], [1]], transport=transport, positions=2, dims=dims)
         weights.follow(0.5)
         weights.check_copies("now")
 
-    on_threads(2, work)
-    assert asked
-    assert all(isinstance(each, nn.Parameter) for each in asked)
+    on_threads(4, partial(compare, dims={"1.weight": part}))
+    with pytest.raises(cf.WorkerError, match="now the copies of stage 0 on ranks 0 and 1 differ"):
+        on_threads(4, partial(compare, dims={}))

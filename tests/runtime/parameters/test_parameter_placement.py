@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import permutations
+from math import prod
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.mesh.layout import Layout
-from counterflow.runtime.mesh.sharding import How, Sharding
+from counterflow.runtime.mesh.parallel_dims import ParallelDims, WeightDims
+from counterflow.runtime.mesh.rank_mesh import RankMesh
 from counterflow.runtime.parameters.gradients import GradientGroup
 from counterflow.runtime.parameters.parameter_placement import ParameterPlacement
-from counterflow.runtime.transport.base import Group, Transport
+from counterflow.runtime.transport.base import Group
 from counterflow.runtime.transport.local import Hub, LocalTransport
 
 from .by_hand import names_of, stage_of
-
-
-@dataclass(frozen=True, slots=True)
-class Known(Sharding):
-    """What workers would agree on, by name; notes what each gives."""
-
-    known: dict[str, How] = field(default_factory=dict)
-    given: list[str] = field(default_factory=list)
-
-    def agreed(self, parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> dict[str, How]:
-        assert isinstance(transport, Noting)
-        self.given.extend(name for name, _ in parameters)
-        return self.known
 
 
 class Noting(LocalTransport):
@@ -46,26 +34,29 @@ class Noting(LocalTransport):
         return super().group(ranks)
 
 
-def holdings(
+def placement_of(
     modules: list[list[nn.Module]],
     holders: list[list[int]],
     *,
-    layout: Layout,
+    dims: ParallelDims,
     rank: int = 0,
-    known: dict[str, How] | None = None,
+    weights: dict[str, WeightDims] | None = None,
 ) -> tuple[ParameterPlacement, list[tuple[int, ...]]]:
     """What a rank holds of stages with some modules each, and for which ranks it made groups, in order."""
     first, stages = 0, []
     for number, its in enumerate(modules):
         stages.append(stage_of(number, its, first))
         first += len(its)
-    worker = layout.place(rank)[1]
+    worker = dims.mesh.coordinates(rank)[1]
     held = {number: stage for number, stage in enumerate(stages) if worker in holders[number]}
-    transport = Noting(rank, len(layout.ranks))
-    sharding = Known(layout, known=known or {})
-    found = ParameterPlacement(held, names_of(*stages), holders, sharding, transport)
-    assert sharding.given == [name for s in held for name in dict(names_of(*stages)[s]).values()]
-    return found, transport.asked
+    transport = Noting(rank, len(dims.mesh.ranks))
+    dims = replace(dims, weights=weights or {})
+    return ParameterPlacement(held, names_of(*stages), holders, dims, transport), transport.asked
+
+
+def dims_of(*shape: int, samples: Collection[int] = ()) -> ParallelDims:
+    """A mesh of a shape, with ranks in order; further dimensions with samples of their own."""
+    return ParallelDims(RankMesh(shape, tuple(range(prod(shape)))), frozenset({0, *samples}))
 
 
 def shown(group: GradientGroup) -> tuple[int, list[str], tuple[int, ...] | None, bool]:
@@ -82,12 +73,12 @@ def ranks_of(groups: dict[int, Group | None]) -> dict[int, tuple[int, ...] | Non
     return {stage: None if group is None else group.ranks for stage, group in groups.items()}
 
 
-ALONE, TWO_REPLICAS = Layout((1, 2), (0, 1)), Layout((2, 2), (0, 1, 2, 3))
+ALONE, TWO_REPLICAS = dims_of(1, 2), dims_of(2, 2)
 
 
 def test_a_pipeline_alone_shares_nothing() -> None:
     for rank in range(2):
-        found, asked = holdings(linears(2), [[0], [1]], layout=ALONE, rank=rank)
+        found, asked = placement_of(linears(2), [[0], [1]], dims=ALONE, rank=rank)
         assert (asked, found.made, found.worker) == ([], [], rank)
         assert found.groups == {rank: None}
         assert not any((found.tied, found.apart, found.tied_apart))
@@ -98,7 +89,7 @@ def test_a_pipeline_alone_shares_nothing() -> None:
 
 def test_replicas_hold_the_same_and_the_first_counts_it() -> None:
     for rank in range(4):
-        found, asked = holdings(linears(2), [[0], [1]], layout=TWO_REPLICAS, rank=rank)
+        found, asked = placement_of(linears(2), [[0], [1]], dims=TWO_REPLICAS, rank=rank)
         assert asked == [(0, 2), (1, 3)], "all make the groups of all, in one order"
         assert [group.ranks for group in found.made] == asked
         stage, mine = rank % 2, asked[rank % 2]
@@ -110,7 +101,7 @@ def test_replicas_hold_the_same_and_the_first_counts_it() -> None:
 
 def test_copies_of_a_stage_in_one_pipeline_are_counted_by_the_first_holder() -> None:
     for rank in range(2):
-        found, asked = holdings(linears(2), [[0, 1], [1, 0]], layout=ALONE, rank=rank)
+        found, asked = placement_of(linears(2), [[0, 1], [1, 0]], dims=ALONE, rank=rank)
         assert asked == [(0, 1)], "one group for all that the same ranks hold"
         assert found.groups[0] is found.groups[1] is found.made[0]
         assert [*found.own] == [0, 1]
@@ -127,7 +118,7 @@ def tied(first: int, last: int, count: int) -> list[list[nn.Module]]:
 
 def test_a_tied_weight_is_one_of_all_its_stages() -> None:
     modules = tied(0, 2, 3)
-    found, asked = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)), rank=2)
+    found, asked = placement_of(modules, [[0], [1], [2]], dims=dims_of(1, 3), rank=2)
     assert asked == [(0, 2)]
     assert [*found.tied] == [(0, 2)]
     assert [*map(shown, found.tied[0, 2])] == [(2, ["0.weight"], (0, 2), False)]
@@ -135,17 +126,17 @@ def test_a_tied_weight_is_one_of_all_its_stages() -> None:
     assert [*map(shown, found.every())] == [(2, ["0.weight"], (0, 2), False), (2, ["2.bias"], None, True)]
     assert found.apart == {2: ("0.weight", (0, 2))}
     assert found.tied_apart == {"0.weight": modules[0][0].weight}
-    first, _ = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)))
+    first, _ = placement_of(modules, [[0], [1], [2]], dims=dims_of(1, 3))
     assert [*map(shown, first.tied[0, 2])] == [(0, ["0.weight"], (0, 2), True)]
     assert first.apart == {0: ("0.weight", (0, 2))}
-    none, asked = holdings(modules, [[0], [1], [2]], layout=Layout((1, 3), (0, 1, 2)), rank=1)
+    none, asked = placement_of(modules, [[0], [1], [2]], dims=dims_of(1, 3), rank=1)
     assert asked == [(0, 2)], "who has none of it makes the group too"
     assert (none.tied, none.apart, none.tied_apart) == ({}, {}, {})
     assert [*none.own] == [1]
 
 
 def test_a_tied_weight_of_one_worker_is_updated_there_alone() -> None:
-    found, asked = holdings(tied(0, 1, 2), [[0], [0]], layout=Layout((1, 1), (0,)))
+    found, asked = placement_of(tied(0, 1, 2), [[0], [0]], dims=dims_of(1, 1))
     assert asked == []
     assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], None, True)]
     assert [*map(shown, found.own[0])] == [(0, ["0.bias"], None, True)]
@@ -157,7 +148,7 @@ def test_a_tied_weight_of_one_worker_is_updated_there_alone() -> None:
 def test_two_tied_weights_of_the_same_stages_are_two_groups() -> None:
     modules = tied(0, 1, 2)
     modules[1][0].bias = modules[0][0].bias
-    found, asked = holdings(modules, [[0], [1]], layout=ALONE)
+    found, asked = placement_of(modules, [[0], [1]], dims=ALONE)
     assert asked == [(0, 1)]
     assert [names for _, names, _, _ in map(shown, found.tied[0, 1])] == [["0.weight"], ["0.bias"]]
     assert found.apart == {0: ("0.weight", (0, 1))}, "the first is named"
@@ -167,21 +158,21 @@ def test_two_tied_weights_of_the_same_stages_are_two_groups() -> None:
 
 def test_a_tied_weight_whose_first_stage_differs_by_holder_is_apart() -> None:
     """Two pipes: worker 0 has stages 0 and 1, and worker 1 has both: everybody updates it with stage 0."""
-    found, _ = holdings(tied(0, 1, 2), [[0, 1], [1, 0]], layout=ALONE, rank=1)
+    found, _ = placement_of(tied(0, 1, 2), [[0, 1], [1, 0]], dims=ALONE, rank=1)
     assert found.apart == {}
     assert [*map(shown, found.tied[0, 1])] == [(0, ["0.weight"], (0, 1), False)]
 
 
 # -- sharded over a further dimension of the mesh: replicas 1, workers 2, and 2 positions
 
-MESH = Layout((1, 2, 2), (0, 1, 2, 3), frozenset({2}))
-SUMMED = How(summed=frozenset({2}), along=frozenset({2}), placements="Shard(0)")
+MESH = dims_of(1, 2, 2, samples={2})
+SUMMED = WeightDims(shards=frozenset({2}), reduced=frozenset({2}), placements="Shard(0)")
 
 
 def test_what_fsdp_sums_has_a_group_of_its_own() -> None:
-    known = {"0.weight": SUMMED}
+    weights = {"0.weight": SUMMED}
     for rank in range(4):
-        found, asked = holdings(linears(2), [[0], [1]], layout=MESH, rank=rank, known=known)
+        found, asked = placement_of(linears(2), [[0], [1]], dims=MESH, rank=rank, weights=weights)
         assert asked == [(0, 1), (2, 3)]
         stage = rank // 2
         assert ranks_of(found.groups) == {stage: asked[stage]}
@@ -191,10 +182,10 @@ def test_what_fsdp_sums_has_a_group_of_its_own() -> None:
 
 
 def test_positions_count_their_parts_and_replicas_do_not() -> None:
-    layout = Layout((2, 1, 2), (0, 1, 2, 3), frozenset({2}))
+    dims = dims_of(2, 1, 2, samples={2})
     counted = []
     for rank in range(4):
-        found, asked = holdings(linears(1), [[0]], layout=layout, rank=rank, known={"0.bias": SUMMED})
+        found, asked = placement_of(linears(1), [[0]], dims=dims, rank=rank, weights={"0.bias": SUMMED})
         assert asked == [(0, 1, 2, 3), (0, 2), (1, 3)]
         weight, bias = found.own[0]
         assert [*weight.parameters, *bias.parameters] == ["0.weight", "0.bias"]
@@ -206,22 +197,22 @@ def test_positions_count_their_parts_and_replicas_do_not() -> None:
 
 
 def test_a_tied_weight_that_is_two_on_one_worker_is_refused() -> None:
-    layout = Layout((1, 1, 2), (0, 1), frozenset({2}))
+    dims = dims_of(1, 1, 2, samples={2})
     with pytest.raises(ConfigError) as refused:
-        holdings(tied(0, 2, 3), [[0], [0], [0]], layout=layout, known={"0.weight": SUMMED})
+        placement_of(tied(0, 2, 3), [[0], [0], [0]], dims=dims, weights={"0.weight": SUMMED})
     assert str(refused.value) == (
         "0.weight is a weight of stages 0 and 2, which one worker holds, and parallelize() made two of it "
         "there; leave it whole, or do not tie it"
     )
-    found, asked = holdings(tied(0, 2, 3), [[0], [0], [0]], layout=layout)  # whole
+    found, asked = placement_of(tied(0, 2, 3), [[0], [0], [0]], dims=dims)  # whole
     assert asked == [(0, 1)]
     assert [*map(shown, found.tied[0, 2])] == [(0, ["0.weight"], (0, 1), True)]
 
 
 def test_a_tied_weight_that_is_sharded_on_two_workers() -> None:
-    known = {"0.weight": SUMMED}
+    weights = {"0.weight": SUMMED}
     for rank in range(4):
-        found, asked = holdings(tied(0, 1, 2), [[0], [1]], layout=MESH, rank=rank, known=known)
+        found, asked = placement_of(tied(0, 1, 2), [[0], [1]], dims=MESH, rank=rank, weights=weights)
         assert asked == [(0, 2), (1, 3), (0, 1), (2, 3)]
         (one,) = found.tied[0, 1]
         assert shown(one) == (rank // 2, ["0.weight"], asked[rank % 2], rank < 2)
@@ -230,27 +221,30 @@ def test_a_tied_weight_that_is_sharded_on_two_workers() -> None:
 def test_a_tied_weight_of_three_stages_is_named_by_the_first_and_the_last() -> None:
     modules = tied(0, 1, 3)
     modules[2][0].weight = modules[0][0].weight
-    layout = Layout((1, 1, 2), (0, 1), frozenset({2}))
+    dims = dims_of(1, 1, 2, samples={2})
     with pytest.raises(ConfigError, match="stages 0 and 2, which"):
-        holdings(modules, [[0], [0], [0]], layout=layout, known={"0.weight": SUMMED})
+        placement_of(modules, [[0], [0], [0]], dims=dims, weights={"0.weight": SUMMED})
 
 
 def test_a_tied_weight_comes_after_one_that_is_held_elsewhere() -> None:
     modules = tied(0, 1, 4)
     modules[3][0].weight = modules[2][0].weight
-    layout = Layout((1, 4), (0, 1, 2, 3))
-    found, asked = holdings(modules, [[0], [1], [2], [3]], layout=layout, rank=3)
+    dims = dims_of(1, 4)
+    found, asked = placement_of(modules, [[0], [1], [2], [3]], dims=dims, rank=3)
     assert asked == [(0, 1), (2, 3)]
     assert [*found.tied] == [(2, 3)]
 
 
 def test_groups_are_made_in_one_order_on_all() -> None:
     """Weights that are summed over several dimensions: by these, and not as they come."""
-    layout = Layout((1, 1, 2, 2, 2), tuple(range(8)), frozenset({2, 3, 4}))
-    for dims in permutations((2, 3, 4)):
-        layers = [nn.Linear(1, 1, bias=False) for _ in dims]
-        known = {f"{n}.weight": How(frozenset({d}), frozenset({d}), "x") for n, d in enumerate(dims)}
-        _, asked = holdings([[*layers]], [[0]], layout=layout, known=known)
+    dims = dims_of(1, 1, 2, 2, 2, samples={2, 3, 4})
+    for order in permutations((2, 3, 4)):
+        layers = [nn.Linear(1, 1, bias=False) for _ in order]
+        weights = {
+            f"{n}.weight": WeightDims(shards=frozenset({d}), reduced=frozenset({d}), placements="x")
+            for n, d in enumerate(order)
+        }
+        _, asked = placement_of([[*layers]], [[0]], dims=dims, weights=weights)
         assert asked == [
             tuple(range(8)),
             *((0, 1, 2, 3), (4, 5, 6, 7)),

@@ -15,13 +15,15 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.layout import WORKER, Layout
-from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelized
-from ..mesh.sharding import Sharding
+from ..dtensors import is_dtensor
+from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelize_stages
+from ..mesh.parallel_dims import ParallelDims
+from ..mesh.rank_mesh import WORKER, RankMesh
+from ..mesh.weight_dims import agreed_dims
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
 from ..parameters.replica_digests import refuse_other_seeds, broadcast_initial_weights
-from ..parameters.names import shared_names
+from ..parameters.names import named_buffers, named_parameters, shared_names
 from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
 from ..stages.deferred import defer
@@ -46,14 +48,14 @@ class LocalStages:
         owned: the modules that it trains.
         loss_function: as given, or the module that is trained in its place.
         split: the stages whose backward the schedule splits.
-        sharding: of its weights over further dimensions of the mesh.
+        dims: record of the parallel dimensions.
     """
 
     stages: dict[int, StageCopy]
     owned: Owned
     loss_function: LossFunction | None
     split: tuple[int, ...]
-    sharding: Sharding
+    dims: ParallelDims
 
     def kept_buffers(self) -> AbstractContextManager[object]:
         """Around a step: split backwards go twice through functions that the user compiled."""
@@ -85,7 +87,7 @@ def local_stages(
     streams: RandomStreams,
     *,
     batching: Batching,
-    layout: Layout,
+    mesh: RankMesh,
     transport: Transport,
     parallelize: Parallelize | None,
     further: DeviceMesh | None,
@@ -99,7 +101,7 @@ def local_stages(
         execution: options of the run.
         streams: streams of random draws.
         batching: options of the mini-batches.
-        layout: layout of the mesh.
+        mesh: coordinates of all ranks.
         transport: transport to the other workers.
         parallelize: the user's function that shards; None: nothing is sharded.
         further: further dimensions of the mesh.
@@ -107,11 +109,11 @@ def local_stages(
     Raises:
         ConfigError: a layer cannot be trained here, or options do not go together.
     """
-    schedule = model.schedule
+    schedule, dims = model.schedule, ParallelDims(mesh)
     roots = [layer.module for layers in model.layers for layer in layers]
     named = ((f"{n} of layer {i}", p) for i, root in enumerate(roots) for n, p in root.named_parameters())
     refuse_other_seeds(named, transport)
-    held = sorted({stage for _, stage in schedule.placement.held(layout.place(transport.rank)[WORKER])})
+    held = sorted({stage for _, stage in schedule.placement.held(mesh.coordinates(transport.rank)[WORKER])})
     last = schedule.stages - 1
     layers = [layer for stage in held for layer in model.layers[stage]]
     if model.loss is not None and last in held:
@@ -122,8 +124,8 @@ def local_stages(
             "ended, so that both would be in one sum; omit it, or take a synchronous scheme"
         )
     if schedule.workload.slices > 1:
-        _refuse_slices(schedule, execution, shards=parallelize is not None)
-    precision = precision_of(execution, transport.device, shards=parallelize is not None)
+        _refuse_slices(schedule, execution, dims)
+    precision = precision_of(execution, transport.device, shards=bool(dims.further))
     for layer in layers:
         refuse_remote(layer.index, layer.module)
     owned = Owned([(place_of(layer), layer.module) for layer in layers], model.modules(given), transport)
@@ -153,23 +155,22 @@ def local_stages(
         for stage in held
     }
     split = _split(schedule, stages)
-    broadcast_initial_weights(stages, model.names, model.holders, layout, transport)
-    sharding = Sharding(layout)
+    broadcast_initial_weights(stages, model.names, model.holders, dims, transport)
     if parallelize is not None and further is not None:
-        sharding = _sharded(
+        dims = _sharded(
             stages,
             split,
             model,
             execution,
             parallelize=parallelize,
             further=further,
-            layout=layout,
+            mesh=mesh,
             transport=transport,
         )
-    return LocalStages(stages, owned, loss_function, split, sharding)
+    return LocalStages(stages, owned, loss_function, split, dims)
 
 
-def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) -> None:
+def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims) -> None:
     """Refuse what does not go with slices.
 
     Raises:
@@ -181,7 +182,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution, *, shards: bool) ->
             f"deferred_batch_norm: {slices} would normalise each slice by its own mean, where one process "
             "takes that of all positions; omit one of them"
         )
-    if shards:
+    if dims.further:
         raise ConfigError(
             f"parallelize: {slices} runs a stage several times for a micro-batch, which sharded weights do "
             "not expect; train without slices, or without parallelize"
@@ -214,9 +215,9 @@ def _sharded(
     *,
     parallelize: Parallelize,
     further: DeviceMesh,
-    layout: Layout,
+    mesh: RankMesh,
     transport: Transport,
-) -> Sharding:
+) -> ParallelDims:
     """Let the user shard the weights of a worker's stages; who gets what samples follows from it.
 
     Raises:
@@ -229,7 +230,7 @@ def _sharded(
             "mesh knows its part; omit clip_norm, or take a synchronous scheme"
         )
     modules = [StageModule(stage, copy.layers) for stage, copy in stages.items()]
-    found = parallelized(modules, parallelize, further, layout=layout, transport=transport, schedule=schedule)
+    reduced = parallelize_stages(modules, parallelize, further, mesh)
     for module in modules:
         skips = model.skips[module.number] is not None
         if module.sums_each_backward and skips and fsdp_modules(module):
@@ -246,7 +247,21 @@ def _sharded(
                 "whose backwards are whole"
             )
         stages[module.number].hang_in(module)
-    return found
+    tensors = (
+        (name, tensor)
+        for copy in stages.values()
+        for name, tensor in (
+            *named_parameters(copy, model.names).items(),
+            *(pair for pair in named_buffers(copy) if is_dtensor(pair[1])),
+        )
+    )
+    dims = agreed_dims(mesh, tensors, reduced, transport, further.mesh_dim_names or ())
+    if dims.in_lockstep and not schedule.synchronous:
+        raise ConfigError(
+            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
+            "are the last ones; take a synchronous scheme, or tensor parallelism"
+        )
+    return dims
 
 
 def refuse_embeddings(model: PartitionedModel, execution: Execution, replicas: int) -> None:

@@ -17,7 +17,7 @@ from ..execution.interpreter import Interpreter
 from ..execution.meters import SavedBytes
 from ..execution.runner import Runner
 from ..execution.step import Workers
-from ..mesh.layout import Layout
+from ..mesh.parallel_dims import ParallelDims
 from ..messages.compression import Compression
 from ..mini_batch.agreement import Peers
 from ..mini_batch.batches import Batches, Role
@@ -136,7 +136,7 @@ def batches_of(
     execution: Execution,
     batching: Batching,
     *,
-    layout: Layout,
+    dims: ParallelDims,
     workers: Workers,
 ) -> Batches:
     """What makes a worker's mini-batches.
@@ -146,7 +146,7 @@ def batches_of(
         held: what this worker holds of it.
         execution: how it is executed.
         batching: how mini-batches are cut.
-        layout: of the mesh.
+        dims: record of the parallel dimensions.
         workers: where this worker is.
     """
     transport, schedule = workers.transport, model.schedule
@@ -155,10 +155,9 @@ def batches_of(
         takes_inputs=0 in held.stages,
         takes_targets=schedule.stages - 1 in held.stages,
         loss_apart=held.loss_function is not None,
-        tells_loss=layout.is_first(transport.rank, set(layout.further) - layout.split),
-        split=bool(layout.split),
-        further=bool(layout.further),
+        tells_loss=dims.reports_loss(transport.rank),
+        dims=dims,
     )
-    peers = Peers(layout.alike, workers.replica, transport)
+    peers = Peers(dims.same_samples, workers.replica, transport)
     copies = CopyStream(transport.device, order_of_use(schedule, workers.worker))
     return Batches(schedule, execution, batching, role=role, peers=peers, copies=copies)

@@ -6,7 +6,7 @@ starts with depends on no mesh. Gradients that FSDP sums are sums, as those of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from counterflow.api.aux_loss import was_added
 from counterflow.errors import ConfigError
-from counterflow.schedule.ir import Schedule
 
 from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
@@ -26,9 +25,8 @@ from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
 from ..torch_private import children_of, fsdp_groups, whole_parameter
 from ..transport.base import Transport
-from .layout import REPLICA, WORKER, Layout, Mesh
 from .one_sum import OneSum
-from .sharding import Sharding
+from .rank_mesh import REPLICA, WORKER, Mesh, RankMesh
 
 if TYPE_CHECKING:
     from ..stages.named_layer import NamedLayer
@@ -132,95 +130,44 @@ def further_mesh(mesh: Mesh | None, parallelize: Parallelize | None, transport: 
     return mesh[tuple(mesh.mesh_dim_names[2:])]
 
 
-def parallelized(
-    stages: Sequence[StageModule],
-    parallelize: Parallelize,
-    further: DeviceMesh,
-    *,
-    layout: Layout,
-    transport: Transport,
-    schedule: Schedule,
-) -> Sharding:
-    """Let the user shard this worker's stages; all workers call it.
+def parallelize_stages(
+    stages: Sequence[StageModule], parallelize: Parallelize, further: DeviceMesh, mesh: RankMesh
+) -> dict[int, frozenset[int]]:
+    """Shard this worker's stages by the user's function; all workers call it.
 
     Returns:
-        What came of it; its layout knows the dimensions that FSDP splits.
+        By identity, the parameters whose gradients ``fully_shard`` sums, and the dimensions of these sums.
 
     Raises:
-        ConfigError: it did what the schedule or the mesh does not go with.
+        ConfigError: the function replaces modules, or shards over replicas or workers.
     """
-    summed: dict[int, frozenset[int]] = {}
+    reduced: dict[int, frozenset[int]] = {}
     for stage in stages:
-        given = list(stage)
-        found = cast("Callable[..., object]", parallelize)(stage, further)
-        if found not in (None, stage) or [*map(id, stage)] != [*map(id, given)]:
+        modules = list(stage)
+        result = cast("Callable[..., object]", parallelize)(stage, further)
+        if result not in (None, stage) or [*map(id, stage)] != [*map(id, modules)]:
             raise ConfigError(
                 f"parallelize() gave other modules for stage {stage.number}; let it change the stage's "
                 "layers in place, as fully_shard and parallelize_module do"
             )
-        modules = fsdp_modules(stage)
-        for module in modules:
+        fsdp = fsdp_modules(stage)
+        for module in fsdp:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # not every backend knows another
+            module.set_force_sum_reduction_for_comms(True)  # not every backend has another
             module.set_requires_gradient_sync(True)
-        if modules and not stage.sums_each_backward:
-            stage.one_sum = OneSum(modules)
+        if fsdp and not stage.sums_each_backward:
+            stage.one_sum = OneSum(fsdp)
         for group in _fsdp_groups(stage):
             dims = frozenset[int]()
             for process_group in _process_groups(group.mesh_info):
-                dims |= layout.varying(dist.get_process_group_ranks(process_group))
+                dims |= mesh.varying(dist.get_process_group_ranks(process_group))
             if dims & {REPLICA, WORKER}:
                 raise ConfigError(
                     f"stage {stage.number} is sharded over replicas or workers; give fully_shard the mesh "
                     "that parallelize() is given, or dimensions of it"
                 )
-            summed |= {id(one.sharded_param): dims for one in group.fsdp_params}
-    sharding = Sharding(layout, summed)
-    apart = {
-        name: sharding.along(parameter, name) - summed.get(id(parameter), frozenset())
-        for stage in stages
-        for name, parameter in stage.named_parameters()
-        if is_dtensor(parameter)
-    }
-    mine = (
-        {dim for dims in summed.values() for dim in dims},
-        {name: dims for name, dims in apart.items() if dims},
-    )
-    rows = cast("list[tuple[set[int], dict[str, frozenset[int]]]]", transport.gather_objects(mine))
-    split = frozenset[int]().union(*(dims for dims, _ in rows))
-    _refuse_experts([of_rank for _, of_rank in rows], split, further)
-    if split and not schedule.synchronous:
-        raise ConfigError(
-            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
-            "are the last ones; take a synchronous scheme, or tensor parallelism"
-        )
-    return Sharding(Layout(layout.shape, layout.ranks, split), summed)
-
-
-def _refuse_experts(
-    apart: Sequence[Mapping[str, frozenset[int]]], split: frozenset[int], further: DeviceMesh
-) -> None:
-    """Refuse weights of which positions with samples of their own hold other parts: they would be summed.
-
-    Args:
-        apart: of each rank the dimensions along which positions hold other parts that FSDP does not gather,
-            by weight.
-        split: dimensions that FSDP splits the samples over.
-        further: the mesh of the further dimensions.
-
-    Raises:
-        ConfigError: there is such a weight; all workers raise it.
-    """
-    for of_rank in apart:
-        for name, dims in of_rank.items():
-            if dims & split:
-                dim = (further.mesh_dim_names or ())[min(dims & split) - 2]
-                raise ConfigError(
-                    f"{name} is sharded along dimension {dim!r} of the mesh, whose positions have samples of "
-                    "their own because fully_shard uses it, so that gradients of different parts would be "
-                    "summed; expert parallelism is not supported yet: shard it along another dimension, or "
-                    "by fully_shard"
-                )
+            reduced |= {id(each.sharded_param): dims for each in group.fsdp_params}
+    return reduced
 
 
 def refuse_sharded(model: nn.Module | Sequence[nn.Module]) -> None:

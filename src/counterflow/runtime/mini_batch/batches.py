@@ -15,6 +15,7 @@ from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
 from ..doubling import is_doubling
+from ..mesh.parallel_dims import ParallelDims
 from .added_check import AddedCheck, AddedChecks
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
@@ -52,8 +53,7 @@ class Role:
         takes_targets: whether the worker holds the last stage.
         loss_apart: whether a loss function, which needs targets, follows the last layer.
         tells_loss: whether the worker reports its losses; False if a worker with equal samples does.
-        split: whether the mesh splits samples further, by ``fully_shard``.
-        further: whether the mesh has further dimensions, whose positions may differ.
+        dims: record of the parallel dimensions.
     """
 
     worker: int
@@ -61,8 +61,7 @@ class Role:
     takes_targets: bool
     loss_apart: bool
     tells_loss: bool
-    split: bool
-    further: bool
+    dims: ParallelDims
 
 
 class Batches:
@@ -109,12 +108,12 @@ class Batches:
         along = batching.target_sequence_dims
         outputs = along if isinstance(along, int) else 1
         self._positions = PositionChecks(outputs, along)
-        self._cuts = None if role.split else CutChecks()
+        self._cuts = None if role.dims.in_lockstep else CutChecks()
         """Checks of how inputs are cut; None: samples are split further, so that no unit may be empty."""
         self._shapes = KnownShapes(schedule.workload)
         self._settled: Settled = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
-        self._positions_may_differ = bool(execution.digest_every and role.further)
+        self._positions_may_differ = bool(execution.digest_every and role.dims.further)
         """Whether positions of the further dimensions may differ: they are compared after the first step."""
 
     def given(
@@ -308,7 +307,7 @@ class Batches:
             )
 
     def _refuse_few(self, agreed: Agreed, step: int) -> None:
-        if self._role.split and min(agreed.sizes) < self._parts:
+        if self._role.dims.in_lockstep and min(agreed.sizes) < self._parts:
             raise ConfigError(
                 f"a micro-batch of step {step} has {min(agreed.sizes)} samples, and where fully_shard "
                 f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor, like, part_of, whole
-from ..mesh.layout import REPLICA
 from .names import first_of, matching
 from .optimizers import home_of
 from .streaming import Stream
@@ -95,9 +94,9 @@ class LocalState:
         """What the first that holds a stage has of it, whom those follow that hold the other parts."""
         me = self._weights.transport.rank
         for stage, holders in enumerate(self._weights.holders):
-            asks = self._weights.worker == holders[0] and self._weights.layout.is_first(me, (REPLICA,))
-            tells = asks and self._weights.layout.is_first(me, self._weights.layout.further)
-            yield from stream.part(list(entries(stage)) if asks else None, tells=tells)
+            gathers = self._weights.dims.gathers_state(me, holders)
+            sends = self._weights.dims.sends_state(me, holders)
+            yield from stream.part(list(entries(stage)) if gathers else None, tells=sends)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights at hand from a model's state.

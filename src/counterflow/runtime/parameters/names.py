@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from ..stages.named_layer import NamedLayer
 from ..stages.stage import StageCopy
 
 T = TypeVar("T")
@@ -40,6 +41,27 @@ def named_parameters(copy: StageCopy, names: Names) -> dict[str, nn.Parameter]:
         for layer in copy.with_weights
         for _, parameter in layer.module.named_parameters(remove_duplicate=False)
     }
+
+
+def named_tensors(copy: StageCopy, names: Names, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a stage under their first names, and buffers, in the order of ``tensors_of``."""
+    first = dict(names[copy.stage])
+    for layer in copy.with_weights:
+        for name, parameter in layer.module.named_parameters():
+            yield first[layer.names[name]], parameter
+        if buffers:
+            yield from _buffers_of(layer)
+
+
+def named_buffers(copy: StageCopy) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of a stage by name; those that are in no state are named by layer."""
+    for layer in copy.with_weights:
+        yield from _buffers_of(layer)
+
+
+def _buffers_of(layer: NamedLayer) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in layer.module.named_buffers():
+        yield layer.names.get(name, f"{layer.index}.{name}"), buffer
 
 
 def first_of(given: Mapping[str, T], names: Iterable[str]) -> T | None:

@@ -7,15 +7,15 @@ a group for collectives needs it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from torch import nn
 
 from counterflow.errors import ConfigError
 
-from ..mesh.layout import REPLICA, WORKER
-from ..mesh.sharding import WHOLE, Sharding
+from ..mesh.parallel_dims import REPLICATED, ParallelDims, WeightDims
+from ..mesh.rank_mesh import WORKER
 from ..stages.stage import StageCopy
 from ..transport.base import Group, Transport
 from .compressed_sums import SumCompression
@@ -30,7 +30,7 @@ class ParameterPlacement:
         stages: the worker's.
         names: of the parameters of all stages of the model.
         holders: by stage, the workers of a group that hold a copy.
-        sharding: how parameters are sharded over further dimensions of the mesh.
+        dims: record of the parallel dimensions.
         transport: how to reach the others.
         compression: form in which gradients are summed; None: in full.
 
@@ -51,14 +51,14 @@ class ParameterPlacement:
         stages: Mapping[int, StageCopy],
         names: Names,
         holders: Sequence[Sequence[int]],
-        sharding: Sharding,
+        dims: ParallelDims,
         transport: Transport,
         *,
         compression: SumCompression | None = None,
     ) -> None:
         self._compression = compression
         self._stages, self._names, self._holders = stages, names, holders
-        self._layout, self._sharding, self._transport = sharding.layout, sharding, transport
+        self._dims, self._transport = dims, transport
         self.groups: dict[int, Group | None] = {}
         self.made: list[Group] = []
         self.own: dict[int, list[GradientGroup]] = {}
@@ -75,7 +75,7 @@ class ParameterPlacement:
     @property
     def worker(self) -> int:
         """The worker's number in its pipeline."""
-        return self._layout.place(self._transport.rank)[WORKER]
+        return self._dims.mesh.coordinates(self._transport.rank)[WORKER]
 
     def every(self) -> Sequence[GradientGroup]:
         """All of the worker's parameters."""
@@ -87,76 +87,72 @@ class ParameterPlacement:
 
     def _make(self) -> None:
         """Group the worker's parameters by who else holds them; see ``GradientGroup``."""
-        taken: set[int] = set()
+        grouped: set[int] = set()
         parameters = {stage: named_parameters(copy, self._names) for stage, copy in self._stages.items()}
-        found = self._sharding.agreed(
-            (pair for its in parameters.values() for pair in its.items()), self._transport
-        )
         for name, stages in shared_names(self._names).items():
-            how = found.get(name, WHOLE)
+            weight = self._dims.weight(name)
             holders = sorted({worker for stage in stages for worker in self._holders[stage]})
-            if how.placements is not None and len(holders) < sum(len(self._holders[s]) for s in stages):
+            if weight.placements is not None and len(holders) < sum(len(self._holders[s]) for s in stages):
                 raise ConfigError(
                     f"{name} is a weight of stages {stages[0]} and {stages[-1]}, which one worker holds, and "
                     "parallelize() made two of it there; leave it whole, or do not tie it"
                 )
-            group = self._group(holders, how.summed)
-            held = [stage for stage in stages if stage in self._stages]
-            if not held:
+            group = self._group(holders, weight)
+            local = [stage for stage in stages if stage in self._stages]
+            if not local:
                 continue
             if len({next(s for s in stages if worker in self._holders[s]) for worker in holders}) > 1:
-                self.apart.setdefault(held[0], (name, tuple(stages)))
-                self.tied_apart[name] = parameters[held[0]][name]
-            own = unique([(name, parameters[held[0]][name])], taken)
+                self.apart.setdefault(local[0], (name, tuple(stages)))
+                self.tied_apart[name] = parameters[local[0]][name]
+            tied = unique([(name, parameters[local[0]][name])], grouped)
             self.tied.setdefault(tuple(stages), []).append(
-                self._gradients(own, group, how.along, holders, stage=held[0])
+                self._gradients(tied, group, weight, holders, stage=local[0])
             )
         for stage, copies in enumerate(self._holders):
-            kinds = {found.get(first, WHOLE).summed for _, first in self._names[stage]} | {frozenset[int]()}
-            groups = {kind: self._group(copies, kind) for kind in sorted(kinds, key=sorted)}
+            groups = self._groups_of(stage, copies)
             if stage in self._stages:
-                self.groups[stage] = groups[frozenset()]
-                parts: dict[tuple[frozenset[int], frozenset[int]], dict[str, nn.Parameter]] = defaultdict(
-                    dict
-                )
-                for name, parameter in unique(parameters[stage].items(), taken).items():
-                    how = found.get(name, WHOLE)
-                    parts[how.summed, how.along][name] = parameter
-                self.own[stage] = [
-                    self._gradients(part, groups[kind], along, copies, stage=stage)
-                    for (kind, along), part in parts.items()  # in one order, as the sums of all copies are
-                ]
+                self.groups[stage] = groups[self._dims.sum_dims()]
+                parts: dict[tuple[object, ...], dict[str, nn.Parameter]] = defaultdict(dict)
+                for name, parameter in unique(parameters[stage].items(), grouped).items():
+                    weight = self._dims.weight(name)
+                    parts[self._dims.sum_dims(weight), weight.distinct][name] = parameter
+                self.own[stage] = []
+                for part in parts.values():  # in one order, as the sums of all copies are
+                    weight = self._dims.weight(next(iter(part)))
+                    group = groups[self._dims.sum_dims(weight)]
+                    self.own[stage].append(self._gradients(part, group, weight, copies, stage=stage))
+
+    def _groups_of(self, stage: int, copies: Sequence[int]) -> dict[frozenset[int], Group | None]:
+        """Groups that sum a stage's gradients, by the dimensions of the sum; made in one order everywhere."""
+        weights = [REPLICATED, *(self._dims.weight(first) for _, first in self._names[stage])]
+        by_dims = {self._dims.sum_dims(weight): weight for weight in weights}
+        order = sorted(by_dims, key=lambda dims: sorted(self._dims.samples - dims))
+        return {dims: self._group(copies, by_dims[dims]) for dims in order}
 
     def _gradients(
         self,
         parameters: Mapping[str, nn.Parameter],
         group: Group | None,
-        along: frozenset[int],
+        weight: WeightDims,
         holders: Sequence[int],
         *,
         stage: int,
     ) -> GradientGroup:
-        counted = self._counted(along, holders)
+        counted = self._dims.counts_in_norm(self._transport.rank, holders, weight)
         return GradientGroup(parameters, group, counted=counted, stage=stage, compression=self._compression)
 
-    def _counted(self, along: frozenset[int], holders: Sequence[int]) -> bool:
-        """Whether this rank counts in the global norm its parts of what is sharded along some dims."""
-        others = [dim for dim in self._layout.further if dim not in along]
-        first = self._layout.is_first(self._transport.rank, (REPLICA, *others))
-        return first and self.worker == holders[0]
-
-    def _group(self, holders: Iterable[int], apart: frozenset[int] = frozenset()) -> Group | None:
+    def _group(self, holders: Collection[int], weight: WeightDims) -> Group | None:
         """The group of those who hold the same as this worker; the workers of all positions make the call.
 
         One for all that the same ranks hold: the checker proves that they begin their sums in one order.
         """
-        mine = None
-        for ranks in self._layout.copies(holders, apart):
+        local = None
+        for ranks in self._dims.sum_groups(holders, weight):
             if len(ranks) > 1:
                 group = self._by_ranks.get(tuple(ranks))
                 if group is None:
                     group = self._by_ranks[tuple(ranks)] = self._transport.group(ranks)
                     self.made.append(group)
                 if self._transport.rank in ranks:
-                    mine = group
-        return mine
+                    local = group
+        return local

@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.owners import pieces
 
 from ..dtensors import is_dtensor
-from ..mesh.layout import REPLICA, WORKER, Layout
+from ..mesh.parallel_dims import ParallelDims
 from ..messages.values import number_of
 from ..stages.stage import StageCopy
 from ..transport.base import Group, Transport
@@ -31,7 +31,7 @@ def broadcast_initial_weights(
     stages: Mapping[int, StageCopy],
     names: Names,
     holders: Sequence[Sequence[int]],
-    layout: Layout,
+    dims: ParallelDims,
     transport: Transport,
 ) -> None:
     """Let every copy of a stage start as its first holder's; all workers call it.
@@ -40,7 +40,7 @@ def broadcast_initial_weights(
         stages: this worker's, before their weights are cut.
         names: of the parameters of all stages; those that several stages share start as the first one's.
         holders: by stage, the workers that hold a copy.
-        layout: the places of all ranks.
+        dims: record of the parallel dimensions.
         transport: how to reach them.
 
     Raises:
@@ -60,7 +60,7 @@ def broadcast_initial_weights(
 
     def send(key: object, first: int, tensors: Sequence[Tensor]) -> None:
         found = {rank: row[key] for rank, row in enumerate(rows) if key in row}
-        source = next(rank for rank in found if _is_first(layout, rank, first))
+        source = next(rank for rank in found if dims.sends_state(rank, [first]))
         for rank, other in found.items():
             if other[0] != found[source][0]:
                 raise ConfigError(
@@ -112,10 +112,6 @@ def refuse_other_seeds(named: Iterable[tuple[str, Tensor]], transport: Transport
                 )
 
 
-def _is_first(layout: Layout, rank: int, worker: int) -> bool:
-    return layout.place(rank)[WORKER] == worker and layout.is_first(rank, (REPLICA, *layout.further))
-
-
 def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
     """Let tensors become those of one rank of a group, bit for bit; as bytes, in pieces."""
     left = iter(tensors)
@@ -139,15 +135,18 @@ class ReplicaDigests:
 
     Args:
         tensors: returns the held tensors, with or without buffers.
-        layout: places of the ranks.
+        dims: record of the parallel dimensions.
         transport: transport between them.
     """
 
     def __init__(
-        self, tensors: Callable[[bool], Mapping[Key, Sequence[Tensor]]], layout: Layout, transport: Transport
+        self,
+        tensors: Callable[[bool], Mapping[Key, Sequence[Tensor]]],
+        dims: ParallelDims,
+        transport: Transport,
     ) -> None:
         self._tensors = tensors
-        self._layout = layout
+        self._dims = dims
         self._transport = transport
         rows = cast("list[list[Key]]", transport.gather_objects(list(tensors(True))))
         held = Counter(self._of(rank, key) for rank, row in enumerate(rows) for key in row)
@@ -157,8 +156,7 @@ class ReplicaDigests:
         """Number of digests that a worker reports."""
 
     def _of(self, rank: int, key: Key) -> tuple[object, ...]:
-        place = self._layout.place(rank)
-        return (*key, *(place[dim] for dim in key[1]))
+        return (*key, *self._dims.position(rank, key[1]))
 
     def digests(self, stages: Container[int | str] | None = None, *, buffers: bool = True) -> Tensor:
         """A number for each that others hold too, on the device; zeros for the rest.
@@ -187,7 +185,7 @@ class ReplicaDigests:
                 other, known = first.setdefault(self._of(rank, key), (rank, found))
                 if known != found:
                     what = key[0] if isinstance(key[0], str) else f"stage {key[0]}"
-                    apart = self._layout.grid(rank) != self._layout.grid(other)
+                    apart = self._dims.replica_ranks(rank) != self._dims.replica_ranks(other)
                     raise WorkerError(
                         f"{when} the copies of {what} on ranks {other} and {rank} differ"
                         + (_WHY_APART if apart else "")

@@ -20,19 +20,20 @@ from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.owners import owners
 
+from ..mesh.parallel_dims import ParallelDims
 from ..transport.base import Group, Transport
 from .gradients import GradientGroup
 from .names import Names
 from .replica_digests import broadcast_tensors
 
 
-def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool) -> None:
+def refuse_unsharded(execution: Execution, schedule: Schedule, dims: ParallelDims) -> None:
     """Refuse what optimiser state is not sharded for.
 
     Args:
         execution: how it is run.
         schedule: what is run.
-        further: whether there is a mesh of further dimensions.
+        dims: record of the parallel dimensions.
 
     Raises:
         ConfigError: sharded state does not go with the rest.
@@ -49,7 +50,7 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, *, further: bool)
             "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
             "it does not; omit it or barrier=False"
         )
-    if further:
+    if dims.further:
         raise ConfigError(
             "zero_stage = 1 does not go with parallelize: fully_shard shards optimiser state already; use "
             "only one of them"

@@ -12,6 +12,7 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
+from ..mesh.parallel_dims import ParallelDims
 from ..messages.values import number_of
 from ..transport.base import Transport
 
@@ -38,20 +39,20 @@ def trainable_choices(parameters: Parameters, chosen: Callable[[str], bool]) -> 
     }
 
 
-def choose(parameters: Parameters, choices: Choices, summed: Container[int]) -> None:
+def choose(parameters: Parameters, choices: Choices, dims: ParallelDims) -> None:
     """Freeze and unfreeze parameters.
 
     Args:
         parameters: those of this worker.
         choices: what is chosen for each.
-        summed: by identity, those that FSDP sums.
+        dims: record of the parallel dimensions.
 
     Raises:
         ConfigError: FSDP holds one that changes; nothing is changed then.
     """
     pairs = [(name, p, choices[stage][name]) for stage, its in parameters.items() for name, p in its.items()]
     for name, parameter, on in pairs:
-        if id(parameter) in summed and on != parameter.requires_grad:
+        if dims.weight(name).reduced and on != parameter.requires_grad:
             raise ConfigError(
                 f"{name} is sharded by fully_shard, which knows from the first step on what is trained; "
                 "freeze it in parallelize(), before fully_shard, or in the model"

@@ -20,7 +20,7 @@ from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
 from ..dtensors import local
-from ..mesh.sharding import Sharding
+from ..mesh.parallel_dims import ParallelDims
 from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams
 from ..stages.stage import StageCopy
@@ -28,17 +28,17 @@ from ..transport.base import Transport
 from .changes import Changes
 from .compressed_sums import SumCompression
 from .coupled import Coupling
-from .ema import AveragedWeight, ExponentialAverage
+from .ema import ExponentialAverage
 from .extra_state import ExtraState
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .hooks import Hooks
 from .local_state import LocalState
 from .loss_scale import LossScale
-from .names import Names, named_parameters, shared_names
+from .names import Names, named_parameters, named_tensors, shared_names
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
 from .parameter_placement import ParameterPlacement
 from .recipes import Recipes
-from .replica_digests import Key, ReplicaDigests, tensors_of
+from .replica_digests import Key, ReplicaDigests
 from .sharded_updates import Owners
 from .statistics import Statistics
 from .trainable import check_same_choices, choose, trainable_choices
@@ -54,7 +54,7 @@ class Weights:
         names: of the parameters of all stages of the model.
         aliases: by the first name of a tensor that the model has under several, all its names.
         holders: by stage, the workers of a group that hold a copy.
-        sharding: how parameters are sharded over further dimensions of the mesh.
+        dims: record of the parallel dimensions.
         transport: how to reach the others.
         optimizer: a function of parameters to an optimiser.
         scheduler: a function of an optimiser to a learning-rate scheduler.
@@ -78,7 +78,7 @@ class Weights:
         names: Names,
         aliases: Mapping[str, Sequence[str]],
         holders: Sequence[Sequence[int]],
-        sharding: Sharding,
+        dims: ParallelDims,
         transport: Transport,
         optimizer: MakeOptimizer,
         scheduler: MakeScheduler | None,
@@ -89,14 +89,12 @@ class Weights:
     ) -> None:
         self.stages, self.transport = stages, transport
         self.names, self.aliases, self.extra_state = names, aliases, extra_state
-        self.holders, self.layout, self.sharding = holders, sharding.layout, sharding
+        self.holders, self.dims = holders, dims
         self.kept_gradients: dict[str, Tensor] = {}
         self._copied: list[Callable[[], None]] = []
         """For each copy that is being made: orders what follows behind it."""
         extra_state.broadcast(transport)
-        self.holdings = ParameterPlacement(
-            stages, names, holders, sharding, transport, compression=compression
-        )
+        self.holdings = ParameterPlacement(stages, names, holders, dims, transport, compression=compression)
         self.groups = self.holdings.made
         """All groups that were made."""
         self.hooks = Hooks(parameter for copy in stages.values() for parameter in copy.parameters())
@@ -121,7 +119,7 @@ class Weights:
         recipes = Recipes(optimizer, scheduler, streams, transport, sharded=sharded)
         recipes.compare(self.optimizers, self.schedulers)
         self._coupling.refuse(self.optimizers, self._optimized)
-        self.copies = ReplicaDigests(self._compared, self.layout, transport)
+        self.copies = ReplicaDigests(self._compared, dims, transport)
 
     # -- who holds what
 
@@ -149,7 +147,7 @@ class Weights:
         choices = trainable_choices(parameters, chosen)
         with refusing():
             check_same_choices(choices, shared_names(self.names), self.transport)
-        choose(parameters, choices, self.sharding.summed)
+        choose(parameters, choices, self.dims)
         for copy in self.stages.values():
             copy.trains = any(p.requires_grad for p in copy.parameters())
         for gradients in self.holdings.every():
@@ -425,24 +423,24 @@ class Weights:
 
     def _compared(self, buffers: bool) -> dict[Key, list[Tensor]]:
         """What is compared with what others hold of it."""
-        found: dict[Key, list[Tensor]] = defaultdict(list)
+        compared: dict[Key, list[Tensor]] = defaultdict(list)
         for stage, copy in self.stages.items():
-            for tensor in tensors_of(copy, buffers=buffers):
-                found[stage, tuple(sorted(self.sharding.along(tensor)))].append(tensor)
+            for name, tensor in named_tensors(copy, self.names, buffers=buffers):
+                compared[stage, self.dims.weight(name).distinct].append(tensor)
         for name, parameter in self.holdings.tied_apart.items():
-            found[name, tuple(sorted(self.sharding.along(parameter)))].append(parameter)
+            compared[name, self.dims.weight(name).distinct].append(parameter)
         tied = shared_names(self.names)
-        for stage, name, (parameter, average) in self._averages_of_all():
-            along = tuple(sorted(self.sharding.along(parameter)))
+        for stage, name, average in self._averages_of_all():
+            distinct = self.dims.weight(name).distinct
             if name in self.holdings.tied_apart:
-                found[name, along].append(average)
+                compared[name, distinct].append(average)
             elif name not in tied:
-                found[stage, along].append(average)
-        return found
+                compared[stage, distinct].append(average)
+        return compared
 
-    def _averages_of_all(self) -> Iterator[tuple[int, str, AveragedWeight]]:
+    def _averages_of_all(self) -> Iterator[tuple[int, str, Tensor]]:
         """Stage, name and average, where all holders of a weight have one."""
         if self.average is not None and self.owners is None:
             for stage in self.stages:
-                for name, kept in self.average.of(stage).items():
-                    yield stage, name, kept
+                for name, averaged in self.average.of(stage).items():
+                    yield stage, name, averaged.average
