@@ -172,17 +172,17 @@ def losses(name: str, steps: int, compress: bool) -> tuple[float, float, int, in
     with torch.device("meta"):
         layers = job.layers
     pipeline = cf.Pipeline(
-        layers, job.made.loss, schedule, optimizer=job.optimizer, scheduler=job.scheduler, compress=compress
+        layers, job.bundle.loss, schedule, optimizer=job.optimizer, scheduler=job.scheduler, compress=compress
     )
     found = []
     samples = config.train.samples
     for step in range(steps):
-        told = pipeline.step(*job.made.batches.batch(step, samples, replica=0, replicas=1))
+        told = pipeline.step(*job.bundle.batches.batch(step, samples, replica=0, replicas=1))
         found.append(told.loss)
         if step % 20 == 0:
             note(pipeline.transport.rank, f"{name} {'compressed' if compress else 'plain'}: step {step}")
     found += [step.loss for step in pipeline.flush()]
-    inputs, targets = job.made.batches.validation(samples, replica=0, replicas=1)
+    inputs, targets = job.bundle.batches.validation(samples, replica=0, replicas=1)
     validation = pipeline.evaluate(inputs, targets).loss
     used = pipeline.compression
     mine = [0.0] * 2 if used is None else [used.plain_bytes, used.sent_bytes]

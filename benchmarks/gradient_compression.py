@@ -60,7 +60,7 @@ def losses(name: str, steps: int, form: str | None) -> tuple[float, float, float
         layers = job.layers
     pipeline = cf.Pipeline(
         layers,
-        job.made.loss,
+        job.bundle.loss,
         schedule,
         optimizer=job.optimizer,
         scheduler=job.scheduler,
@@ -70,10 +70,10 @@ def losses(name: str, steps: int, form: str | None) -> tuple[float, float, float
     found, samples = [], config.train.samples // pipeline.replicas
     where = {"replica": pipeline.replica, "replicas": pipeline.replicas}
     for step in range(steps):
-        found.append(pipeline.step(*job.made.batches.batch(step, samples, **where)).loss)
+        found.append(pipeline.step(*job.bundle.batches.batch(step, samples, **where)).loss)
         if step % 20 == 0:
             note(pipeline.transport.rank, f"{name} {form}: step {step}")
-    inputs, targets = job.made.batches.validation(samples, **where)
+    inputs, targets = job.bundle.batches.validation(samples, **where)
     validation = pipeline.evaluate(inputs, targets).loss
     used = pipeline.gradient_compression
     mine = [1.0, 1.0] if used is None else [used.plain_bytes, used.sent_bytes]

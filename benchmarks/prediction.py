@@ -213,7 +213,7 @@ def gpt_worker(turns: int) -> tuple[list[tuple[list[AtSize], tuple[float, float]
         schedule = built(configuration)
         pipeline = cf.Pipeline(
             job.layers,
-            job.made.loss,
+            job.bundle.loss,
             schedule,
             optimizer=job.optimizer,
             recompute=configuration.recompute,
@@ -222,7 +222,7 @@ def gpt_worker(turns: int) -> tuple[list[tuple[list[AtSize], tuple[float, float]
             digest_every=0,
         )
         samples = configuration.samples * schedule.micro_batches
-        batch = job.made.batches.batch(0, samples, replica=0, replicas=1)
+        batch = job.bundle.batches.batch(0, samples, replica=0, replicas=1)
         contenders.append(Contender(pipeline, *batch))
     in_turns([*timers, steps], contenders, turns, "gpt")
     messages = measure_messages(transport, MESSAGES, repeats=15)

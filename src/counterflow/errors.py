@@ -35,7 +35,7 @@ class WorkerError(CounterflowError):
 
     Attributes:
         consequence: whether the error only follows from another worker that is gone or late.
-        told: whether another worker reports the same error.
+        reported: whether another worker reports the same error.
         lost: whether a worker, a device or a link is gone, so a restart may succeed.
         worker: the rank to blame; None: unknown.
         action: what that worker was doing, as far as it is known.
@@ -43,7 +43,7 @@ class WorkerError(CounterflowError):
 
     consequence: bool = False
     lost: bool = False
-    told: bool = False
+    reported: bool = False
     worker: int | None = None
     action: str = ""
 

@@ -21,7 +21,7 @@ from counterflow.training import RunConfig, load_config, registry
 from counterflow.training.job import operations, prepare
 from counterflow.training.load import SECTIONS
 from counterflow.training.run import run
-from counterflow.training.source import AVERAGED, Made, ModelSource
+from counterflow.training.source import AVERAGED, ModelAndData, ModelSource
 
 from ..models.hf import tiny
 
@@ -38,7 +38,7 @@ class Bigrams(ModelSource):
     def learning_rate(self, config: RunConfig) -> float:
         return 0.05
 
-    def make(self, config: RunConfig) -> Made:
+    def make(self, config: RunConfig) -> ModelAndData:
         hidden = config.model.hidden
         with torch.device("meta"):
             between = [
@@ -46,7 +46,9 @@ class Bigrams(ModelSource):
             ]
             layers = [nn.Embedding(256, hidden), *between, nn.Linear(hidden, 256)]
         batches = NextByte(TEXT, config.model.positions, seed=config.train.seed)
-        return Made(layers, None, next_token_loss, batches, "texts", len(TEXT), math.log(256), "a digest")
+        return ModelAndData(
+            layers, None, next_token_loss, batches, "texts", len(TEXT), math.log(256), "a digest"
+        )
 
 
 BIGRAMS = Bigrams()
@@ -152,20 +154,20 @@ def test_its_layers_are_as_many_as_the_config_says_and_on_the_meta_device(config
     job = prepare(config)
     assert len(job.layers) == config.model.all_layers
     assert {p.device.type for layer in job.layers for p in layer.parameters()} == {"meta"}
-    assert len(operations(job.made, job.layers, 1)) == len(job.layers)
+    assert len(operations(job.bundle, job.layers, 1)) == len(job.layers)
     assert config.model.source.name(config) in job.about.model
 
 
 def test_it_makes_the_same_in_every_process(config: RunConfig) -> None:
     jobs = prepare(config), prepare(config)
-    assert jobs[0].made.digest == jobs[1].made.digest
+    assert jobs[0].bundle.digest == jobs[1].bundle.digest
     assert jobs[0].about == jobs[1].about
     shapes = [[(n, p.shape) for layer in job.layers for n, p in layer.named_parameters()] for job in jobs]
     assert shapes[0] == shapes[1]
 
 
 def test_its_mini_batches_are_functions_of_their_number(config: RunConfig) -> None:
-    batches = prepare(config).made.batches
+    batches = prepare(config).bundle.batches
     same(batches.batch(3, 4), batches.batch(3, 4))
     halves = [batches.batch(3, 2, replica=replica, replicas=2) for replica in range(2)]
     whole = pytree.tree_leaves(batches.batch(3, 4))
@@ -185,7 +187,7 @@ def test_it_trains_and_exports_what_it_says(source: ModelSource, config: RunConf
     summary, folder = done
     assert summary.steps == 2
     assert math.isfinite(summary.training_loss)
-    export = prepare(config).made.export
+    export = prepare(config).bundle.export
     names = [] if export is None else [export[0], export[0] + AVERAGED]
     assert set(names) <= source.exports.keys()
     assert [name for name in source.exports if (folder / name).is_dir()] == names

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import counterflow as cf
-from counterflow.checkpoints.convert import convert
+from counterflow.integrations.conversion import convert
 from counterflow.training import load_config
 from counterflow.training.folder import read_metrics
 from counterflow.training.job import prepare, rate_factor
@@ -60,7 +60,7 @@ def test_a_run_from_folder_to_folder(folder: Path, monkeypatch: pytest.MonkeyPat
     model, job = tf.LlamaForCausalLM.from_pretrained("base").train(), prepare(given)
     optimizer = job.optimizer(list(model.parameters()))
     for step, loss in enumerate(found[:8]):
-        inputs, labels = job.made.batches.batch(step, given.train.samples)
+        inputs, labels = job.bundle.batches.batch(step, given.train.samples)
         assert isinstance(inputs, dict)
         for group in optimizer.param_groups:
             group["lr"] = 0.005 * rate_factor(given.optimizer, given.train.steps, step)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from counterflow.checkpoints import load_weights
-from counterflow.checkpoints.convert import convert
 from counterflow.errors import ConfigError
+from counterflow.integrations.conversion import convert
 from counterflow.training import loop
 from counterflow.training.folder import read_metrics
 from counterflow.training.job import prepare
@@ -38,9 +38,9 @@ def test_it_is_evaluated_and_trains_to_the_same(
     average = load_weights(tmp_path / "averaged", ema=True)
     model = torch.nn.Sequential(*job.layers).to_empty(device="cpu").eval()
     model.load_state_dict(average)
-    inputs, targets = job.made.batches.validation(loop._VALIDATION_SAMPLES)
+    inputs, targets = job.bundle.batches.validation(loop._VALIDATION_SAMPLES)
     with torch.no_grad():
-        loss = job.made.loss(model(inputs), targets).item()
+        loss = job.bundle.loss(model(inputs), targets).item()
     assert loss == pytest.approx(told[-1]["ema_validation_loss"], rel=1e-5)
     convert(tmp_path / "averaged", tmp_path / "a.safetensors", ema=True)
     for name, value in load_file(tmp_path / "a.safetensors").items():

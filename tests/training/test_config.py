@@ -68,7 +68,7 @@ def test_every_key_is_described_and_its_default_legal(name: str) -> None:
         for part in (info.annotation, *get_args(info.annotation)):
             if get_origin(part) is Literal:
                 assert all(word in rule for word in get_args(part))
-    assert section.model_validate(section().given()) == section()
+    assert section.model_validate(section().values()) == section()
 
 
 # --- Resolution -----------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def alone(model: Any, given: RunConfig) -> list[float]:
     samples = given.train.samples * given.pipeline.replicas
     for step in range(given.train.steps):
         inputs: dict[str, Tensor]
-        inputs, labels = job.made.batches.batch(step, samples)  # type: ignore[assignment]
+        inputs, labels = job.bundle.batches.batch(step, samples)  # type: ignore[assignment]
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * rate_factor(given.optimizer, given.train.steps, step)
         optimizer.zero_grad()

@@ -95,8 +95,8 @@ def test_a_new_scheme_takes_over_the_options_it_has(write: Write, by_flag: bool)
 
     def changed(scheme: str, *sets: str) -> dict[str, object]:
         if by_flag:
-            return dict(load_config(path, sets, scheme=scheme).schedule.given())
-        return dict(load_config(path, [*sets, f"schedule.scheme={scheme}"]).schedule.given())
+            return dict(load_config(path, sets, scheme=scheme).schedule.values())
+        return dict(load_config(path, [*sets, f"schedule.scheme={scheme}"]).schedule.values())
 
     assert changed("dapple") == {"scheme": "dapple", "stages": 2, "micro_batches": 6}
     assert changed("hanayo") == {"scheme": "hanayo", "workers": 2, "micro_batches": 6}
@@ -114,7 +114,7 @@ def test_a_new_scheme_does_not_hide_a_misspelt_key(write: Write) -> None:
 
 def test_a_scheme_replaces_a_file_and_a_file_a_scheme(write: Write) -> None:
     path = write('[schedule]\nfile = "x.json"\n')
-    assert load_config(path, scheme="gems").schedule.given() == {
+    assert load_config(path, scheme="gems").schedule.values() == {
         "scheme": "gems",
         "stages": 4,
         "micro_batches": 8,

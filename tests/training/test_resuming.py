@@ -27,7 +27,7 @@ from counterflow.training.folder import RunFolder, folder_of, read_metrics
 from counterflow.training.metrics import lines_of
 from counterflow.training.run import run
 from counterflow.training.supervision.appending import Appending
-from counterflow.training.supervision.lock import Lock
+from counterflow.training.supervision.exclusive import Lock
 
 from .conftest import Configure, Train, Watcher, losses, small
 

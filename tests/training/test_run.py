@@ -307,8 +307,8 @@ def test_a_checkpoint_loads_into_the_model(train: Train, config: Configure, tmp_
     model = torch.nn.Sequential(*job.layers).to_empty(device="cpu").eval()
     model.load_state_dict(load_weights(tmp_path / "run"))
     with torch.no_grad():
-        inputs, targets = job.made.batches.validation(loop._VALIDATION_SAMPLES)
-        assert job.made.loss(model(inputs), targets).item() == pytest.approx(
+        inputs, targets = job.bundle.batches.validation(loop._VALIDATION_SAMPLES)
+        assert job.bundle.loss(model(inputs), targets).item() == pytest.approx(
             summary.validation_loss, rel=1e-5
         )
 
@@ -530,7 +530,7 @@ def test_workers_that_were_given_different_runs_are_refused(
         if current_transport().rank == 0:
             return job
         if differs == "data":
-            return dataclasses.replace(job, made=dataclasses.replace(job.made, digest="other"))
+            return dataclasses.replace(job, bundle=dataclasses.replace(job.bundle, digest="other"))
         section = job.config.train.model_copy(update={"seed": 7})
         return dataclasses.replace(job, config=job.config.model_copy(update={"train": section}))
 

@@ -31,7 +31,7 @@ from counterflow.training.folder import (
     read_timeline,
 )
 from counterflow.training.metrics import Tail
-from counterflow.training.supervision.lock import LOCK
+from counterflow.training.supervision.exclusive import LOCK
 
 from .requests import RunsRequest
 from .runs import RunState, about_of, changed, events_of, no_timeline, pictured, state_of

@@ -26,7 +26,7 @@ from counterflow.training.config import RunConfig
 from counterflow.training.folder import CONFIG, EVENTS, METRICS, SUMMARY
 from counterflow.training.load import load_config
 from counterflow.training.supervision import events
-from counterflow.training.supervision.lock import LOCK
+from counterflow.training.supervision.exclusive import LOCK
 from counterflow.training.timeline import Timeline
 
 _LATELY_SECONDS = 120.0

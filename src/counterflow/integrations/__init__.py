@@ -1,4 +1,5 @@
-"""Integrations with trainers that people already use, with a pipeline underneath.
+"""Integrations with trainers that people already use, and conversions of other projects' files.
 
-Each system has its own package and is imported only there. No other room imports this one.
+Each system has its own package and is imported only there. No other room imports this one, except the command
+line.
 """

@@ -119,30 +119,30 @@ class Callbacks(Callback):
     """Forwards every call to several callbacks."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self._left = list(callbacks)
+        self._active = list(callbacks)
 
     def begun(self, about: About, folder: Path) -> None:
         """Forward the call to all callbacks."""
-        self._tell("begun", about, folder)
+        self._call("begun", about, folder)
 
     def recorded(self, lines: Sequence[Numbers]) -> None:
         """Forward the call to all callbacks."""
-        self._tell("recorded", lines)
+        self._call("recorded", lines)
 
     def happened(self, event: str) -> None:
         """Forward the call to all callbacks."""
-        self._tell("happened", event)
+        self._call("happened", event)
 
     def ended(self) -> None:
         """Forward the call to all callbacks."""
-        self._tell("ended")
+        self._call("ended")
 
-    def _tell(self, what: str, *arguments: Any) -> None:
-        for callback in tuple(self._left):
+    def _call(self, what: str, *arguments: Any) -> None:
+        for callback in tuple(self._active):
             try:
                 getattr(callback, what)(*arguments)
             except Exception:
-                self._left.remove(callback)
+                self._active.remove(callback)
                 _LOG.warning(
                     "%s.%s failed; the run continues without it", type(callback).__name__, what, exc_info=True
                 )

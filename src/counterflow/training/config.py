@@ -64,7 +64,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fill(self) -> RunConfig:
-        """Fill in the keys whose defaults follow from other sections."""
         usual = {
             "learning_rate": self.model.source.learning_rate(self),
             "warmup_steps": min(_MOST_WARMUP, self.train.steps // 4),
@@ -83,7 +82,7 @@ class RunConfig(Section):
                 "--out"
             )
         for name, table in (("data", self.data), ("lora", self.lora)):
-            registry.refuse_keys_of_others(self.model.kind, name, table.given())
+            registry.refuse_keys_of_others(self.model.kind, name, table.values())
         if problem := self.model.source.refusal(self, schedule):
             raise ConfigError(problem)
         self._refuse_fewer_layers_than_stages(schedule)
@@ -159,20 +158,19 @@ class RunConfig(Section):
         lines = []
         for name in type(self).model_fields:
             section: Section = getattr(self, name)
-            if given := section.given():
+            if values := section.values():
                 lines += ["", f"[{name}]"]
                 lines += [
-                    f"{key} = {toml.dumps(value)}  # {section.about(key)}" for key, value in given.items()
+                    f"{key} = {toml.dumps(value)}  # {section.about(key)}" for key, value in values.items()
                 ]
         return "\n".join(lines[1:]) + "\n"
 
     @property
     def copies_in_memory(self) -> bool:
-        """Whether restarts may resume from copies in memory, in which all holders of a weight are alike."""
+        """True if restarts may resume from copies in memory, in which all holders of a weight are alike."""
         return self.train.memory_every != 0 and self.pipeline.gradient_compression is None
 
     def _refuse_compressed_sums(self, schedule: Schedule) -> None:
-        """Refuse what residuals of compressed sums do not go with."""
         if self.pipeline.gradient_compression is None:
             return
         for key in ("memory_every", "fewer_after"):
@@ -197,7 +195,6 @@ class RunConfig(Section):
             )
 
     def _refuse_empty_micro_batches_of_large_schedules(self) -> None:
-        """Refuse empty micro-batches before a schedule is built that takes seconds and gigabytes."""
         samples, micro_batches = self.train.samples, self.schedule.options().get(MICRO_BATCHES.name)
         if type(micro_batches) is int and micro_batches > max(samples, _MANY_MICRO_BATCHES):
             raise ConfigError(
@@ -207,7 +204,7 @@ class RunConfig(Section):
             )
 
     def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:
-        """Refuse empty micro-batches or halves of micro-batches, and mini-batches that fit into no memory."""
+        """Refuse empty micro-batches or halves of them, and mini-batches that fit into no memory."""
         samples, positions = self.train.samples, self.model.positions
         parts = schedule.workload.sample_parts
         least = parts * schedule.micro_batches
@@ -227,7 +224,6 @@ class RunConfig(Section):
             )
 
     def _refuse_other_cuts(self, schedule: Schedule) -> None:
-        """Refuse cuts unless they make as many stages as the schedule has, each with a layer or more."""
         cuts, layers = self.pipeline.cuts, self.model.all_layers
         if cuts is None:
             return

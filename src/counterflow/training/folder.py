@@ -28,8 +28,7 @@ from .metrics import Tail, last_step, lines_of
 from .report import Numbers, Summary
 from .sections.keys import AUTO
 from .supervision.appending import Appending
-from .supervision.fence import Fence
-from .supervision.lock import Lock
+from .supervision.exclusive import Fence, Lock
 from .timeline import Timeline
 
 CONFIG = "config.toml"
@@ -83,7 +82,13 @@ class RunFolder:
 
     @classmethod
     def open(
-        cls, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, *, again: bool = False
+        cls,
+        config: RunConfig,
+        schedule: Schedule,
+        start: Path | None,
+        history: bytes,
+        *,
+        restart: bool = False,
     ) -> RunFolder:
         """The folder of a run, with its config and schedule: a new one, or the one in which the run resumes.
 
@@ -92,7 +97,7 @@ class RunFolder:
             schedule: schedule that it runs.
             start: checkpoint that it resumes from.
             history: metrics until that checkpoint.
-            again: whether the run already began in this folder.
+            restart: whether the run already began in this folder.
 
         Raises:
             ConfigError: the folder contains another run, another process writes it, or it cannot be made.
@@ -102,7 +107,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=config.train.out is not None or start is not None)
         except FileExistsError:
             if path.is_dir():  # another run took this number
-                return cls.open(config, schedule, start, history, again=again)
+                return cls.open(config, schedule, start, history, restart=restart)
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
         except NotADirectoryError:
             raise ConfigError(f"{path}: is, or lies in, a file; results need a folder") from None
@@ -111,7 +116,7 @@ class RunFolder:
         folder = cls(path)
         try:
             folder._lock = Lock(path)
-            folder._begin(config, schedule, start, history, again)
+            folder._begin(config, schedule, start, history, restart)
         except OSError as error:
             folder.close()
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
@@ -120,20 +125,14 @@ class RunFolder:
             raise ConfigError(str(error)) from None
         return folder
 
-    def _taken(self, *, goes_on: bool) -> list[str]:
-        """The files of a run that exist in the folder.
-
-        Raises:
-            ConfigError: files exist, but no run resumes here.
-        """
-        taken = [name for name in FILES if (self.path / name).exists()]
-        if taken and not goes_on:
+    def _existing(self, *, goes_on: bool) -> list[str]:
+        existing = [name for name in FILES if (self.path / name).exists()]
+        if existing and not goes_on:
             raise ConfigError(
-                f"{self.path}: contains a run already ({taken[0]}); name another folder, remove this one, or "
-                "resume "
-                f"that run: train.resume = {toml.shown(str(self.path))}"
+                f"{self.path}: contains a run already ({existing[0]}); name another folder, remove this one, "
+                f"or resume that run: train.resume = {toml.shown(str(self.path))}"
             )
-        return taken
+        return existing
 
     @classmethod
     def tried(cls, config: RunConfig, start: Path | None) -> Path:
@@ -144,15 +143,15 @@ class RunFolder:
         """
         path = folder_of(config)
         goes_on = config.train.resume == AUTO or (start is not None and _is_in(start, path))
-        made: list[Path] = []
+        created: list[Path] = []
         try:
             for folder in reversed([path, *path.parents]):
                 if not folder.exists():
                     folder.mkdir()
-                    made.append(folder)
+                    created.append(folder)
             if not path.is_dir():
                 raise ConfigError(f"{path}: is, or lies in, a file; results need a folder")
-            cls(path)._taken(goes_on=goes_on)  # noqa: SLF001 - its own class
+            cls(path)._existing(goes_on=goes_on)  # noqa: SLF001 - its own class
             with tempfile.TemporaryFile(dir=path):
                 pass
         except NotADirectoryError:
@@ -160,32 +159,32 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
         finally:
-            for folder in reversed(made):
+            for folder in reversed(created):
                 folder.rmdir()
         return path
 
     def _begin(
-        self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, again: bool
+        self, config: RunConfig, schedule: Schedule, start: Path | None, history: bytes, restart: bool
     ) -> None:
-        goes_on = again or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
-        taken = self._taken(goes_on=goes_on)
+        goes_on = restart or config.train.resume == AUTO or (start is not None and _is_in(start, self.path))
+        existing = self._existing(goes_on=goes_on)
         for name in (SUMMARY, TIMELINE, PICTURE, LIVE):  # events of the end before
             (self.path / name).unlink(missing_ok=True)
-        whole(self.path / CONFIG, config.to_toml().encode())
+        replace_file(self.path / CONFIG, config.to_toml().encode())
         self.put_schedule(schedule)
-        begun = goes_on and METRICS in taken
+        begun = goes_on and METRICS in existing
         if not begun:  # only the others know where a resumed run begins
             self.rewind(history)
         self._last = last_step(history)
 
     def put_schedule(self, schedule: Schedule) -> None:
         """Write the schedule."""
-        whole(self.path / SCHEDULE, dumps(schedule).encode())
+        replace_file(self.path / SCHEDULE, dumps(schedule).encode())
 
     def rewind(self, history: bytes) -> None:
         """Cut the metrics at the step from which the run resumes, so they contain each step once."""
         self.fence.check()
-        whole(self.path / METRICS, history)
+        replace_file(self.path / METRICS, history)
         self._metrics = None
 
     def close(self) -> None:
@@ -201,11 +200,11 @@ class RunFolder:
             return
         for name in (*FILES, *_OF_SOME, LIVE):
             drafts = self.path.glob(f".{name}.*")  # drafts of a worker that was killed meanwhile
-            for found in (self.path / name, *drafts):
-                if found.is_dir():
-                    shutil.rmtree(found, ignore_errors=True)
+            for path in (self.path / name, *drafts):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
                 else:
-                    found.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
         self.fence.end()
         self.close()
         with contextlib.suppress(OSError):  # the folder contains the user's own files
@@ -242,13 +241,13 @@ class RunFolder:
         """Write a timeline for those who look at the run in progress; a full disk does not stop the run."""
         with contextlib.suppress(CounterflowError):
             self.fence.check()
-            whole(self.path / LIVE, timeline.dumps().encode(), lasts=False)
+            replace_file(self.path / LIVE, timeline.dumps().encode(), lasts=False)
 
     def put_timeline(self, timeline: Timeline) -> None:
         """Write the timeline and its picture."""
         self.fence.check()
         (self.path / LIVE).unlink(missing_ok=True)
-        whole(self.path / TIMELINE, timeline.dumps().encode())
+        replace_file(self.path / TIMELINE, timeline.dumps().encode())
         from counterflow.drawing import draw_charts  # noqa: PLC0415  (matplotlib takes a while)
 
         draw_charts(timeline.charts(), self.path / PICTURE)
@@ -256,7 +255,7 @@ class RunFolder:
     def put_summary(self, summary: Summary) -> None:
         """Write the summary."""
         self.fence.check()
-        whole(self.path / SUMMARY, (json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+        replace_file(self.path / SUMMARY, (json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
 
     # -- reading
 
@@ -267,25 +266,25 @@ class RunFolder:
             WorkerError: the file was removed.
         """
         try:
-            again, every = self._tail.read()
+            replaced, lines = self._tail.read()
         except FileNotFoundError:
             raise WorkerError(
                 f"{self.path / METRICS} was removed while the run writes it; start the run again"
             ) from None
-        if again:  # the metrics were cut where the run resumes
+        if replaced:  # the metrics were cut where the run resumes
             self.latest = -1
-        found = [line for line in every if not again or line["step"] > self._last]
-        self.latest = int(every[-1]["step"]) if every else self.latest
-        self._last = max([self._last, *(int(line["step"]) for line in found)])
-        return found
+        new = [line for line in lines if not replaced or line["step"] > self._last]
+        self.latest = int(lines[-1]["step"]) if lines else self.latest
+        self._last = max([self._last, *(int(line["step"]) for line in new)])
+        return new
 
     def finished(self, steps: int) -> bool:
-        """Whether a run of this many steps has ended in this folder."""
+        """True if a run of this many steps has ended in this folder."""
         try:
-            found = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+            summary = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return False
-        return isinstance(found, dict) and found.get("steps") == steps and found.get("stopped") is False
+        return isinstance(summary, dict) and summary.get("steps") == steps and summary.get("stopped") is False
 
     def steps(self) -> int:
         """Number of updates made, according to the metrics; 0 if they were removed."""
@@ -304,7 +303,7 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether a run can resume from this folder."""
+        """True if a run can resume from this folder."""
         return bool(complete(self.path / CHECKPOINT))
 
 
@@ -330,7 +329,7 @@ def _is_in(start: Path, folder: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether the folder contains a run."""
+    """True if the folder contains a run."""
     return path.is_dir() and (path / METRICS).exists()
 
 
@@ -375,7 +374,7 @@ def read_metrics(path: Path) -> list[Numbers]:
     return lines_of((path / METRICS).read_bytes())
 
 
-def whole(path: Path, data: bytes, *, lasts: bool = True) -> None:
+def replace_file(path: Path, data: bytes, *, lasts: bool = True) -> None:
     """Write a file that appears, or replaces the one before, when it is complete.
 
     Args:

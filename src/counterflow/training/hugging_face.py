@@ -24,12 +24,12 @@ from counterflow.models.hf.weights import MAKING, local_folder, read_config
 
 from .config import RunConfig
 from .sections.model import LoraSection
-from .source import Made
+from .source import ModelAndData
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What models of one kind are trained for.
+    """Training task of one kind of model.
 
     Attributes:
         auto: the class of transformers that makes such a model.
@@ -54,7 +54,7 @@ _CLASSES = _Task(
 )
 
 
-def from_transformers(config: RunConfig) -> Made:
+def from_transformers(config: RunConfig) -> ModelAndData:
     """The model of a config, on the meta device, and samples for it.
 
     Raises:
@@ -70,7 +70,7 @@ def from_transformers(config: RunConfig) -> Made:
     tokenizer = _tokenizer(section.path, section.vocabulary)
     if task is _CLASSES and model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # the token that marks the end of a text
-    whole = model
+    base = model
     if config.lora.rank is not None:
         model = _with_adapters(model, config.lora, task)
     hf.layers(model)  # refuse a model that cannot be cut before anything is read
@@ -78,11 +78,11 @@ def from_transformers(config: RunConfig) -> Made:
     if data.label is not None and label is None:
         raise ConfigError(
             f"data.label: is for classifiers of texts, but model.path = {section.path} is a "
-            f"{type(whole).__name__}; leave it out"
+            f"{type(base).__name__}; leave it out"
         )
     documents = read_documents(data.path, tokenizer, data.field or "text", label)
-    batches, entropy = _samples(config, task, whole.config, tokenizer, documents)
-    return Made(
+    batches, entropy = _samples(config, task, base.config, tokenizer, documents)
+    return ModelAndData(
         *(model, hf.layers, hf.loss, batches, str(data.path), documents.bytes, entropy, documents.digest),
         target=task.target,
         unit="token",
@@ -96,7 +96,7 @@ def from_transformers(config: RunConfig) -> Made:
 def _samples(
     config: RunConfig, task: _Task, of_model: Any, tokenizer: Any, documents: Documents
 ) -> tuple[Batches, float]:
-    """The samples that the model is trained on, and the loss of a model that knows only how frequent its
+    """The model's samples, and the loss of a model that knows only how frequent its
     targets are.
     """
     section, data, seed = config.model, config.data, config.train.seed
@@ -128,15 +128,15 @@ def _samples(
             raise ConfigError(f"{data.path}: {error}") from None
         return Labelled(documents, *size, labels, padding=padding, **options), entropy_of(labels)
     causal = task is _CAUSAL
-    found = (
+    samples = (
         Padded(documents, *size, causal=causal, padding=padding, **options)
         if data.samples == "padded"
         else Packed(documents, *size, causal=causal, **options)
     )
     if causal:
-        return found, documents.entropy
+        return samples, documents.entropy
     try:
-        return Masked(found, tokenizer, seed=seed), documents.entropy
+        return Masked(samples, tokenizer, seed=seed), documents.entropy
     except ConfigError as error:
         raise ConfigError(f"model.path = {section.path}: {error}") from None
 
@@ -171,24 +171,24 @@ def _with_adapters(model: Any, section: LoraSection, task: _Task) -> Any:
         try:
             return peft.get_peft_model(model, config).train()
         except ValueError as error:
-            told = str(error).strip().splitlines()[0]
-            raise ConfigError(f"lora.targets: no adapters can be made: {told}") from None
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"lora.targets: no adapters can be made: {reason}") from None
 
 
 def _tokenizer(path: str, vocabulary: int) -> Any:
     transformers = imported("transformers")
     folder = local_folder(path, weights=False)
     try:
-        found = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        told = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path = {path}: its tokenizer cannot be read: {told}; save one there with save_pretrained"
+            f"model.path = {path}: its tokenizer cannot be read: {reason}; save one there with "
+            "save_pretrained"
         ) from None
-    if len(found) > vocabulary:
+    if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"model.path = {path}: its tokenizer has {len(found)} tokens, but the model has {vocabulary}; "
-            "give "
-            "the tokenizer of this model, or resize_token_embeddings before"
+            f"model.path = {path}: its tokenizer has {len(tokenizer)} tokens, but the model has "
+            f"{vocabulary}; give the tokenizer of this model, or resize_token_embeddings before"
         )
-    return found
+    return tokenizer

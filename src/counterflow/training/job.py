@@ -31,25 +31,25 @@ from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
 
-from .carrier import with_carrier, workers_here
 from .config import RunConfig
 from .report import About
-from .resuming import changes, check, found, verify_start
+from .resuming import changes, check, starting_checkpoint, verify_start
 from .sections.keys import AUTO
 from .sections.schedule import SCHEME
 from .sections.training import OptimizerSection
-from .source import Made
-from .supervision.fence import Fence
+from .source import ModelAndData
+from .supervision.exclusive import Fence
+from .transport_choice import with_transport, workers_here
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run trains.
+    """Everything that a run trains: schedule, model, data and starting point.
 
     Attributes:
         config: config of the run.
         schedule: schedule of the run.
-        made: the model, its loss and its samples.
+        bundle: the model, its loss and its samples.
         layers: layers of the model.
         cuts: the layers with which stages 1, 2, ... begin.
         start: checkpoint to resume from; None: fresh weights.
@@ -58,7 +58,7 @@ class Job:
 
     config: RunConfig
     schedule: Schedule
-    made: Made
+    bundle: ModelAndData
     layers: list[nn.Module]
     cuts: tuple[int, ...]
     start: Checkpoint | None
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def complete(self) -> bool:
-        """Whether all updates were made before, so only the end of the run is left."""
+        """True if all updates were made before, so only the end of the run is left."""
         return self.first_step >= self.config.train.steps
 
     def least_bytes(self) -> tuple[int, ...]:
@@ -87,12 +87,12 @@ class Job:
         slots = 2.0 if section.name != "sgd" else 1.0 if section.momentum else 0.0
         if self.config.pipeline.zero_stage:
             slots /= self.config.pipeline.replicas * self.schedule.pipes
-        found = []
-        for worker, held in enumerate(weight_copies(self.schedule)):
+        totals = []
+        for worker, copies in enumerate(weight_copies(self.schedule)):
             stages = [stage for _, stage in self.schedule.placement.held(worker)]
-            own = sum(weights[stage] for stage in stages)
-            found.append(round(own * (held / len(stages) + 1 + slots)))
-        return tuple(found)
+            stage_bytes = sum(weights[stage] for stage in stages)
+            totals.append(round(stage_bytes * (copies / len(stages) + 1 + slots)))
+        return tuple(totals)
 
     def going_on(self, step: int) -> Job:
         """A copy that continues from a step in the workers' memory, and from no checkpoint."""
@@ -126,14 +126,13 @@ class Job:
         return job.going_on(copies.step), copies
 
     def _resuming(self, start: Checkpoint | None) -> Job:
-        """A copy that resumes from another checkpoint of the run; None: that begins with fresh weights."""
         if start is not None:
-            check(start, self.made, self.config)
+            check(start, self.bundle, self.config)
         about = dataclasses.replace(
             self.about,
             first_step=start.step if start is not None else 0,
             resumed=str(start.path) if start is not None else None,
-            changed=changes(start, self.made.digest, self.config) if start is not None else (),
+            changed=changes(start, self.bundle.digest, self.config) if start is not None else (),
         )
         return dataclasses.replace(self, start=start, about=about)
 
@@ -142,10 +141,10 @@ class Job:
         section = self.config.optimizer
         assert section.learning_rate is not None  # filled in by the config
         matrices = [p for p in parameters if p.dim() > 1]
-        others = [p for p in parameters if p.dim() <= 1]
+        vectors = [p for p in parameters if p.dim() <= 1]
         groups: list[dict[str, Any]] = [
             {"params": group, "weight_decay": decay}
-            for group, decay in ((matrices, section.weight_decay), (others, 0.0))
+            for group, decay in ((matrices, section.weight_decay), (vectors, 0.0))
             if group
         ]
         if section.name == "sgd":
@@ -174,11 +173,6 @@ class Job:
 
 
 def _fits_without_flush(config: RunConfig, schedule: Schedule) -> None:
-    """Refuse a model that only synchronous schemes can train.
-
-    Raises:
-        ConfigError: the model's first and last stage share a weight.
-    """
     segments(schedule, replicas=config.pipeline.replicas)  # the schedule has enough periods, and is right
     if config.model.tied:
         raise ConfigError(
@@ -200,22 +194,22 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         ConfigError: no such run can be made; the message says what would be legal.
     """
     schedule = config.build_schedule()
-    config, where = with_carrier(config, schedule.workers * config.pipeline.replicas)
+    config, where = with_transport(config, schedule.workers * config.pipeline.replicas)
     refuse_what_cannot_run(schedule)
     if not schedule.synchronous:
         _fits_without_flush(config, schedule)
-    made = config.model.source.make(config)
-    layers = layers_of(made.model, made.list_layers)
+    bundle = config.model.source.make(config)
+    layers = layers_of(bundle.model, bundle.list_layers)
     begun = None
     if cuts is None or start is not None:
-        begun = found(config, start)
+        begun = starting_checkpoint(config, start)
     if begun is not None:
-        check(begun, made, config)
+        check(begun, bundle, config)
     if cuts is None and config.pipeline.cuts is not None:
         cuts = explicit(config.pipeline.cuts, len(layers), schedule.stages)
     if cuts is None:
         samples = max(1, config.train.samples // schedule.micro_batches)
-        cuts = balance(operations(made, layers, samples), schedule.stages)
+        cuts = balance(operations(bundle, layers, samples), schedule.stages)
     cuts = tuple(cuts)
     stages = stage_layers(cuts, len(layers))
     section, blocks = config.model, config.model.layers
@@ -223,9 +217,9 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         model=f"{section.source.name(config)}, {blocks} block{'' if blocks == 1 else 's'}, hidden "
         f"{section.hidden}, heads {section.heads}, positions {section.positions}",
         parameters=parameter_count(layers),
-        text=made.text,
-        text_bytes=made.text_bytes,
-        unigram_entropy=made.entropy,
+        text=bundle.text,
+        text_bytes=bundle.text_bytes,
+        unigram_entropy=bundle.entropy,
         scheme=schedule.scheme,
         options=dict(schedule.options),
         workers=schedule.workers,
@@ -234,19 +228,19 @@ def prepare(config: RunConfig, cuts: Sequence[int] | None = None, start: Path | 
         stage_layers=tuple((layers_[0], layers_[-1]) for layers_ in stages),
         micro_batches=schedule.micro_batches,
         samples=config.train.samples * config.pipeline.replicas,
-        positions=made.batches.positions,
+        positions=bundle.batches.positions,
         steps=config.train.steps,
         first_step=begun.step if begun else 0,
         resumed=str(begun.path) if begun else None,
-        changed=changes(begun, made.digest, config) if begun else (),
+        changed=changes(begun, bundle.digest, config) if begun else (),
         workers_here=workers_here(schedule.workers * config.pipeline.replicas),
         cores=cores(),
         on_cpu=config.pipeline.transport != "nccl",
-        unit=made.unit,
-        target=made.target,
+        unit=bundle.unit,
+        target=bundle.target,
         where=where,
     )
-    return Job(config, schedule, made, layers, cuts, begun, about)
+    return Job(config, schedule, bundle, layers, cuts, begun, about)
 
 
 def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
@@ -265,11 +259,11 @@ def rate_factor(section: OptimizerSection, steps: int, step: int) -> float:
     return 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def operations(made: Made, layers: Sequence[nn.Module], samples: int) -> list[float]:
+def operations(bundle: ModelAndData, layers: Sequence[nn.Module], samples: int) -> list[float]:
     """Floating-point operations of each layer's forward for this many samples, estimated."""
-    inputs, _ = made.batches.batch(0, samples)
+    inputs, _ = bundle.batches.batch(0, samples)
     if not isinstance(inputs, dict):
-        listed = made.list_layers is None  # blocks of the built-in models differ in nothing but weights
+        listed = bundle.list_layers is None  # blocks of the built-in models differ in nothing but weights
         return estimated_costs(layers, inputs, kinds=kinds_of(layers) if listed else None)
     # Layers that need keyword arguments cannot run on the meta device: they are estimated by their weights.
-    return [cost * samples * made.batches.positions for cost in estimated_costs(layers)]
+    return [cost * samples * bundle.batches.positions for cost in estimated_costs(layers)]

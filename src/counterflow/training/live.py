@@ -60,7 +60,7 @@ class Live:
         self._tracing = ExitStack()
 
     def due(self) -> bool:
-        """Whether a timeline is due."""
+        """True if a timeline is due."""
         return time.perf_counter() >= self._due
 
     def went_on(self) -> None:
@@ -96,13 +96,12 @@ class Live:
         self._tracing.close()
 
     def _show(self, counts: Sequence[int] = ()) -> None:
-        """Write the ops that were timed, or the last ``counts`` of each worker."""
         began = time.perf_counter()
         pipeline = self._pipeline
         rows = pipeline.timeline()
-        found = pipeline.transport.gather([float(pipeline.peak_saved_bytes)])
+        peaks = pipeline.transport.gather([float(pipeline.peak_saved_bytes)])
         if self._folder is not None:
-            saved = tuple(int(found[rank][0]) for rank in pipeline.ranks[0])
+            saved = tuple(int(peaks[rank][0]) for rank in pipeline.ranks[0])
             if counts:
                 rows = [row[-count:] for row, count in zip(rows, counts, strict=True)]
             about = self._schedule, self._costs, pipeline.steps, spans_of(rows), saved

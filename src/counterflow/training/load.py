@@ -57,7 +57,7 @@ _CHOICES: tuple[_Key, ...] = (("schedule", "scheme"), ("schedule", "file"))
 
 @dataclass(slots=True)
 class _Layers:
-    """Values by section and key, with the place where each was given; applies each layer to those below
+    """Values by section and key, with the source of each; applies each layer to those below it.
     it.
     """
 
@@ -145,18 +145,18 @@ def load_config(
     >>> load_config(sets=["train.steps=10"], scheme="hanayo").schedule.options()
     {'workers': 4, 'micro_batches': 8}
     """
-    given = [(*_parse(text), "--set ") for text in sets]
+    overrides = [(*_parse(text), "--set ") for text in sets]
     layers = _Layers("")
     if path is not None:
         layers = _Layers(str(path), _read(Path(path)))
-    elif resumed := _resumed({key: value for section, key, value, _ in given if section == "train"}, out):
+    elif resumed := _resumed({key: value for section, key, value, _ in overrides if section == "train"}, out):
         layers = _Layers(str(resumed), _read(resumed))  # the run's own config is the one that is changed
         for key in ("resume", "out"):
             layers.drop("train", key)
     if scheme is not None:
-        given.append(("schedule", "scheme", scheme, "--scheme: "))
+        overrides.append(("schedule", "scheme", scheme, "--scheme: "))
     # After the scheme, so an option that the scheme does not have is refused.
-    for change in sorted(given, key=lambda change: change[:2] not in _CHOICES):
+    for change in sorted(overrides, key=lambda change: change[:2] not in _CHOICES):
         layers.change(*change)
     if workers is not None:
         layers.put_workers(workers)
@@ -166,11 +166,10 @@ def load_config(
     try:
         return RunConfig.model_validate(layers.values)
     except ValidationError as error:
-        raise ConfigError(_told(error, layers)) from None
+        raise ConfigError(_messages(error, layers)) from None
 
 
 def _resumed(train: Mapping[str, Any], out: Path | str | None) -> Path | None:
-    """The config of the run that is to be resumed, if the overrides of ``[train]`` name one."""
     resume, out = train.get("resume"), out if out is not None else train.get("out")
     if not isinstance(resume, str) or "\0" in resume:
         return None
@@ -182,22 +181,20 @@ def _resumed(train: Mapping[str, Any], out: Path | str | None) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
     text = read_text(path, "is a folder, not a config file")
     try:
-        found = tomllib.loads(text)
-        legal = toml.has_only_legal_numbers(found)
+        tables = tomllib.loads(text)
+        legal = toml.has_only_legal_numbers(tables)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except (ValueError, RecursionError) as error:  # a number that is too long, or lists nested too deep
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
     if not legal:
         raise ConfigError(f"{path}: cannot be read as TOML: a whole number has more than 64 bits")
-    return found
+    return tables
 
 
 def _parse(text: str) -> tuple[str, str, Any]:
-    """Section, key and value of ``section.key=value``; the value is None if it is empty."""
     name, equals, value = text.partition("=")
     section, dot, key = (part.strip() for part in name.partition("."))
     if not (equals and dot and section and key):
@@ -206,7 +203,6 @@ def _parse(text: str) -> tuple[str, str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A TOML value, or the text itself."""
     if not text:
         return None
     try:
@@ -217,19 +213,18 @@ def _value(text: str) -> Any:
     return values["value"] if legal else text
 
 
-def _told(error: ValidationError, layers: _Layers) -> str:
-    """All errors, one per line."""
+def _messages(error: ValidationError, layers: _Layers) -> str:
     problems: dict[tuple[str, ...], str] = {}
-    for found in error.errors():
-        location = tuple(str(part) for part in found["loc"][:2])
-        cause = found.get("ctx", {}).get("error")
+    for detail in error.errors():
+        location = tuple(str(part) for part in detail["loc"][:2])
+        cause = detail.get("ctx", {}).get("error")
         place = layers.file and f"{layers.file}: "
         if isinstance(cause, ConfigError):
             problems.setdefault(location, place + str(cause))
-        elif found["type"] == "extra_forbidden":
+        elif detail["type"] == "extra_forbidden":
             problems.setdefault(location, layers.places.get(_pair(location), place) + _no_such(location))
         elif len(location) == 1:
-            problems.setdefault(location, place + _no_section(location[0], found["input"]))
+            problems.setdefault(location, place + _no_section(location[0], detail["input"]))
         else:
             section, key = _pair(location)
             value = toml.shown(layers.values[section][key])
@@ -245,7 +240,6 @@ def _pair(location: tuple[str, ...]) -> _Key:
 
 
 def _no_such(location: tuple[str, ...]) -> str:
-    """The message about an unknown section, or an unknown key of a section."""
     section, key = _pair(location)
     if not key:
         homes = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.keys_known()]

@@ -36,9 +36,9 @@ from .report import Summary
 from .resuming import DATA, read, set_aside_after
 from .sections.keys import AUTO
 from .source import AVERAGED
-from .supervision.copy_turns import CopyTurns
 from .supervision.events import run_of
-from .supervision.fence import Fence
+from .supervision.exclusive import Fence
+from .supervision.restarts import CopyTurns
 from .supervision.same_run import check_same_run
 from .supervision.stopping import STOP, listen
 from .timeline import costs_of
@@ -110,7 +110,7 @@ class Trainer:
         transport = current_transport(
             config.pipeline.transport, timeout_seconds=config.pipeline.timeout_seconds
         )
-        check_same_run(config, job.made.digest, transport)
+        check_same_run(config, job.bundle.digest, transport)
         assert folder is not None or transport.rank
         self.fence = fence or Fence(folder or Path())
         self.folder = RunFolder(folder, self.fence) if folder is not None and not transport.rank else None
@@ -124,13 +124,13 @@ class Trainer:
         goes_on = attempt or config.train.resume == AUTO
         copies = self.memory.find() if self.memory is not None and goes_on else None
         planned = job.first_step
-        job, kept = job.from_newest_state(copies, transport, self.fence)
+        job, point = job.from_newest_state(copies, transport, self.fence)
         self.job = job
         self.pipeline = Pipeline(
-            job.made.model,
-            job.made.loss,
+            job.bundle.model,
+            job.bundle.loss,
             job.schedule,
-            list_layers=job.made.list_layers,
+            list_layers=job.bundle.list_layers,
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             cuts=job.cuts,
@@ -142,12 +142,12 @@ class Trainer:
         )
         if config.train.ema_decay is not None:
             self.pipeline.ema(config.train.ema_decay)
-        if kept is not None and self.memory is not None:
-            self.memory.restore(kept, self.pipeline)
+        if point is not None and self.memory is not None:
+            self.memory.restore(point, self.pipeline)
         elif job.start is not None:
             read(job.start, self.pipeline, auto=config.train.resume == AUTO)
         self.recorder = Recorder(job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None)
-        self.recorder.begin(kept, attempt, tells=kept is not None or job.first_step < planned)
+        self.recorder.begin(point, attempt, tells=point is not None or job.first_step < planned)
         if not transport.rank:
             set_aside_after(self.checkpoints, job.first_step)
         self.saver = Saver(
@@ -171,8 +171,8 @@ class Trainer:
         self.next_look = job.first_step
         self.turns = CopyTurns(config.train.memory_every, job.first_step)
         """Decides when state is copied to memory."""
-        if kept is not None and self.memory is not None:  # also on a machine that is new
-            self.memory.keep(self.pipeline, kept.records)
+        if point is not None and self.memory is not None:  # also on a machine that is new
+            self.memory.keep(self.pipeline, point.records)
 
     def run(self) -> Summary | None:
         """Train; rank 0 returns the summary."""
@@ -193,7 +193,7 @@ class Trainer:
         sampled = self._sampled()
         for number in range(first, train.steps):
             step = self._step(number)
-            STOP.made()
+            STOP.step_done()
             done = number + 1
             if number in sampled:
                 self._flush()
@@ -202,10 +202,10 @@ class Trainer:
             if self.stopped:
                 break
         self._flush()
-        made = self.pipeline.steps  # more ops are timed at the end
+        updates = self.pipeline.steps  # more ops are timed at the end
         if self.stopped:  # the request to stop may not allow for more time
             self.save_now()
-        if not self.recorder.samples and self.job.schedule.synchronous and made > first:  # stopped early
+        if not self.recorder.samples and self.job.schedule.synchronous and updates > first:  # stopped early
             self.recorder.sample(step)
         if self.validation[0] != self.pipeline.steps:
             self._evaluate()
@@ -215,22 +215,21 @@ class Trainer:
         if self.memory is not None:  # everything is on the disk
             self.fence.check()
             self.memory.forget()
-        if not self.job.schedule.synchronous or made == first:
-            self._time_together(made, COUNTED_STEPS if made == first else 0)
+        if not self.job.schedule.synchronous or updates == first:
+            self._time_together(updates, COUNTED_STEPS if updates == first else 0)
         return self.recorder.finish(
             costs,
-            made=made,
+            updates=updates,
             stopped=self.stopped,
             seconds=seconds,
             validation_loss=self.validation[1],
         )
 
     def _export(self) -> None:
-        """Write the files that the model's source exports at the end, next to the checkpoints."""
-        if self.job.made.export is None:
+        if self.job.bundle.export is None:
             return
         self.fence.check()
-        name, write = self.job.made.export
+        name, write = self.job.bundle.export
         write(self.pipeline, self.checkpoints.parent / name, ema=False)
         if self.config.train.ema_decay is not None:
             write(self.pipeline, self.checkpoints.parent / f"{name}{AVERAGED}", ema=True)
@@ -247,35 +246,35 @@ class Trainer:
         if mark is not None:
             mark.touch()
         try:
-            attempt = self.fence.found() if self.folder is not None else None
-            found = cast("list[Any]", transport.gather_objects((mark and str(mark), attempt)))
-            theirs = Path(str(found[0][0]))
-            self.fence.join(theirs.parent, found[0][1])
-            rows = transport.gather([float(theirs.exists())])
+            current_attempt = self.fence.current() if self.folder is not None else None
+            answers = cast("list[Any]", transport.gather_objects((mark and str(mark), current_attempt)))
+            probe = Path(str(answers[0][0]))
+            self.fence.join(probe.parent, answers[0][1])
+            rows = transport.gather([float(probe.exists())])
         finally:
             if mark is not None:
                 mark.unlink()
         for rank, (sees,) in enumerate(rows):
             if not sees:
                 raise ConfigError(
-                    f"rank {rank} does not see {theirs.parent}, where rank 0 writes metrics and all ranks "
+                    f"rank {rank} does not see {probe.parent}, where rank 0 writes metrics and all ranks "
                     "write checkpoints; set train.out to a folder that all machines share"
                 )
-        transport.record_folder = theirs.parent
-        return theirs.parent
+        transport.record_folder = probe.parent
+        return probe.parent
 
     def _sampled(self) -> frozenset[int]:
-        """Steps of synchronous schemes whose ops are timed; excluded are steps that learn shapes or count
+        """Steps of synchronous schemes whose ops are timed, except steps that learn shapes or count memory.
         memory.
         """
         if not self.job.schedule.synchronous:
             return frozenset()
         first, steps = self.job.first_step, self.config.train.steps
-        every = max(1, (steps - first) // _SAMPLED_PART)
+        interval = max(1, (steps - first) // _SAMPLED_PART)
         fair = range(min(max(first, self.pipeline.counted_steps), steps - 1), steps)
-        return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % every == 0})
+        return frozenset({fair[0], fair[-1]} | {number for number in fair if (number + 1) % interval == 0})
 
-    def _time_together(self, made: int, before: int = 0) -> None:
+    def _time_together(self, updates: int, before: int = 0) -> None:
         """Time some more steps from an empty pipeline to an empty one, after the last checkpoint: in
         asynchronous schemes, and if no step was left to make.
 
@@ -283,21 +282,20 @@ class Trainer:
         from a checkpoint would not do.
 
         Args:
-            made: updates that the run made.
+            updates: updates that the run made.
             before: further steps before those that are timed.
         """
-        for number in range(made, made + before):
-            self._made(number)
+        for number in range(updates, updates + before):
+            self._train_step(number)
         self.pipeline.flush()
-        made += before
+        updates += before
         with self.pipeline.traced():
-            for number in range(made, made + self.job.schedule.periods):
-                step = self._made(number)
+            for number in range(updates, updates + self.job.schedule.periods):
+                step = self._train_step(number)
             self.pipeline.flush()
             self.recorder.sample(step)
 
     def _between_steps(self, done: int) -> bool:
-        """Evaluate, save and copy to memory if it is time; return whether the run ends here."""
         train = self.config.train
         if train.evaluate_every and done % train.evaluate_every == 0:
             self._evaluate()
@@ -314,7 +312,7 @@ class Trainer:
         return done < train.steps and self._stops(done)
 
     def _batch(self, number: int) -> tuple[Any, Any]:
-        return self.job.made.batches.batch(
+        return self.job.bundle.batches.batch(
             number,
             self.config.train.samples,
             replica=self.pipeline.replica,
@@ -323,37 +321,38 @@ class Trainer:
 
     # -- one step
 
-    def _made(self, number: int) -> Step:
+    def _train_step(self, number: int) -> Step:
         inputs, targets = self._batch(number) if self.reads else (None, None)
         return self.pipeline.step(inputs, targets)
 
     def _step(self, number: int) -> Step:
-        step = self._made(number)
+        step = self._train_step(number)
         self.live.went_on()
         if step.skipped:
             self.job.follow(self.pipeline.weights.schedulers.values())
         self.turns.stepped(number, step.seconds)
-        self.recorder.made(number, step)
+        self.recorder.report_call(number, step)
         return step
 
     def _flush(self) -> None:
         for step in self.pipeline.flush():
-            self.recorder.told(step)
+            self.recorder.report(step)
         self.live.emptied()
 
     def _evaluate(self) -> None:
-        """Compute the loss on a fixed set of samples, mini-batch by mini-batch."""
         self._flush()
         samples = self.config.train.samples
         pieces = max(1, _VALIDATION_SAMPLES // (samples * self.pipeline.replicas))
-        inputs, targets = self.job.made.batches.validation(
+        inputs, targets = self.job.bundle.batches.validation(
             samples * pieces, replica=self.pipeline.replica, replicas=self.pipeline.replicas
         )
 
         def loss() -> float:
-            every = [slice(piece * samples, (piece + 1) * samples) for piece in range(pieces)]
-            begun = [self.pipeline.start_evaluation(cut(inputs, rows), targets[rows]) for rows in every]
-            losses = [each.result().loss for each in begun]
+            ranges = [slice(piece * samples, (piece + 1) * samples) for piece in range(pieces)]
+            evaluations = [
+                self.pipeline.start_evaluation(cut(inputs, rows), targets[rows]) for rows in ranges
+            ]
+            losses = [evaluation.result().loss for evaluation in evaluations]
             return self.recorder.finite("validation loss", statistics.fmean(losses))
 
         self.validation = self.pipeline.steps, loss()
@@ -364,7 +363,7 @@ class Trainer:
         self.recorder.record(step=self.pipeline.steps, **line)
 
     def _stops(self, done: int) -> bool:
-        """Whether any worker was asked to end the run; checked now and then, by all workers at the same step.
+        """True if any worker was asked to end the run; checked now and then, by all workers at the same step.
 
         A timeline of the last step is written at the same time, for those who look at the run.
         """
@@ -390,7 +389,6 @@ class Trainer:
     # -- after
 
     def _save(self) -> None:
-        """Begin a checkpoint, unless the previous one is still being written after a long time."""
         self._flush()
         if self.saved == self.pipeline.steps:
             return
@@ -408,7 +406,7 @@ class Trainer:
             "optimizer": self.config.optimizer.name,
             "samples": self.job.about.samples,
             "config": self.config.to_toml(),
-            DATA: self.job.made.digest,
+            DATA: self.job.bundle.digest,
         }
         if validated == self.pipeline.steps:
             about["validation_loss"] = loss

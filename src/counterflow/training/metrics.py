@@ -27,15 +27,15 @@ class Tail:
     def read(self) -> tuple[bool, list[Numbers]]:
         """The new lines, and whether the file was read from its beginning because it was replaced."""
         with self.path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            again = found.st_ino != self._file or found.st_size < self._read
-            if again:
-                self._file, self._read, self._rest = found.st_ino, 0, b""
+            status = os.fstat(file.fileno())
+            replaced = status.st_ino != self._file or status.st_size < self._read
+            if replaced:
+                self._file, self._read, self._rest = status.st_ino, 0, b""
             file.seek(self._read)
             text = self._rest + file.read()
             self._read = file.tell()
         lines, _, self._rest = text.rpartition(b"\n")
-        return again, lines_of(lines)
+        return replaced, lines_of(lines)
 
 
 def last_step(metrics: bytes) -> int:
@@ -45,13 +45,13 @@ def last_step(metrics: bytes) -> int:
 
 def lines_of(metrics: bytes) -> list[Numbers]:
     """The lines of metrics, without damaged and incomplete ones."""
-    found = []
+    records = []
     for line in metrics.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             read = json.loads(line)
             if _is_line(read):
-                found.append(read)
-    return found
+                records.append(read)
+    return records
 
 
 _LARGEST = 1e300

@@ -26,24 +26,24 @@ _DECIDED = {
 }
 """Keys that a plan decides, by table of a config."""
 
-_KEPT = "data", "lora", "pipeline", "optimizer", "train"
+_CARRIED_TABLES = "data", "lora", "pipeline", "optimizer", "train"
 """Tables of a config that a plan keeps in addition to ``[model]``."""
 
 
-def kept_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+def carried_tables(config: RunConfig) -> dict[str, dict[str, Any]]:
     """The parts of a config that a plan for its model keeps, as plain data."""
-    found = {}
-    for table in _KEPT:
-        given = {
+    tables = {}
+    for table in _CARRIED_TABLES:
+        undecided = {
             key: value
             for key, value in getattr(config, table).model_dump(mode="json", exclude_none=True).items()
             if key not in _DECIDED.get(table, ())
         }
-        if given:
-            found[table] = given
+        if undecided:
+            tables[table] = undecided
     if not config.pipeline.zero_stage:
-        found.get("pipeline", {}).pop("zero_stage", None)
-    return found
+        tables.get("pipeline", {}).pop("zero_stage", None)
+    return tables
 
 
 _OPTIMIZERS: dict[float, dict[str, Any]] = {
@@ -107,18 +107,18 @@ def planned_config(
         "optimizer": _OPTIMIZERS.get(model.optimizer_states, {}),
         "train": {"samples": plan.samples * prediction.micro_batches},
     }
-    for table, kept in model.config.items():
+    for table, carried in model.config.items():
         decided = values.get(table, {}) if table != "optimizer" else {}
-        values[table] = {**kept, **decided}
+        values[table] = {**carried, **decided}
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         cause = problem.get("ctx", {}).get("error")
         place = ".".join(str(part) for part in problem["loc"])
-        told = str(cause) if isinstance(cause, ConfigError) else f"{place}: {problem['msg']}"
+        reason = str(cause) if isinstance(cause, ConfigError) else f"{place}: {problem['msg']}"
         raise ConfigError(
-            f"model {model.name}: its [train] and [config] tables do not make the planned model: {told}"
+            f"model {model.name}: its [train] and [config] tables do not make the planned model: {reason}"
         ) from None
     if config.model.all_layers != len(model.layers):
         raise ConfigError(

@@ -35,7 +35,7 @@ from counterflow.planning.inputs import input_files
 
 from .config import RunConfig
 from .job import Job, prepare
-from .planned import kept_of
+from .planned import carried_tables
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Default samples of the micro-batches with which layers are measured."""
@@ -96,7 +96,7 @@ def measure(
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"sizes = {list(sizes)}: give one size of a micro-batch or more, each 1 or more")
     job = prepare(config)
-    found = survey(
+    measured = survey(
         subject_of(job),
         sizes,
         workers=workers,
@@ -104,37 +104,46 @@ def measure(
         repeats=repeats,
         progress=progress,
     )
-    by_size, about = found.by_size, device_name(found.device, found.threads)
+    by_size, about = measured.by_size, device_name(measured.device, measured.threads)
     how = f"measured, median of {repeats}"
     profile = profile_of(
-        job, about, by_size, found.gap_seconds, found.around_seconds, how=how, at_lengths=found.at_lengths
+        job,
+        about,
+        by_size,
+        measured.gap_seconds,
+        measured.around_seconds,
+        how=how,
+        at_lengths=measured.at_lengths,
     )
-    inputs, _ = job.made.batches.batch(0, 1)
+    inputs, _ = job.bundle.batches.batch(0, 1)
     model = Model(
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
         optimizer_states=round(by_size[-1].update.states, 3),
         input_bytes=float(sum(t.nbytes for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))),
-        train=config.model.given(),
+        train=config.model.values(),
         source="counterflow profile",
-        config=kept_of(config),
+        config=carried_tables(config),
         skips=skips_of(by_size[-1]),
         ties=ties_of(job.layers),
     )
-    return Measured(model, profile, cluster_of(found), *found.inside, found.between)
+    return Measured(model, profile, cluster_of(measured), *measured.inside, measured.between)
 
 
 def subject_of(job: Job) -> Subject:
     """The timed part of a job: its layers in their precision, without the run's evaluations and files."""
-    asked = job.config.pipeline
+    options = job.config.pipeline
     return Subject(
         layers=job.layers,
-        loss=job.made.loss,
+        loss=job.bundle.loss,
         optimizer=job.optimizer,
-        batch=partial(job.made.batches.batch, 0),
+        batch=partial(job.bundle.batches.batch, 0),
         seed=job.config.train.seed,
         execution=Execution(
-            autocast=asked.autocast, compute_dtype=asked.compute_dtype, compile=asked.compile, digest_every=0
+            autocast=options.autocast,
+            compute_dtype=options.compute_dtype,
+            compile=options.compile,
+            digest_every=0,
         ),
     )
 
@@ -167,8 +176,8 @@ def profile_of(
         name=f"{platform.node() or 'this machine'}, {today}",
         machine=machine,
         date=today,
-        update_seconds_per_byte=statistics.median(each.update_seconds_per_byte for each in by_size),
-        op_overhead_seconds=gap + statistics.median(each.overhead_seconds for each in by_size),
+        update_seconds_per_byte=statistics.median(cost.update_seconds_per_byte for cost in by_size),
+        op_overhead_seconds=gap + statistics.median(cost.overhead_seconds for cost in by_size),
         step_overhead_seconds=around,
         sources={
             "layers": f"{how}; layers of one kind: median over them; halves of split backwards in proportion",

@@ -1,4 +1,4 @@
-"""What a run reports: metrics with one line per step, some timelines, and a summary at the end.
+"""Record of a run: metrics with one line per step, some timelines, and a summary at the end.
 
 Invariant: all workers count alike, and rank 0 alone writes; a non-finite number ends the run.
 """
@@ -78,21 +78,21 @@ class Recorder:
         """Seconds since training began."""
         return time.perf_counter() - self._began
 
-    def begin(self, kept: ResumePoint | None, attempt: int, *, tells: bool) -> None:
+    def begin(self, point: ResumePoint | None, attempt: int, *, tells: bool) -> None:
         """Cut the metrics at the step where the run resumes, note that step, and continue them.
 
         Args:
-            kept: state in memory from which the run resumes; None: it resumes from the job's checkpoint.
+            point: state in memory from which the run resumes; None: it resumes from the job's checkpoint.
             attempt: number of times that the run was begun before.
             tells: whether the step is noted also if the run was not begun before.
         """
         if self.folder is None:
             return
-        if kept is None:
+        if point is None:
             self.folder.rewind(history(self.job.start))
         else:
-            self.folder.rewind(with_records(self.folder.history, kept.step, kept.records))
-        source = "memory" if kept is not None else "beginning" if self.job.start is None else "checkpoint"
+            self.folder.rewind(with_records(self.folder.history, point.step, point.records))
+        source = "memory" if point is not None else "beginning" if self.job.start is None else "checkpoint"
         if attempt or tells:
             self.event = note(
                 self.folder.path, RESTARTED, attempt=attempt, step=self.job.first_step, source=source
@@ -102,12 +102,12 @@ class Recorder:
             if "loss" in line:
                 self.losses.append(line["loss"])
 
-    def made(self, number: int, step: Step) -> None:
-        """Note a step of the loop, and the step that it reports."""
+    def report_call(self, number: int, step: Step) -> None:
+        """Note a call of ``Pipeline.step``, and the step that it reports."""
         self._took_seconds[number] = step.seconds
-        self.told(step)
+        self.report(step)
 
-    def told(self, step: Step) -> None:
+    def report(self, step: Step) -> None:
         """Note the result of a step; without a barrier or if asynchronous, a later step reports it."""
         self.training_seconds += step.seconds
         if step.reports_step is None:
@@ -115,18 +115,20 @@ class Recorder:
         # A synchronous step lasts as long as its own call; otherwise a call works on other steps as well.
         took = self._took_seconds.pop(step.reports_step)
         seconds = took if self.job.schedule.synchronous else step.seconds
-        found = {"loss": step.loss, "grad_norm": step.grad_norm}
+        values = {"loss": step.loss, "grad_norm": step.grad_norm}
         if step.skipped:
-            found = {name: value for name, value in found.items() if math.isfinite(value)} | {"skipped": 1}
+            values = {name: number for name, number in values.items() if math.isfinite(number)} | {
+                "skipped": 1
+            }
         else:
             self.finite("gradient norm", step.grad_norm)
         if step.loss_scale is not None:
-            found["loss_scale"] = step.loss_scale
-        if "loss" in found:
+            values["loss_scale"] = step.loss_scale
+        if "loss" in values:
             self.losses.append(step.loss)
         self.record(
             step=step.reports_step + 1,
-            **found,
+            **values,
             learning_rate=self.job.learning_rate(step.reports_step),
             samples_per_second=step.samples / seconds,
         )
@@ -157,29 +159,31 @@ class Recorder:
         self.samples.append((step, spans_of(self.pipeline.timeline())))
 
     def finish(
-        self, costs: Costs, *, made: int, stopped: bool, seconds: float, validation_loss: float
+        self, costs: Costs, *, updates: int, stopped: bool, seconds: float, validation_loss: float
     ) -> Summary | None:
         """The summary of the run, which rank 0 writes and returns. All workers call it.
 
         Args:
             costs: costs of the stages, from which timelines are predicted.
-            made: updates that the run made.
+            updates: updates that the run made.
             stopped: whether the run was ended early.
             seconds: duration of the run.
             validation_loss: validation loss after the last update.
         """
         job, pipeline = self.job, self.pipeline
-        mine = (
+        numbers = (
             pipeline.peak_saved_bytes,
             sum(pipeline.peak_versions.values()),
             peak_bytes(pipeline.device),
             pipeline.weights.held_bytes(),
             beside_torch_bytes(pipeline.device),
         )
-        every = pipeline.transport.gather([*map(float, mine)])
+        gathered = pipeline.transport.gather([*map(float, numbers)])
         if self.folder is None:
             return None
-        saved, held, used, weights, beside = zip(*(every[rank] for rank in pipeline.ranks[0]), strict=True)
+        saved, copies, used, weights, outside = zip(
+            *(gathered[rank] for rank in pipeline.ranks[0]), strict=True
+        )
         timelines = [
             Timeline(job.schedule, costs, step.number + 1, spans, tuple(map(int, saved)))
             for step, spans in self.samples
@@ -192,10 +196,10 @@ class Recorder:
         peaks = [use.peak for use in predicted.memory or ()]
         summary = Summary(
             about=job.about,
-            steps=made,
+            steps=updates,
             stopped=stopped,
             seconds=seconds,
-            samples_per_second=self._samples_per_second(made),
+            samples_per_second=self._samples_per_second(updates),
             planned_samples_per_second=job.config.plan.samples_per_second
             if job.config.plan.mini_batch == job.about.samples  # otherwise the run differs from the plan
             else None,
@@ -210,29 +214,28 @@ class Recorder:
             saved_bytes=tuple(Pair(*pair) for pair in zip(saved, peaks, strict=True)),
             stages_held=tuple(
                 Pair(count, float(predicted_count))
-                for count, predicted_count in zip(held, predicted.weight_copies, strict=True)
+                for count, predicted_count in zip(copies, predicted.weight_copies, strict=True)
             ),
             memory_bytes=tuple(
-                Pair(most, own + peak) for most, own, peak in zip(used, weights, peaks, strict=True)
+                Pair(most, weight + peak) for most, weight, peak in zip(used, weights, peaks, strict=True)
             ),
             slowdown=sum(ops[ran].busy) / (sum(predicted.busy) or math.inf),
             as_ran_seconds=middle.as_ran().makespan,
-            beside_torch_bytes=() if job.about.on_cpu else beside,
+            beside_torch_bytes=() if job.about.on_cpu else outside,
         )
         self.folder.settle()
         self.folder.put_timeline(middle)
         self.folder.put_summary(summary)
         return summary
 
-    def _samples_per_second(self, made: int) -> float:
+    def _samples_per_second(self, updates: int) -> float:
         """Samples per second of the updates of this start; of those timed after its end if it has none."""
-        samples, steps = self.job.about.samples, made - self.job.first_step
+        samples, steps = self.job.about.samples, updates - self.job.first_step
         if steps:
             return steps * samples / self.training_seconds
         return samples / statistics.median(step.seconds for step, _ in self.samples)
 
 
 def _bubbles(timeline: Simulation) -> float:
-    """Share of the time in which workers have no op to run; in asynchronous schemes in the steady part."""
     steady = timeline.steady_bubble_ratio
     return timeline.bubble_ratio if steady is None else steady

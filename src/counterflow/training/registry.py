@@ -52,24 +52,24 @@ def source_of(kind: str) -> ModelSource:
     raise ConfigError(f"model.kind = {toml.shown(kind)}: unknown{hint(kind, [*kinds(), *named()])}")
 
 
-def refuse_keys_of_others(kind: str, table: str, given: Iterable[str]) -> None:
+def refuse_keys_of_others(kind: str, table: str, keys: Iterable[str]) -> None:
     """Refuse keys of a table that only models of other sources have.
 
     Args:
         kind: kind of the model.
         table: the name of the table.
-        given: keys of the table that are given.
+        keys: keys of the table that are given.
 
     Raises:
         ConfigError: a key belongs to other sources only.
     """
-    own = source_of(kind).own_keys.get(table, ())
-    theirs = {key: each.kinds[0] for each in _SOURCES for key in each.own_keys.get(table, ())}
-    for key in given:
-        if key in theirs and key not in own:
+    permitted = source_of(kind).own_keys.get(table, ())
+    owners = {key: source.kinds[0] for source in _SOURCES for key in source.own_keys.get(table, ())}
+    for key in keys:
+        if key in owners and key not in permitted:
             raise ConfigError(
-                f'{table}.{key}: is for model.kind = "{theirs[key]}", but model.kind is {toml.shown(kind)}; '
-                f'leave it out, or set model.kind = "{theirs[key]}"'
+                f'{table}.{key}: is for model.kind = "{owners[key]}", but model.kind is {toml.shown(kind)}; '
+                f'leave it out, or set model.kind = "{owners[key]}"'
             )
 
 

@@ -1,4 +1,4 @@
-"""What a run reports: plain records, which are written to files and shown while the run is in progress.
+"""Reports of a run: plain records, written to files and shown while the run is in progress.
 
 Invariant: what is shown is the same as what is written and what ``--json`` prints. Nothing here prints or
 imports torch.
@@ -88,7 +88,7 @@ class About:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether several workers share a core."""
+        """True if several workers share a core."""
         return self.on_cpu and self.workers_here > self.cores
 
 

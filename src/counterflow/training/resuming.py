@@ -1,4 +1,4 @@
-"""How a run resumes: from which checkpoint, whether it fits the config, and what the config changes.
+"""Start of a resumed run: its checkpoint, whether it fits the config, and what the config changes.
 
 Invariant: a run that resumes names the checkpoint, and the keys that differ from the checkpoint's config.
 With ``auto`` a damaged checkpoint costs the steps after the previous one, and never ends the run.
@@ -27,13 +27,13 @@ from counterflow.runtime.workers import world
 from .config import RunConfig, by_key
 from .folder import METRICS
 from .sections.keys import AUTO
-from .source import Made
+from .source import ModelAndData
 
 _LOG = logging.getLogger(__name__)
 
 _AUTO = 'train.resume = "auto"'
 
-_OWN = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
+_RUN_KEYS = {"train.resume", "train.out", "train.memory_every", "train.fewer_after"}
 """Keys of a run that do not change what it trains."""
 
 DATA = "data"
@@ -43,7 +43,7 @@ _DATA_SECTIONS = {"data", "model"}
 """Sections of a config that decide which data are read, and how."""
 
 
-def found(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
+def starting_checkpoint(config: RunConfig, start: Path | None = None) -> Checkpoint | None:
     """The checkpoint that a run resumes from.
 
     Args:
@@ -76,7 +76,6 @@ def _last(root: Path) -> Checkpoint | None:
 
 
 def _checked(folder: Path) -> Checkpoint:
-    """A checkpoint whose index, lengths and metrics are those that were written; weights are not read."""
     checkpoint = Checkpoint.load(folder, _AUTO)
     history(checkpoint)
     return checkpoint
@@ -156,14 +155,14 @@ def read(start: Checkpoint, pipeline: Pipeline, *, auto: bool) -> None:
         ) from None
 
 
-def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
+def check(start: Checkpoint, bundle: ModelAndData, config: RunConfig) -> None:
     """Refuse a checkpoint of another model, optimiser or data, or a run that would make no step.
 
     With ``auto`` a checkpoint of all steps is accepted: a run that was killed after it ends well.
 
     Args:
         start: the checkpoint.
-        made: model that the checkpoint is loaded into, and its data.
+        bundle: model that the checkpoint is loaded into, and its data.
         config: config of the run.
 
     Raises:
@@ -171,14 +170,14 @@ def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
     """
     place, kind, steps = start.place, config.optimizer.name, config.train.steps
     auto = config.train.resume == AUTO
-    model, list_layers = made.model, made.list_layers
-    theirs = {
+    model, list_layers = bundle.model, bundle.list_layers
+    saved_shapes = {
         key.removeprefix(f"{MODEL}/"): stored.shape
         for key, stored in start.index.tensors.items()
         if key.startswith(f"{MODEL}/")
     }
     for first, names in start.index.aliases.items():
-        theirs |= {name: theirs[first] for name in names if first in theirs}
+        saved_shapes |= {name: saved_shapes[first] for name in names if first in saved_shapes}
     layers, names_of = layers_of(model, list_layers), state_names(model, list_layers)
     state = {
         names[name]: value
@@ -186,16 +185,16 @@ def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
         for name, value in layer.state_dict().items()
     }
     if isinstance(model, nn.Module):
-        every = model.state_dict()
-        state |= {name: every[name] for name in extra_state_names(model, names_of)}
+        whole_state = model.state_dict()
+        state |= {name: whole_state[name] for name in extra_state_names(model, names_of)}
     shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-    for name in sorted(shapes.keys() ^ theirs.keys()):
-        where = "the checkpoint" if name in theirs else "the config's model"
+    for name in sorted(shapes.keys() ^ saved_shapes.keys()):
+        where = "the checkpoint" if name in saved_shapes else "the config's model"
         raise ConfigError(f"{place}: only {where} has {name!r}; resume with the model of the checkpoint")
     for name, shape in shapes.items():
-        if theirs[name] != shape:
+        if saved_shapes[name] != shape:
             raise ConfigError(
-                f"{place}: {name} has shape {theirs[name]}, {shape} in the "
+                f"{place}: {name} has shape {saved_shapes[name]}, {shape} in the "
                 "config's model; resume with the model of the checkpoint"
             )
     had = start.index.about.get("optimizer")
@@ -203,7 +202,7 @@ def check(start: Checkpoint, made: Made, config: RunConfig) -> None:
         raise ConfigError(
             f"{place}: contains the state of optimizer.name = {had}, not of {kind}; give the same optimiser"
         )
-    if auto and has_other_data(start, made.digest, config):
+    if auto and has_other_data(start, bundle.digest, config):
         raise ConfigError(
             f"{place}: {_data_of(config)} changed since {start.path} was written; put it back, or resume "
             f"with the changed data: train.resume = {toml.dumps(str(start.path))}"
@@ -229,13 +228,12 @@ def changes(start: Checkpoint, data: str, config: RunConfig) -> tuple[str, ...]:
     texts = tuple(
         f"{key} = {toml.shown(now)}, was {toml.shown(before)}"
         for key, (before, now) in _differing(start, config).items()
-        if key not in _OWN
+        if key not in _RUN_KEYS
     )
     return (*texts, f"{_data_of(config)} changed") if has_other_data(start, data, config) else texts
 
 
 def _differing(start: Checkpoint, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys that differ from the config of a checkpoint, with the value before and now."""
     if "config" not in start.index.about:
         return {}
     texts = str(start.index.about["config"]), config.to_toml()
@@ -248,7 +246,7 @@ def _differing(start: Checkpoint, config: RunConfig) -> dict[str, tuple[Any, Any
 
 
 def has_other_data(start: Checkpoint, data: str, config: RunConfig) -> bool:
-    """Whether data have other contents than at a checkpoint, although the config asks for the same.
+    """True if data have other contents than at a checkpoint, although the config asks for the same.
 
     Args:
         start: the checkpoint; one without a digest of the data has no other data.

@@ -24,7 +24,6 @@ from counterflow.runtime.workers.children import Tell
 from counterflow.runtime.workers.launch import launch_watched
 
 from .callbacks import Callback, Callbacks, loggers
-from .carrier import named_carrier
 from .config import RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
@@ -45,8 +44,9 @@ from .supervision.events import (
     run_of,
 )
 from .supervision.fewer import Absence, leave_out, wait_for_others, with_fewer
-from .supervision.restarts import Restarts, note_failure, telling, with_memory
+from .supervision.restarts import Restarts, note_failure, reporting_failures, with_memory
 from .supervision.stopping import STOP, Phase, listening
+from .transport_choice import named_transport
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ def run(
         KeyboardInterrupt: the run was stopped at once, or before the first step after a start or restart.
     """
     STOP.forget()
-    placed, attempt = world.started_by(), 0
-    if placed is None:
+    launcher, attempt = world.started_by(), 0
+    if launcher is None:
         _check_gpus(config)
     else:
-        _fit(config, placed, max_restarts)
+        _fit(config, launcher, max_restarts)
         attempt, max_restarts = world.attempt(config.pipeline.timeout_seconds), world.most_restarts()
     folder = RunFolder(folder_of(config))
     _check_storage(folder.path, max_restarts)
@@ -90,17 +90,17 @@ def run(
         if refusal is not None:
             raise WorkerError(refusal)
         config = going_on(config, folder)
-    asked = (
+    shared_config = (
         config  # the config that is written is for all workers, because the same command may resume with them
     )
-    if placed is not None:
-        config = _of_those_here(config, folder.path)
+    if launcher is not None:
+        config = _config_for_available_workers(config, folder.path)
     config = with_memory(config, max_restarts)
     job = prepare(config)
     with listening(), STOP.during(Phase.NOTE):
-        if placed is None or not world.rank():
+        if launcher is None or not world.rank():
             reporter = Callbacks([*callbacks, *loggers(config)])
-            return _in_folder(asked, job, reporter, attempt, max_restarts, each_step)
+            return _in_folder(shared_config, job, reporter, attempt, max_restarts, each_step)
         trainer, _ = _trained(job, folder, attempt, each_step=each_step)
     if not trainer.stopped:
         STOP.forget()
@@ -118,7 +118,7 @@ def _trained(
     """Run as a worker of a launcher; rank 0 calls the callbacks. Until its first step a signal ends it."""
     with STOP.during(Phase.UNWIND, then=Phase.NOTE):
         try:
-            with telling(attempt, folder.fence):
+            with reporting_failures(attempt, folder.fence):
                 watch = (lambda line: reporter.recorded([line])) if reporter is not None else None
                 path = folder.path if reporter is not None else None
                 trainer = Trainer(job, path, watch, attempt=attempt, fence=folder.fence, each_step=each_step)
@@ -131,8 +131,7 @@ def _trained(
             raise
 
 
-def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
-    """A config for as many workers as were started, if fewer are allowed."""
+def _config_for_available_workers(config: RunConfig, folder: Path) -> RunConfig:
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:
         return config
@@ -144,10 +143,10 @@ def _of_those_here(config: RunConfig, folder: Path) -> RunConfig:
     limit = config.pipeline.timeout_seconds
     planned = RunConfig.model_validate(tomllib.loads(world.told_by_first(plan, limit)))
     if not world.rank():
-        left = _left(planned, processes)
-        _LOG.warning("%s", in_words(left))
+        event = _fewer_event(planned, processes)
+        _LOG.warning("%s", in_words(event))
         if folder.is_dir():
-            note(folder, **left)
+            note(folder, **event)
     return planned
 
 
@@ -159,20 +158,19 @@ def _in_folder(  # noqa: PLR0917
     max_restarts: int,
     each_step: EachStep | None,
 ) -> tuple[Summary, Path]:
-    """Run as rank 0, or as the process that starts the workers."""
-    placed = world.started_by()
+    launcher = world.started_by()
     start = job.start.path if job.start is not None else None
-    folder = RunFolder.open(config, job.schedule, start, history(job.start), again=bool(attempt))
+    folder = RunFolder.open(config, job.schedule, start, history(job.start), restart=bool(attempt))
     if max_restarts and not attempt:
         note(folder.path, STARTED, restarts=max_restarts)
-    copies = run_of(folder.path) if placed is None and job.config.copies_in_memory else None
+    copies = run_of(folder.path) if launcher is None and job.config.copies_in_memory else None
     try:
         reporter.begun(job.about, folder.path)
-        if placed is not None:
+        if launcher is not None:
             folder.fence.begin()
-            _, found = _trained(job, folder, attempt, reporter, each_step)
-            assert found is not None
-            summary = found
+            _, result = _trained(job, folder, attempt, reporter, each_step)
+            assert result is not None
+            summary = result
         else:
             with STOP.during(Phase.UNWIND):
                 summary = _supervised(job, folder, reporter, Restarts(folder.path, max_restarts))
@@ -182,19 +180,19 @@ def _in_folder(  # noqa: PLR0917
         STOP.ended = True
     except BaseException as error:
         steps = folder.steps()
-        if placed is None:  # other workers may still note what failed
+        if launcher is None:  # other workers may still note what failed
             folder.fence.end()
             if copies is not None and not (STOP.early and steps):  # else newer than the last checkpoint
                 forget(copies)
         folder.remove_empty()
-        kept = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}" if steps else ""
-        kept += ", from which train.resume can continue" if steps and folder.has_checkpoint else ""
+        place = f"the metrics of {steps} step{'s' if steps > 1 else ''} are in {folder.path}" if steps else ""
+        place += ", from which train.resume can continue" if steps and folder.has_checkpoint else ""
         if isinstance(error, KeyboardInterrupt) or (STOP and not steps):
             if steps:
                 note(folder.path, STOPPED, signal=STOP.name, step=steps)
-            raise KeyboardInterrupt(kept) from error
+            raise KeyboardInterrupt(place) from error
         if isinstance(error, WorkerError) and steps:
-            raise _with_place(error, kept) from error
+            raise _with_place(error, place) from error
         raise
     finally:
         folder.close()
@@ -234,20 +232,18 @@ def _supervised(job: Job, folder: RunFolder, reporter: Callback, restarts: Resta
 
 
 def _without(worker: int | None, job: Job, folder: RunFolder, reporter: Callback) -> RunConfig:
-    """The config that continues without a worker; the event is reported and written."""
-    left = job.about.processes - 1
-    kind = named_carrier(job.config)
+    remaining = job.about.processes - 1
+    kind = named_transport(job.config)
     if kind is not None and kind.gpu_each:
-        left = min(left, torch.cuda.device_count())
-        leave_out(worker, left)
-    config = with_fewer(job.config, left)
+        remaining = min(remaining, torch.cuda.device_count())
+        leave_out(worker, remaining)
+    config = with_fewer(job.config, remaining)
     folder.put_schedule(config.build_schedule())
-    reporter.happened(in_words(note(folder.path, **_left(config, left))))
+    reporter.happened(in_words(note(folder.path, **_fewer_event(config, remaining))))
     return config
 
 
-def _left(config: RunConfig, workers: int) -> Event:
-    """The event that this many workers are left, which run a config."""
+def _fewer_event(config: RunConfig, workers: int) -> Event:
     replicas = f", {config.pipeline.replicas} replicas" if config.pipeline.replicas > 1 else ""
     return {"event": FEWER, "workers": workers, "runs": f"{config.build_schedule()}{replicas}"}
 
@@ -260,8 +256,7 @@ def going_on(config: RunConfig, folder: RunFolder) -> RunConfig:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """Refuse to start more workers than there are GPUs, if each needs one."""
-    kind = named_carrier(config)
+    kind = named_transport(config)
     if kind is None or not kind.gpu_each:
         return
     workers = config.processes
@@ -280,31 +275,30 @@ def _check_storage(folder: Path, max_restarts: int) -> None:
     Raises:
         ConfigError: restarts were asked for on such storage.
     """
-    found = storage_of(folder)
-    if max_restarts and found.renames is False:
+    storage = storage_of(folder)
+    if max_restarts and storage.renames is False:
         raise ConfigError(
-            f"--max-restarts {max_restarts}: {folder} is on {found.kind}, {found.why}; {ADVICE}"
+            f"--max-restarts {max_restarts}: {folder} is on {storage.kind}, {storage.why}; {ADVICE}"
         )
-    if found.why and not world.rank():
-        _LOG.warning("%s is on %s, %s; %s", folder, found.kind, found.why, ADVICE)
+    if storage.why and not world.rank():
+        _LOG.warning("%s is on %s, %s; %s", folder, storage.kind, storage.why, ADVICE)
 
 
-def _fit(config: RunConfig, placed: str, max_restarts: int) -> None:
-    """Refuse options that contradict how this process was started."""
+def _fit(config: RunConfig, launcher: str, max_restarts: int) -> None:
     if max_restarts:
         raise ConfigError(
-            f"--max-restarts {max_restarts}: {placed} started these workers, and only it can restart "
+            f"--max-restarts {max_restarts}: {launcher} started these workers, and only it can restart "
             "them; give the option to torchrun, or resubmit the job"
         )
     if world.most_restarts() and config.train.out is None:
         raise ConfigError(
             "torchrun --max-restarts: restarted workers have to find their run; give its folder as --out"
         )
-    kind = named_carrier(config)
+    kind = named_transport(config)
     if kind is not None and kind.threads:
         raise ConfigError(
-            f'pipeline.transport = "{kind}": runs in one process, but {placed} started several; '
-            f"choose gloo or nccl, or start without {placed}"
+            f'pipeline.transport = "{kind}": runs in one process, but {launcher} started several; '
+            f"choose gloo or nccl, or start without {launcher}"
         )
     processes, after = world.world_size() or 1, config.train.fewer_after
     if after is None or processes >= config.processes:
@@ -319,7 +313,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
     folder.fence.begin()
     known = len(read(folder.path))
 
-    def look(tell: Tell) -> None:
+    def look(send_signal: Tell) -> None:
         nonlocal known, first
         events = read(folder.path)[known:] if attempt or job.config.train.resume == AUTO else []
         known += len(events)
@@ -330,9 +324,9 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
                 first = event["step"]
         reporter.recorded(folder.new_records())
         if first is not None and folder.latest > first:
-            STOP.made()
+            STOP.step_done()
         if STOP:
-            tell(signal.SIGINT)
+            send_signal(signal.SIGINT)
 
     def trains() -> bool:
         return first is not None and folder.steps() > first
@@ -359,6 +353,6 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
 
 
 def _with_place(error: WorkerError, place: str) -> WorkerError:
-    told = WorkerError(f"{error}; {place}")
-    vars(told).update(vars(error))
-    return told
+    extended = WorkerError(f"{error}; {place}")
+    vars(extended).update(vars(error))
+    return extended

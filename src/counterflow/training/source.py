@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from counterflow.runtime.stages.layers import Model
     from counterflow.schedule.ir import Schedule
 
-    from .config import RunConfig
-    from .sections.model import ModelSection
+RunConfig = Any
+"""A ``config.RunConfig``, as sources annotate their methods. A config asks its source for defaults, so this
+module cannot import the class.
+"""
+
+ModelSection = Any
+"""A ``sections.model.ModelSection``, for the same reason."""
 
 AVERAGED = "-ema"
 """Suffix of an exported folder's name: it contains averaged weights."""
@@ -34,7 +39,7 @@ class Write(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class ModelAndData:
     """The model of a run, its loss and its samples.
 
     Attributes:
@@ -102,7 +107,7 @@ class ModelSource:
         return keys
 
     def refusal(self, config: RunConfig, schedule: Schedule) -> str | None:
-        """Why a config is refused whose tables are each right; None: it is accepted."""
+        """Reason to refuse a config whose tables are each right; None: it is accepted."""
         del config, schedule
         return None
 
@@ -112,9 +117,9 @@ class ModelSource:
 
     def name(self, config: RunConfig) -> str:
         """Name of the model."""
-        return config.model.kind
+        return str(config.model.kind)
 
-    def make(self, config: RunConfig) -> Made:
+    def make(self, config: RunConfig) -> ModelAndData:
         """The model, on the meta device, and its samples; the same in every process.
 
         Raises:

@@ -64,17 +64,17 @@ class Side(NamedTuple):
 class _AsRan:
     """Durations of ops in a run: the median over ops of one kind; their bytes are those of the costs."""
 
-    own: OpCosts
+    op_costs: OpCosts
     took: dict[tuple[object, ...], float]
 
     @classmethod
-    def of(cls, own: OpCosts, spans: Sequence[Span], workload: Workload) -> Self:
+    def of(cls, op_costs: OpCosts, spans: Sequence[Span], workload: Workload) -> Self:
         """The durations of the ops that were timed."""
-        found: dict[tuple[object, ...], list[float]] = {}
+        durations: dict[tuple[object, ...], list[float]] = {}
         for span in spans:
             key = cls._key(Piece.of(span.op, span.worker, workload))
-            found.setdefault(key, []).append(span.end - span.start)
-        return cls(own, {key: statistics.median(lengths) for key, lengths in found.items()})
+            durations.setdefault(key, []).append(span.end - span.start)
+        return cls(op_costs, {key: statistics.median(lengths) for key, lengths in durations.items()})
 
     @staticmethod
     def _key(piece: Piece) -> tuple[object, ...]:
@@ -86,7 +86,7 @@ class _AsRan:
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that the op adds to its worker's memory."""
-        return self.own.bytes(piece)
+        return self.op_costs.bytes(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +155,14 @@ class Timeline:
 
     def as_ran(self) -> Simulation:
         """The simulated step if ops take as long as they did in the run."""
-        own = self.costs.of_ops(self.schedule.stages)
+        op_costs = self.costs.of_ops(self.schedule.stages)
         return simulate(
             self.schedule,
-            dataclasses.replace(self.costs, ops=_AsRan.of(own, self.spans, self.schedule.workload)),
+            dataclasses.replace(self.costs, ops=_AsRan.of(op_costs, self.spans, self.schedule.workload)),
         )
 
     def charts(self, *, memory: bool = False) -> list[Chart]:
-        """What to draw: measured above predicted.
+        """Charts of the measured step above the predicted one.
 
         Args:
             memory: whether to draw bytes over time; for a run in progress they are unknown.
@@ -182,8 +182,7 @@ class Timeline:
         ]
 
     def _ongoing_charts(self) -> Iterator[Chart]:
-        """Charts in which micro-batches are counted as in the prediction."""
-        whole = chart_of(self.predicted())
+        chart = chart_of(self.predicted())
         order = [i for place in _place(self.schedule)[1] for i in place]
         new = {old: at for at, old in enumerate(order)}
         names = f"measured, steps {self.step - 1} and {self.step}", "predicted, two steps"
@@ -191,10 +190,10 @@ class Timeline:
             first = min(row[0].start for row in rows)
             boxes = tuple(
                 dataclasses.replace(
-                    whole.boxes[old],
+                    chart.boxes[old],
                     start=span.start - first,
                     end=span.end - first,
-                    needs=tuple(new[need] for need in whole.boxes[old].needs if need in new),
+                    needs=tuple(new[need] for need in chart.boxes[old].needs if need in new),
                 )
                 for old, span in zip(order, (span for row in rows for span in row), strict=True)
             )
@@ -207,8 +206,8 @@ class Timeline:
             seconds, _, parts = _of_rows(rows)
             share = compact(100 * parts[_COMPUTING] / (seconds or 1.0), 3)
             yield dataclasses.replace(
-                whole,
-                heading=f"{name}: {whole.heading}",
+                chart,
+                heading=f"{name}: {chart.heading}",
                 summary=f"a step {time_unit(seconds).text(seconds)}, of which a worker computes {share} %",
                 makespan=max(box.end for box in boxes),
                 boxes=boxes,
@@ -255,12 +254,12 @@ class Timeline:
                 Span(w, parse_op(op), _number(start), _number(end)) for w, op, start, end in data["measured"]
             )
             saved = tuple(map(_number, data["saved_bytes"]))
-            found = cls(schedule, Costs(**costs), data["step"], spans, saved, ongoing)
-            found.rows() if ongoing else found.measured()
+            timeline = cls(schedule, Costs(**costs), data["step"], spans, saved, ongoing)
+            timeline.rows() if ongoing else timeline.measured()
         except (ValueError, TypeError, KeyError, RecursionError, CounterflowError) as error:
             what = "two steps" if ongoing else "the timeline"
             raise ConfigError(f"{name}: not {what} of a run, or damaged: {error}") from None
-        return found
+        return timeline
 
 
 Rows = tuple[tuple[Span, ...], ...]
@@ -274,7 +273,6 @@ _COMPUTING, _WAITED = "computing", "waiting for others' ops and messages"
 
 
 def _of_whole(result: Simulation) -> Side:
-    """The side of a whole step, in which the duration of messages is unknown."""
     workers = result.schedule.workers
     idle = {cause: sum(g.end - g.start for g in result.gaps if g.cause is cause) / workers for cause in Cause}
     parts = {
@@ -302,21 +300,20 @@ def _kind(span: Span) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4)
 def _place(schedule: Schedule) -> tuple[Schedule, tuple[range, ...]]:
-    """A training with steps in the steady state, and for each worker where these lie among all its ops."""
+    """A training with steps in the steady state, and for each worker their range among all its ops."""
     cut = segments(schedule)
     first = cut.last + 1
-    whole = cut.program(first + STEPS + _AFTER).schedule
-    edges = accumulate(map(len, whole.orders), initial=0)
-    found = []
-    for worker, edge in zip(range(whole.workers), edges, strict=False):
+    training = cut.program(first + STEPS + _AFTER).schedule
+    edges = accumulate(map(len, training.orders), initial=0)
+    ranges = []
+    for worker, edge in zip(range(training.workers), edges, strict=False):
         counts = [sum(isinstance(a, Compute) for a in program.actions[worker]) for program in cut.steady]
         begin = edge + sum(counts)
-        found.append(range(begin, begin + STEPS * counts[-1]))
-    return whole, tuple(found)
+        ranges.append(range(begin, begin + STEPS * counts[-1]))
+    return training, tuple(ranges)
 
 
 def _number(value: Any) -> Any:
-    """``value`` from a file, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST_COST:
         raise ValueError(f"{str(value)[:60]!r} is not a number of a timeline")
     return value
@@ -328,8 +325,8 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     Messages and gradient syncs cost nothing here, as both overlap with the ops. Bytes are those saved for
     backward alone, which the engine counts; weights, gradients and optimiser state are not included.
     """
-    again = recompute is Recompute.LAYER
-    parts = [_Parts.of(stage, again=again) for stage in stages]
+    recomputes = recompute is Recompute.LAYER
+    parts = [_Parts.of(stage, recomputes=recomputes) for stage in stages]
     return Costs(
         forward=[part.forward for part in parts],
         backward=[part.backward for part in parts],
@@ -368,14 +365,14 @@ class _Parts(NamedTuple):
     overhead: float
 
     @classmethod
-    def of(cls, stage: StageCost, *, again: bool) -> _Parts:
-        """The parts of measured seconds; ``again``: a forward is computed again in each backward.
+    def of(cls, stage: StageCost, *, recomputes: bool) -> _Parts:
+        """The parts of measured seconds; ``recomputes``: a forward is computed again in each backward.
 
         One overhead is that of a whole op, so that a whole micro-batch takes what was measured.
         """
         both = stage.forward_seconds + stage.backward_seconds
         overhead = stage.fixed_share * min(stage.forward_seconds, stage.backward_seconds)
-        less = 0.0 if again else overhead  # the overhead of the forward's second run is the backward's
+        less = 0.0 if recomputes else overhead  # the overhead of the forward's second run is the backward's
         forward, backward = stage.forward_seconds - overhead, stage.backward_seconds - less
         rest = forward + backward
         return cls(

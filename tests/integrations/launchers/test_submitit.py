@@ -79,7 +79,7 @@ def test_who_requeues_a_failed_job(  # noqa: PLR0917
         for _number in range(failures):
             note(tmp_path, FAILED, step=6, worker=1, message="worker 1: ValueError", lost=False)
         error = WorkerError("worker 1: ValueError")
-        error.told = reported
+        error.reported = reported
         raise error
 
     monkeypatch.setattr(submitit, "JobEnvironment", Environment)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow.training.supervision.copy_turns import SHARE, CopyTurns
+from counterflow.training.supervision.restarts import SHARE, CopyTurns
 
 
 def run(turns: CopyTurns, steps: int, *, step: float, held: float, late: float) -> list[int]:
@@ -42,6 +42,6 @@ def test_what_is_given_is_done() -> None:
 def test_the_slowest_copy_and_the_fastest_step_decide() -> None:
     turns = CopyTurns(None, 0)
     turns.agree([[0.2, 1.0], [0.4, 2.0]])
-    assert turns.every == 8
+    assert turns.interval == 8
     turns.agree([[0.0, 1.0], [0.0, 2.0]])  # nothing is known
-    assert turns.every == 8
+    assert turns.interval == 8

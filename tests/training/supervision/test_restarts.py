@@ -562,6 +562,6 @@ def test_a_worker_says_what_nobody_else_can(
     (tmp_path / "run" / METRICS).touch()
     with pytest.raises(WorkerError, match="the connection to rank 0 broke") as caught:
         run(config(pipeline__transport="gloo"), Watcher())
-    assert not caught.value.told
+    assert not caught.value.reported
     (event,) = read(tmp_path / "run")
     assert (event["event"], event["step"], event["lost"]) == (FAILED, 1, True)

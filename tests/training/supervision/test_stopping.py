@@ -111,7 +111,7 @@ def test_a_signal_that_came_before_unwinds() -> None:
 
 def test_once_a_step_is_made_it_is_finished() -> None:
     with listening(), STOP.during(Phase.UNWIND, then=Phase.FINISH):
-        STOP.made()
+        STOP.step_done()
         os.kill(os.getpid(), signal.SIGTERM)
         assert STOP.phase is Phase.FINISH
     assert (STOP.exit_code, STOP.early, STOP.phase) == (75, False, Phase.NOTE)

@@ -63,8 +63,8 @@ def convert(
 
     A folder of torchtitan also has the optimiser's state, so training goes on, either way.
     """
-    from counterflow.checkpoints.convert import ConvertedShown
-    from counterflow.checkpoints.convert import convert as converted
+    from counterflow.integrations.conversion import ConvertedShown
+    from counterflow.integrations.conversion import convert as converted
 
     result = converted(source, target, model, ema=ema, torchtitan=torchtitan, optimizer=optimizer)
     if as_json:

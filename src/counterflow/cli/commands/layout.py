@@ -138,7 +138,7 @@ def _translate(path: Path, text: str | None, changes: LayoutChanges, *, as_json:
     }
     if names := [name for name, value in arguments.items() if value is not None]:
         raise ConfigError(f"--torchtitan {path}: says the pipeline itself; leave out {', '.join(names)}")
-    from counterflow.training.torchtitan import TranslatedShown, from_torchtitan
+    from counterflow.integrations.torchtitan.job_config import TranslatedShown, from_torchtitan
 
     job = read_text(path, "cannot be read: Is a directory", place=str(path))
     config = from_torchtitan(job, changes.layers, name=str(path))

@@ -112,7 +112,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         note("; ".join(["Stopped", *map(str, stopped.args if str(stopped) else ())]))
         raise typer.Exit(STOP.exit_code) from None
     except WorkerError as error:
-        if error.told and _rank():
+        if error.reported and _rank():
             raise typer.Exit(1) from None  # the worker that is to blame prints the error
         raise
     if done is None:

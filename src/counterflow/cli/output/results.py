@@ -8,8 +8,9 @@ in ``time_unit``.
 
 from __future__ import annotations
 
-from counterflow.checkpoints.convert import ConvertedShown
 from counterflow.common.json_models import Result, sections
+from counterflow.integrations.conversion import ConvertedShown
+from counterflow.integrations.torchtitan.job_config import TranslatedShown
 from counterflow.measure.health import Doctor
 from counterflow.papers.report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
@@ -21,7 +22,6 @@ from counterflow.simulation.report import Simulated
 from counterflow.synthesis.report import Synthesized
 from counterflow.training.profiling import Profiled
 from counterflow.training.report import Keys, Prepared, Trained
-from counterflow.training.torchtitan import TranslatedShown
 from counterflow.verification.report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (

@@ -91,7 +91,7 @@ class Task:
         except WorkerError as error:
             if Restarts(run_folder(self.config).path, self.max_restarts).refusal() is not None:
                 raise
-            if not error.told:
+            if not error.reported:
                 print(f"requeued: {error}", file=sys.stderr, flush=True)  # noqa: T201 - a job's log
                 environment._requeue(0)  # noqa: SLF001 - exit code or scontrol, as each executor has it
             raise SystemExit(RESUBMIT) from error

@@ -1,4 +1,4 @@
-"""What the tables of a config are made of: keys with a default, a meaning and legal values.
+"""Elements of a config's tables: keys with a default, a meaning and legal values.
 
 Invariant: the meaning of a key is stated where it is defined, and nowhere else. torch is not imported.
 """
@@ -67,11 +67,11 @@ class Section(BaseModel):
             if not said(info, "no_key")
         }
 
-    def given(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """The keys that have a value, in the order of the file."""
         fields = type(self).model_fields.items()
-        values = {name: getattr(self, name) for name, info in fields if not said(info, "no_key")}
-        return {name: value for name, value in values.items() if value is not None}
+        present = {name: getattr(self, name) for name, info in fields if not said(info, "no_key")}
+        return {name: value for name, value in present.items() if value is not None}
 
     def about(self, key: str) -> str:
         """Meaning of a key."""

@@ -55,12 +55,11 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        """Fill in values that follow from the model's source."""
         kind = data.get("kind", "gpt") if isinstance(data, dict) else None
         if not isinstance(kind, str):
             return data
-        given = (name for name, value in data.items() if value is not None)
-        registry.refuse_keys_of_others(kind, "model", given)
+        present = (name for name, value in data.items() if value is not None)
+        registry.refuse_keys_of_others(kind, "model", present)
         return registry.source_of(kind).filled(data)
 
     @model_validator(mode="after")
@@ -68,9 +67,9 @@ class ModelSection(Section):
         self.source.check(self)
         return self
 
-    def given(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """The keys that have a value, except those that follow from the model's source."""
-        return self.source.written(super().given())
+        return self.source.written(super().values())
 
     @property
     def source(self) -> ModelSource:
@@ -118,8 +117,8 @@ class LoraSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LoraSection:
-        if self.rank is None and self.given():
+        if self.rank is None and self.values():
             raise ConfigError(
-                f"lora.{next(iter(self.given()))}: lora.rank is not given, so there are no adapters; give it"
+                f"lora.{next(iter(self.values()))}: lora.rank is not given, so there are no adapters; give it"
             )
         return self

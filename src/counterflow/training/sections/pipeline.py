@@ -25,7 +25,7 @@ TransportKey = Annotated[str, AfterValidator(_as_transport)]
 
 
 class PipelineSection(Section, Configured):
-    """How the schedule is executed, and on what."""
+    """Execution of the schedule: transport, replicas, recomputation and the like."""
 
     model_config = Section.model_config
 
@@ -48,7 +48,6 @@ class PipelineSection(Section, Configured):
     @model_validator(mode="before")
     @classmethod
     def _only_keys(cls, data: Any) -> Any:
-        """Refuse options of ``Pipeline`` that are not keys."""
         known = cls.keys_known()
         wrong = [
             InitErrorDetails(type="extra_forbidden", loc=(name,), input=data[name])

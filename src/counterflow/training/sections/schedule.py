@@ -51,12 +51,12 @@ class ScheduleSection(Section):
             name: Key(registry.about(known), _legal(next(iter(known.values())))) for name, known in options
         }
 
-    def given(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """The keys that have a value: the table's own, then the scheme's options in their order."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         known = registry.find(self.scheme) if self.scheme is not None else None
         order = [option.name for option in known.options] if known else []
-        return super().given() | {name: extra[name] for name in [*order, *extra] if name in extra}
+        return super().values() | {name: extra[name] for name in [*order, *extra] if name in extra}
 
     def about(self, key: str) -> str:
         """Meaning of a key; an option's meaning for this scheme."""
@@ -66,27 +66,25 @@ class ScheduleSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        """Fill in the built-in scheme, depth and number of micro-batches if none are given."""
         if not isinstance(data, dict) or data.get("file") is not None:
             return data
-        given = {name: value for name, value in data.items() if value is not None}
-        given.setdefault("scheme", SCHEME)
-        if not isinstance(given["scheme"], str):
+        keys = {name: value for name, value in data.items() if value is not None}
+        keys.setdefault("scheme", SCHEME)
+        if not isinstance(keys["scheme"], str):
             return data
         try:
-            scheme = registry.scheme(given["scheme"])
+            scheme = registry.scheme(keys["scheme"])
         except ConfigError as error:
             raise ConfigError(f"schedule.scheme: {error}") from None
-        if not given.keys() & set(DEPTH):
-            given[scheme.depth] = WORKERS
-        workers = given.get(scheme.depth)
-        if type(workers) is int and any(option.name == "micro_batches" for option in scheme.missing(given)):
-            given["micro_batches"] = max(1, 2 * workers)
-        return given
+        if not keys.keys() & set(DEPTH):
+            keys[scheme.depth] = WORKERS
+        workers = keys.get(scheme.depth)
+        if type(workers) is int and any(option.name == "micro_batches" for option in scheme.missing(keys)):
+            keys["micro_batches"] = max(1, 2 * workers)
+        return keys
 
     @model_validator(mode="after")
     def _check_options(self) -> ScheduleSection:
-        """Refuse keys that are an option of no scheme, and values of the wrong type."""
         known = registry.options()
         wrong: list[InitErrorDetails] = []
         for name, value in (self.model_extra or {}).items():
@@ -100,7 +98,7 @@ class ScheduleSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleSection:
-        extra = [f"schedule.{name}" for name in self.given() if name != "file"]
+        extra = [f"schedule.{name}" for name in self.values() if name != "file"]
         if self.file is not None and extra:
             raise ConfigError(
                 f"schedule.file = {toml.dumps(self.file)}: a file fixes the scheme and its options; "
@@ -110,7 +108,7 @@ class ScheduleSection(Section):
 
     def options(self) -> dict[str, OptionValue]:
         """The scheme's options that have a value."""
-        return {name: value for name, value in self.given().items() if name not in ("scheme", "file")}
+        return {name: value for name, value in self.values().items() if name not in ("scheme", "file")}
 
     @cached_property
     def built(self) -> Schedule:
@@ -138,7 +136,6 @@ class ScheduleSection(Section):
 
 
 def _legal(option: Option) -> str:
-    """The legal values of an option in a file, as errors say them."""
     if option.kind is OptionType.WORD:
         return f"one of {', '.join(option.words)}, in quotes"
     return ", or ".join([option.kind.value, *map(toml.shown, option.words)])
@@ -149,7 +146,7 @@ _LENGTHS = re.compile(r"[\d+]+")
 
 
 def _is_of_kind(option: Option, value: object) -> bool:
-    """Whether a file's value has a type that the option accepts; the scheme checks the value itself."""
+    """True if a file's value has a type that the option accepts; the scheme checks the value itself."""
     if isinstance(value, str):
         return bool(option.words) or (option.lengths and _LENGTHS.fullmatch(value) is not None)
     return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)

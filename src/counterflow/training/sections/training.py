@@ -30,7 +30,7 @@ Betas = Annotated[
 
 
 class OptimizerSection(Section):
-    """How weights are updated."""
+    """Optimiser, learning rate and weight decay."""
 
     name: Literal["adamw", "adam", "sgd"] = option("adamw", "one of adamw, adam, sgd")
     """Optimiser of torch."""
@@ -127,7 +127,7 @@ class TrainSection(Section):
 
 
 class PlanSection(Section):
-    """What ``counterflow plan`` predicts for the run, shown in its summary; only ``devices`` changes the
+    """Prediction of ``counterflow plan`` for the run, shown in its summary; only ``devices`` changes the
     run.
     """
 
@@ -178,7 +178,7 @@ class PlanSection(Section):
 
     def ranks(self, workers: int, replicas: int) -> list[tuple[int, ...]] | None:
         """The rank of each worker, by replica; None if the plan has another layout."""
-        found = self.devices
-        if found is None or len(found) != workers * replicas:
+        devices = self.devices
+        if devices is None or len(devices) != workers * replicas:
             return None
-        return [found[r * workers : (r + 1) * workers] for r in range(replicas)]
+        return [devices[r * workers : (r + 1) * workers] for r in range(replicas)]

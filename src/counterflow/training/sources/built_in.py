@@ -11,7 +11,7 @@ from counterflow.data.text import BYTE_VALUES, read_text, shipped_text, unigram_
 from counterflow.errors import ConfigError
 from counterflow.models.shapes import SHAPES, Family
 
-from ..source import Made, ModelSource
+from ..source import ModelAndData, ModelSource
 
 if TYPE_CHECKING:
     from counterflow.models import BERTConfig, GPTConfig
@@ -28,7 +28,7 @@ models.
 
 
 def family_of(kind: str) -> Family:
-    """Whether a kind, or the model of a name, is a GPT or a BERT."""
+    """GPT or BERT: the family of a kind, or of the model of a name."""
     preset = SHAPES.get(kind)
     return preset.family if preset else Family(kind)
 
@@ -74,7 +74,7 @@ class BuiltIn(ModelSource):
         """Narrow models have larger learning rates."""
         return usual_rate_of(config.model.hidden)
 
-    def make(self, config: RunConfig) -> Made:
+    def make(self, config: RunConfig) -> ModelAndData:
         """Make a list of layers, and windows of bytes."""
         import torch
 
@@ -87,7 +87,7 @@ class BuiltIn(ModelSource):
         with torch.device("meta"):
             layers = _shape(config.model).build()
         masked = family_of(config.model.kind) is Family.BERT
-        return Made(
+        return ModelAndData(
             layers,
             None,
             masked_token_loss if masked else next_token_loss,
@@ -100,7 +100,6 @@ class BuiltIn(ModelSource):
 
 
 def _least_vocabulary(kind: str) -> int:
-    """Number of tokens of the data: the bytes, and BERT's mask token."""
     return BYTE_VALUES + (family_of(kind) is Family.BERT)
 
 

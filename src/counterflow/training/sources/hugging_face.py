@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from counterflow.common import toml
 from counterflow.errors import ConfigError
 
-from ..source import Made, ModelSource
+from ..source import ModelAndData, ModelSource
 from .built_in import usual_rate_of
 
 if TYPE_CHECKING:
@@ -58,27 +58,26 @@ class HuggingFace(ModelSource):
             raise ConfigError(f'model.kind = "{_KIND}": needs model.path, a folder or a name on the hub')
         from counterflow.models.hf.weights import most_positions, read_config
 
-        found = read_config(keys["path"])
-        most = most_positions(found)
+        hf_config = read_config(keys["path"])
+        most = most_positions(hf_config)
         positions = keys.get("positions")
         if type(most) is int and type(positions) is int and positions > most:
             raise ConfigError(
                 f"model.positions = {positions}: the model in {keys['path']} accepts {most} or fewer"
             )
-        if missing := [name for name in _SIZES.values() if not hasattr(found, name)]:
+        if missing := [name for name in _SIZES.values() if not hasattr(hf_config, name)]:
             raise ConfigError(
-                f"model.path = {keys['path']!r}: its {type(found).__name__} has no {missing[0]}; only models "
-                "of "
-                "attention layers are cut, see docs/hugging-face.md; train others from Python, "
+                f"model.path = {keys['path']!r}: its {type(hf_config).__name__} has no {missing[0]}; only "
+                "models of attention layers are cut, see docs/hugging-face.md; train others from Python, "
                 "with list_layers"
             )
-        told = {key: getattr(found, name) for key, name in _SIZES.items()}
-        told["tied"] = bool(getattr(found, "tie_word_embeddings", False))
+        sizes = {key: getattr(hf_config, name) for key, name in _SIZES.items()}
+        sizes["tied"] = bool(getattr(hf_config, "tie_word_embeddings", False))
         if positions is None:
-            told["positions"] = min(most or _MOST_POSITIONS, _MOST_POSITIONS)
+            sizes["positions"] = min(most or _MOST_POSITIONS, _MOST_POSITIONS)
         return {
             name: value for name, value in keys.items() if value is not None or name == "positions"
-        } | told
+        } | sizes
 
     def written(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys without those that the model's own config defines."""
@@ -107,7 +106,7 @@ class HuggingFace(ModelSource):
         rank, fresh = config.lora.rank, "fresh " if config.model.fresh else ""
         return f"{fresh}{config.model.path}{f' with adapters of rank {rank}' if rank is not None else ''}"
 
-    def make(self, config: RunConfig) -> Made:
+    def make(self, config: RunConfig) -> ModelAndData:
         """The model cut into layers, and samples of tokens."""
         from ..hugging_face import from_transformers
 

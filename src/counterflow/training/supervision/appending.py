@@ -47,7 +47,7 @@ class Appending:
         self._written = self._file.st_size
         self._waiting = b""
         self._busy = False
-        self._told = False
+        self._warned = False
         """Whether a warning said that lines wait."""
 
     def add(self, line: bytes) -> None:
@@ -62,8 +62,8 @@ class Appending:
             )  # storage that hangs is not waited for twice
             self._begin()
             self._changed.wait_for(lambda: not self._busy, patience)
-            if self._busy and not self._told:
-                self._tell(f"it takes more than {self.patience_seconds:g} s")
+            if self._busy and not self._warned:
+                self._warn(f"it takes more than {self.patience_seconds:g} s")
 
     def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
         """Try once more, and wait at most this long."""
@@ -78,10 +78,10 @@ class Appending:
         """
         with self._changed:
             written, waiting = self._written, self._waiting
-        left = min(size, written)
+        remaining = min(size, written)
         with self.path.open("rb", buffering=0) as file:
-            while left and (piece := file.read(min(left, _PIECE_BYTES))):
-                left -= len(piece)
+            while remaining and (piece := file.read(min(remaining, _PIECE_BYTES))):
+                remaining -= len(piece)
                 yield piece
         if size > written:
             yield waiting[: size - written]
@@ -107,16 +107,15 @@ class Appending:
                 if not problem:
                     self._written += len(lines)
                     self._waiting = self._waiting[len(lines) :]
-                    self._told = False
-                elif not self._told:
-                    self._tell(problem)
+                    self._warned = False
+                elif not self._warned:
+                    self._warn(problem)
                 if problem or not self._waiting:
                     self._busy = False
                     self._changed.notify_all()
                     return
 
     def _append(self, lines: bytes) -> str:
-        """Append to the file; return the error, if any."""
         if self._over():
             return ""
         try:
@@ -141,6 +140,6 @@ class Appending:
         finally:
             os.close(handle)
 
-    def _tell(self, problem: str) -> None:
-        self._told = True
+    def _warn(self, problem: str) -> None:
+        self._warned = True
         _LOG.warning("%s cannot be written: %s; training continues", self.path, problem)

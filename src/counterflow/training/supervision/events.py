@@ -91,7 +91,6 @@ def read(folder: Path) -> list[Event]:
 
 
 def _is_event(event: Event) -> bool:
-    """Whether a line has all fields of its kind, with values of their types."""
     fields = _FIELDS.get(str(event.get("event")))
     if fields is None:
         return False
@@ -127,8 +126,8 @@ def in_words(event: Event) -> str:
         place = f"after step {event['step']}, {where}" if where else "from the beginning"
         return f"restart {event['attempt']}: resuming {place}" if event["attempt"] else f"resuming {place}"
     if event["event"] == FEWER:
-        left = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
-        return f"{left}: continuing with {event['runs']}"
+        workers = f"{event['workers']} worker{'s are' if event['workers'] > 1 else ' is'} left"
+        return f"{workers}: continuing with {event['runs']}"
     if event["event"] == GAVE_UP:
         return f"gave up: {event['message']}"
     if event["event"] == STOPPED:

@@ -26,7 +26,7 @@ from counterflow.schedule.modes import Recompute
 
 from ..config import RunConfig
 from ..job import Job, operations, prepare
-from ..planned import kept_of, planned_config
+from ..planned import carried_tables, planned_config
 from ..sections.training import PlanSection
 from .events import FAILED, RESTARTED, Event, of_this_start, read
 
@@ -62,23 +62,23 @@ class Absence:
         self._since = 0.0
 
     def over(self, failed: Event) -> bool:
-        """Whether to continue without a worker after a failure; if not, wait before another attempt.
+        """True if the run continues without a worker after a failure; if not, waits before another attempt.
 
         Args:
             failed: the event of the failure.
         """
         if self.after_seconds is None or not failed["lost"]:
             return False
-        came = not failed["attempt"] or any(
+        returned = not failed["attempt"] or any(
             event["event"] == RESTARTED and event["attempt"] == failed["attempt"]
             for event in of_this_start(self.folder)
         )
-        if came:
+        if returned:
             self._since = self._now()
         away = self._now() - self._since
         if away >= self.after_seconds:
             return True
-        if not came:
+        if not returned:
             self._sleep(min(self.after_seconds / _TRIES, self.after_seconds - away))
         return False
 
@@ -111,8 +111,8 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
         name=job.about.model,
         layers=tuple(kinds_of(job.layers)),
         optimizer_states=_STATES[optimizer.name] if optimizer.name != "sgd" or optimizer.momentum else 0.0,
-        train=config.model.given(),
-        config=kept_of(job.config),
+        train=config.model.values(),
+        config=carried_tables(job.config),
     )
     link = Link(_MESSAGE_SECONDS, 1 / _BYTES_A_SECOND)
     cluster = Cluster(
@@ -135,15 +135,15 @@ def with_fewer(config: RunConfig, processes: int) -> RunConfig:
         zero_stages=(pipeline.zero_stage,),
     )
     try:
-        found = search(model, profile, cluster, mini_batch, constraints, count=1)
+        result = search(model, profile, cluster, mini_batch, constraints, count=1)
     except PlanError as error:
         raise ConfigError(f"{processes} workers are left, but no plan runs on them: {error}") from error
-    planned = planned_config(model, profile, cluster, found.best[0].play.prediction())
+    planned = planned_config(model, profile, cluster, result.best[0].play.prediction())
     same = {"transport": pipeline.transport, "sync": pipeline.sync}
     return planned.but(pipeline=same).model_copy(update={"plan": PlanSection()})
 
 
-def without_device(visible: str | None, count: int, gone: int | None, left: int) -> str:
+def without_device(visible: str | None, count: int, gone: int | None, needed: int) -> str:
     """The value of CUDA_VISIBLE_DEVICES without a device that is gone.
 
     >>> without_device(None, 4, 1, 3), without_device("4,5,6", 3, 2, 2), without_device(None, 3, None, 3)
@@ -153,25 +153,25 @@ def without_device(visible: str | None, count: int, gone: int | None, left: int)
         visible: current value; None: not set.
         count: number of visible devices.
         gone: rank of the worker whose device is gone; None: unknown.
-        left: number of devices that are needed.
+        needed: number of devices that are needed.
     """
-    every = visible.split(",") if visible else [str(number) for number in range(count)]
-    if gone is not None and len(every) > left:
-        every = [name for rank, name in enumerate(every) if rank != gone]
-    return ",".join(every[:left])
+    devices = visible.split(",") if visible else [str(number) for number in range(count)]
+    if gone is not None and len(devices) > needed:
+        devices = [name for rank, name in enumerate(devices) if rank != gone]
+    return ",".join(devices[:needed])
 
 
-def leave_out(worker: int | None, left: int) -> None:
+def leave_out(worker: int | None, needed: int) -> None:
     """Hide the GPU of a worker from the workers that are started next."""
     if torch.cuda.is_available():
         name = "CUDA_VISIBLE_DEVICES"
-        os.environ[name] = without_device(os.environ.get(name), torch.cuda.device_count(), worker, left)
+        os.environ[name] = without_device(os.environ.get(name), torch.cuda.device_count(), worker, needed)
 
 
 def _profile(job: Job) -> Profile:
     """Costs of layers for one sample, estimated from their operations and the widths of their matrices."""
-    positions, hidden = job.made.batches.positions, job.config.model.hidden
-    costs = operations(job.made, job.layers, 1)
+    positions, hidden = job.bundle.batches.positions, job.config.model.hidden
+    costs = operations(job.bundle, job.layers, 1)
     layers = {}
     for kind, layer, cost in zip(kinds_of(job.layers), job.layers, costs, strict=True):
         widths = sum(weight.shape[-1] for weight in layer.parameters() if weight.dim() > 1)

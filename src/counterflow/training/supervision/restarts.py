@@ -1,4 +1,4 @@
-"""Whether a failed run is restarted, and the copies that make a restart possible.
+"""Decision to restart a failed run, the report of failures, and the copies that make a restart possible.
 
 Invariant: a run that fails twice in the same step in the same way is not restarted, unless a worker, a device
 or a link was gone. A failure is noted once, by one process.
@@ -7,8 +7,11 @@ or a link was gone. A failure is noted once, by one process.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Iterator
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,16 @@ from counterflow.runtime.workers.failures import failed_by
 from ..config import RunConfig
 from ..folder import RunFolder
 from .events import FAILED, Event, note, of_this_start
-from .fence import Fence
+from .exclusive import Fence
+
+SHARE = 0.05
+"""Maximum share of a run's time that copies cost."""
+
+_LEAST = 2
+"""Minimum steps between copies, so some steps follow no copy and show how long a step takes without one."""
+
+_REMEMBERED = 5
+"""Number of copies and steps whose median is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +48,14 @@ class Restarts:
     most: int
 
     def refusal(self) -> str | None:
-        """Why the run is not restarted after the last noted failure; None: restart it.
+        """Reason not to restart the run after the last noted failure; None: restart it.
 
         A failure that is the run's own doing (an error in its code or data, a non-finite loss) is tried once
         more: the same failure in the same step is no accident.
         """
         failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
-        own = [failure for failure in failures[-2:] if not failure["lost"]]
-        if len(own) > 1 and len({(failure["step"], _words(failure["message"])) for failure in own}) == 1:
+        doings = [(event["step"], _words(event["message"])) for event in failures[-2:] if not event["lost"]]
+        if len(doings) > 1 and doings[0] == doings[1]:
             return f"step {failures[-1]['step']} failed twice in the same way, so it is not tried again"
         count, most = len(failures), self.most
         if count > most:
@@ -58,21 +70,21 @@ def _words(message: str) -> str:
 
 def note_failure(folder: Path, error: CounterflowError, attempt: int, step: int) -> Event:
     """Note a failure in a run's folder."""
-    found = error if isinstance(error, WorkerError) else WorkerError()
+    blamed = error if isinstance(error, WorkerError) else WorkerError()
     return note(
         folder,
         FAILED,
         attempt=attempt,
         step=step,
-        worker=found.worker,
-        action=found.action,
+        worker=blamed.worker,
+        action=blamed.action,
         message=str(error),
-        lost=found.lost,
+        lost=blamed.lost,
     )
 
 
 @contextlib.contextmanager
-def telling(attempt: int, fence: Fence) -> Iterator[None]:
+def reporting_failures(attempt: int, fence: Fence) -> Iterator[None]:
     """Report a failure of this worker of torchrun or Slurm to the others; the first one to fail notes it.
 
     Nothing is noted for an attempt that is over, unless it ends between the check and the write.
@@ -91,9 +103,9 @@ def telling(attempt: int, fence: Fence) -> Iterator[None]:
             transport.fail(error)
         failed = failed_by(error, world.rank() or 0, transport).error()
         if isinstance(failed, WorkerError):
-            failed.told = transport is not None and not transport.fails_first
+            failed.reported = transport is not None and not transport.fails_first
             folder = fence.folder
-            if not failed.told and folder.is_dir() and not fence.over():
+            if not failed.reported and folder.is_dir() and not fence.over():
                 with contextlib.suppress(OSError):
                     note_failure(folder, failed, attempt, RunFolder(folder).steps() + 1)
         raise failed from error
@@ -106,23 +118,72 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
         ConfigError: copies were asked for, but no update is complete between steps, or the system keeps no
             files in memory.
     """
-    every = config.train.memory_every
+    interval = config.train.memory_every
     schedule = config.build_schedule()
-    whole = schedule.synchronous and config.pipeline.barrier
-    if every and not whole:
+    complete = schedule.synchronous and config.pipeline.barrier
+    if interval and not complete:
         raise ConfigError(
-            f"train.memory_every = {every}: between steps of {schedule.scheme} without a "
+            f"train.memory_every = {interval}: between steps of {schedule.scheme} without a "
             f"{'barrier' if schedule.synchronous else 'flush'} no update is complete on all workers; leave "
             "it "
             "out to restart from the last checkpoint"
         )
-    there = memory.ROOT.is_dir()
-    if every and not there:
+    available = memory.ROOT.is_dir()
+    if interval and not available:
         raise ConfigError(
-            f"train.memory_every = {every}: this system keeps no files in memory ({memory.ROOT}); leave it "
-            "out to restart from the last checkpoint"
+            f"train.memory_every = {interval}: this system keeps no files in memory ({memory.ROOT}); "
+            "leave it out to restart from the last checkpoint"
         )
-    wanted = max_restarts and whole and there and config.pipeline.transport != "local"
-    if every is None and not wanted:
-        every = 0
-    return config.but(train={"memory_every": every})
+    wanted = max_restarts and complete and available and config.pipeline.transport != "local"
+    if interval is None and not wanted:
+        interval = 0
+    return config.but(train={"memory_every": interval})
+
+
+class CopyTurns:
+    """Decides when the training's state is copied to memory: after a number of steps, or as time allows.
+
+    The cost of a copy is measured: how long it blocks the worker that begins it, and how much longer the next
+    step takes, during which it is written. All workers copy after the same steps, because they choose by the
+    same numbers.
+
+    Args:
+        interval: steps between copies; None: chosen so copies cost at most ``SHARE`` of the time.
+        first: number of updates made before.
+    """
+
+    def __init__(self, interval: int | None, first: int) -> None:
+        self.interval = _LEAST if interval is None else interval
+        """Steps between copies."""
+        self._chosen = interval is None
+        self._last = first
+        self._blocking: deque[float] = deque(maxlen=_REMEMBERED)
+        self._after: deque[float] = deque(maxlen=_REMEMBERED)
+        self._plain: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def due(self, done: int) -> bool:
+        """True if a copy is due after this many updates."""
+        return done - self._last >= self.interval if self._chosen else done % self.interval == 0
+
+    def copied(self, done: int, seconds: float) -> None:
+        """Note a copy that was begun after ``done`` updates and blocked the worker for ``seconds``."""
+        self._last = done
+        self._blocking.append(seconds)
+
+    def stepped(self, number: int, seconds: float) -> None:
+        """Note a step that took ``seconds``; ``number`` updates were made before it."""
+        after = self._blocking and number == self._last
+        (self._after if after else self._plain).append(seconds)
+
+    def row(self) -> list[float]:
+        """Seconds of a copy on this worker, and of a step without one; 0: unknown."""
+        step = statistics.median(self._plain) if self._plain else 0.0
+        blocking = statistics.median(self._blocking) if self._blocking else 0.0
+        late = statistics.median(self._after) - step if self._after and self._plain else 0.0
+        return [blocking + max(0.0, late), step]
+
+    def agree(self, rows: Sequence[Sequence[float]]) -> None:
+        """Choose the steps between copies from all workers' ``row``."""
+        cost, step = max(row[0] for row in rows), min(row[1] for row in rows)
+        if self._chosen and cost and step:
+            self.interval = max(_LEAST, math.ceil(cost / (SHARE * step)))

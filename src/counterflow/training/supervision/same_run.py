@@ -1,4 +1,4 @@
-"""Whether all workers were given the same run: under torchrun or Slurm each reads its own config and data.
+"""Comparison of the workers' runs: under torchrun or Slurm each reads its own config and data.
 
 Invariant: workers compare before anything is made; workers with different runs would each train on.
 """
@@ -30,8 +30,8 @@ def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
     Raises:
         ConfigError: workers differ; the message names the key.
     """
-    mine = {_DATA: data} | by_key(config.model_dump(mode="json"))
-    rows = cast("list[dict[str, Any]]", transport.gather_objects(mine))
+    values = {_DATA: data} | by_key(config.model_dump(mode="json"))
+    rows = cast("list[dict[str, Any]]", transport.gather_objects(values))
     first = rows[0]
     for rank, row in enumerate(rows):
         differing = [
@@ -41,7 +41,7 @@ def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
         ]
         if differing:
             key = differing[0]
-            both = " and ".join(toml.shown(each.get(key)) for each in (first, row))
+            both = " and ".join(toml.shown(values_of_rank.get(key)) for values_of_rank in (first, row))
             said = ": the files differ" if key == _DATA else f" = {both}"
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise ConfigError(

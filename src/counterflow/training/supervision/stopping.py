@@ -1,4 +1,4 @@
-"""How a signal ends a run early; its effect depends on the phase of the run.
+"""Early end of a run by a signal; its effect depends on the phase of the run.
 
 Before anything is begun it ends the process. While workers start it unwinds, because there is nothing to
 save. While workers train it only leaves a note: between steps they look for it, agree to end, and write what
@@ -52,7 +52,7 @@ class Phase(enum.Enum):
 
 
 class Stop:
-    """Whether the end of the run was requested, and by which signal. One per process, shared by its
+    """Request to end the run, and the signal that made it. One per process, shared by its
     threads.
     """
 
@@ -95,11 +95,13 @@ class Stop:
         if self.ended:
             return
         self.look()
-        again = self.signal is not None
-        if not again:
+        repeated = self.signal is not None
+        if not repeated:
             self.signal = number
         self.early = self.early or self.phase is Phase.UNWIND
-        if self.phase is Phase.UNWIND or (self.phase is Phase.FINISH and again and number == signal.SIGINT):
+        if self.phase is Phase.UNWIND or (
+            self.phase is Phase.FINISH and repeated and number == signal.SIGINT
+        ):
             self.phase, self.unwinds = Phase.NOTE, True  # nothing disturbs the unwinding
             raise KeyboardInterrupt
 
@@ -111,7 +113,7 @@ class Stop:
 
         Args:
             phase: the phase.
-            then: phase that follows within the context, once ``made`` was called.
+            then: phase that follows within the context, once ``step_done`` was called.
             trains: called at a signal, returns whether a step was made; for a process that learns it late,
                 from others.
 
@@ -130,9 +132,9 @@ class Stop:
     def look(self) -> None:
         """Ask whether a step was made, if that is not known yet."""
         if self.phase is Phase.UNWIND and self._trains is not None and self._trains():
-            self.made()
+            self.step_done()
 
-    def made(self) -> None:
+    def step_done(self) -> None:
         """Note that a step was made: from now on a signal finishes the step instead of unwinding."""
         if self.phase is Phase.UNWIND:
             self.phase = self._then
@@ -169,7 +171,6 @@ def listen() -> dict[int, Any]:
 
 
 def _leave(terminals: Sequence[int]) -> None:
-    """Discard output to a terminal that is gone, where printing would be an error."""
     for stream in terminals:
         if not os.isatty(stream):
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -221,27 +222,27 @@ class _Guard:
         os.close(self._reads)
 
     def _run(self) -> None:
-        asked = False
+        signalled = False
         while data := os.read(self._reads, 1):
             number = data[0]
             if number not in FROM_OUTSIDE or STOP.ended:
                 continue
             STOP.look()
             phase = STOP.phase
-            again = asked and number == signal.SIGINT and phase is Phase.FINISH
+            repeated = signalled and number == signal.SIGINT and phase is Phase.FINISH
             if phase is Phase.LEAVE:
                 self._end(number, 0.0)
-            elif phase is Phase.UNWIND or STOP.unwinds or again:  # the main thread unwinds, or is about to
+            elif phase is Phase.UNWIND or STOP.unwinds or repeated:  # the main thread unwinds, or is about to
                 self._end(number, PATIENCE_SECONDS)
-            asked = True
+            signalled = True
 
     def _end(self, number: int, patience_seconds: float) -> None:
         if self._over.wait(patience_seconds):
             return
         STOP.signal = STOP.signal or number
-        told = "Stopped\n" if STOP.signal == signal.SIGINT else f"Stopped by {STOP.name}\n"
+        message = "Stopped\n" if STOP.signal == signal.SIGINT else f"Stopped by {STOP.name}\n"
         with contextlib.suppress(OSError):
-            os.write(2, told.encode())
+            os.write(2, message.encode())
         for child in multiprocessing.active_children():
             child.kill()
         end_server()

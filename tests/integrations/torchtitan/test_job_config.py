@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError
+from counterflow.integrations.torchtitan.job_config import Translated, from_torchtitan
 from counterflow.schedule.layouts import Kind, Layout
 from counterflow.training import load_config
-from counterflow.training.torchtitan import Translated, from_torchtitan
 
 
 def job(keys: str, batch: int = 8) -> str:

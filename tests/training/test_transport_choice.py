@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from counterflow.training.carrier import with_carrier
 from counterflow.training.config import RunConfig
+from counterflow.training.transport_choice import with_transport
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_auto_is_a_gpu_each_or_the_cpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     config = RunConfig.model_validate({"pipeline": {"transport": transport}})
-    found, where = with_carrier(config, 4)
+    found, where = with_transport(config, 4)
     assert (found.pipeline.transport, where) == (chosen, said)

@@ -24,10 +24,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from counterflow.checkpoints.files import DTYPES, dtype_name
+from counterflow.checkpoints.index import METADATA
 from counterflow.errors import ConfigError
-
-from .files import DTYPES, dtype_name
-from .index import METADATA
 
 OPTIMIZERS = "optimizer", "optim"
 _EXTRAS = "lr_scheduler", "train_state", "dataloader"

@@ -11,11 +11,11 @@ import pytest
 
 from counterflow.errors import WorkerError
 from counterflow.runtime.workers.world import current_transport
-from counterflow.training.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics, whole
+from counterflow.training.folder import LIVE, METRICS, SUMMARY, RunFolder, read_metrics, replace_file
 from counterflow.training.loop import Trainer
 from counterflow.training.supervision.events import read
-from counterflow.training.supervision.fence import ATTEMPT, Fence
-from counterflow.training.supervision.restarts import telling
+from counterflow.training.supervision.exclusive import ATTEMPT, Fence
+from counterflow.training.supervision.restarts import reporting_failures
 
 from ..conftest import Configure, Train
 
@@ -25,7 +25,7 @@ LINES = [{"step": step, "seconds": 0.1} for step in (1, 2, 3)]
 def known(folder: Path) -> Fence:
     """As a worker has it that was told of the attempt which has begun."""
     fence = Fence(folder)
-    fence.mark = fence.found()
+    fence.mark = fence.current()
     assert fence.mark is not None
     return fence
 
@@ -92,11 +92,11 @@ def test_storage_that_fails_to_delete_ends_nothing(tmp_path: Path, monkeypatch: 
 def test_a_mark_is_16_digits_and_what_is_none_is_not_found(tmp_path: Path) -> None:
     fence = Fence(tmp_path)
     fence.begin()
-    assert fence.found() == fence.mark
+    assert fence.current() == fence.mark
     assert fence.mark is not None
     assert re.fullmatch("[0-9a-f]{16}", fence.mark)
     (tmp_path / ATTEMPT).write_bytes("é".encode())
-    assert fence.found() is None
+    assert fence.current() is None
     with pytest.raises(WorkerError) as error:
         fence.check()
     assert str(error.value) == (
@@ -115,7 +115,7 @@ def test_a_signal_while_a_file_is_drafted_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         Fence(tmp_path).begin()
     with pytest.raises(KeyboardInterrupt):
-        whole(tmp_path / LIVE, b"{}")
+        replace_file(tmp_path / LIVE, b"{}")
     assert not list(tmp_path.iterdir())
 
 
@@ -174,7 +174,7 @@ def test_a_failure_of_before_is_not_noted(tmp_path: Path, over: bool) -> None:
     worker = known(tmp_path)
     if over:
         Fence(tmp_path).begin()
-    with pytest.raises(WorkerError, match="nobody is there"), telling(0, worker):
+    with pytest.raises(WorkerError, match="nobody is there"), reporting_failures(0, worker):
         raise WorkerError("nobody is there")
     assert [event["event"] for event in read(tmp_path)] == ["failed"] * (not over)
 
@@ -206,7 +206,7 @@ def test_a_worker_learns_which_folder_it_is(tmp_path: Path) -> None:
     began.folder.mkdir()
     began.begin()
     worker = Fence(tmp_path / "run")
-    worker.join(began.folder, began.found())
+    worker.join(began.folder, began.current())
     assert not worker.over()
     began.end()
     assert worker.over()

@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import counterflow as cf
-from counterflow.checkpoints.convert import convert
 from counterflow.errors import ConfigError
+from counterflow.integrations.conversion import convert
 from counterflow.schedule.ir import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

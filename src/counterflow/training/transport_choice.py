@@ -21,24 +21,24 @@ from .sections.keys import AUTO
 
 def workers_here(workers: int) -> int:
     """Number of workers on this machine, as torchrun or Slurm report it; all workers if neither does."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    number = re.match(r"\d+", told)
+    setting = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    number = re.match(r"\d+", setting)
     return min(workers, int(number[0])) if number else workers
 
 
-def named_carrier(config: RunConfig) -> TransportKind | None:
+def named_transport(config: RunConfig) -> TransportKind | None:
     """The transport that a config names; None if it leaves it to the machine."""
     name = config.pipeline.transport
     return None if name == AUTO else kind_of(name)
 
 
-def with_carrier(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
+def with_transport(config: RunConfig, workers: int) -> tuple[RunConfig, str]:
     """A config whose transport is chosen, and where its workers compute, in words."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here, transport = workers_here(workers), config.pipeline.transport
     if transport == AUTO:
-        own = gpus == 1 and world.started_by() == "slurm"  # Slurm shows each task only its own GPU
-        fits = dist.is_nccl_available() and (own or gpus >= here)
+        gpu_each = gpus == 1 and world.started_by() == "slurm"  # Slurm shows each task only its own GPU
+        fits = dist.is_nccl_available() and (gpu_each or gpus >= here)
         transport = (NCCL if fits else GLOO).name
         config = config.but(pipeline={"transport": transport})
     if kind_of(transport).gpu_each:

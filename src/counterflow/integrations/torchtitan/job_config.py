@@ -83,7 +83,7 @@ class TranslatedShown(Result):
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys of a job that say something of its pipeline, with torchtitan's defaults."""
+    """Keys of a job that concern its pipeline, with torchtitan's defaults."""
 
     degree: int = 1
     schedule: str = "1F1B"
@@ -148,9 +148,11 @@ def from_torchtitan(text: str, layers: int | None = None, *, name: str = "torcht
     else:
         schedule = {"scheme": scheme, "workers" if scheme not in _BY_STAGES else "stages": keys.degree}
         schedule["micro_batches"] = micro_batches
-        held = len(layout.stages) // keys.degree if layout is not None else chunks or _held(keys, name)
-        if scheme in _CHUNKS and (chunks is None or held > 1):
-            schedule[_CHUNKS[scheme]] = held
+        chunks_per_worker = (
+            len(layout.stages) // keys.degree if layout is not None else chunks or _default_chunks(keys, name)
+        )
+        if scheme in _CHUNKS and (chunks is None or chunks_per_worker > 1):
+            schedule[_CHUNKS[scheme]] = chunks_per_worker
     pipeline: dict[str, Any] = {}
     if replicas > 1:
         pipeline["replicas"] = replicas
@@ -169,8 +171,7 @@ _BY_STAGES = "dapple", "gpipe"
 
 
 def _keys(job: Mapping[str, Any], name: str, notes: list[str]) -> _Keys:
-    """What the job says; keys that are not known are noted."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     places: dict[str, str] = {}
     known = {f"{_PREFIX}{key}": key for key in _Keys.__dataclass_fields__}
     for table in ("experimental", "parallelism"):  # older files have them in the first
@@ -180,30 +181,31 @@ def _keys(job: Mapping[str, Any], name: str, notes: list[str]) -> _Keys:
         for written, value in section.items():
             full = str(_OLD.get(written, written))
             if full in known:
-                given[known[full]], places[known[full]] = value, f"{table}.{written}"
+                values[known[full]], places[known[full]] = value, f"{table}.{written}"
             elif full.startswith(_PREFIX):
-                told = hint(full, list(known))
-                notes.append(f"{table}.{written}: no such key of torchtitan is known; it is left out{told}")
+                suggestion = hint(full, list(known))
+                notes.append(
+                    f"{table}.{written}: no such key of torchtitan is known; it is left out{suggestion}"
+                )
             elif full.endswith("_parallel_degree") and value not in (1, -1) and full not in _REPLICATED:
                 notes.append(
                     f"{table}.{written} = {toml.shown(value)}: no key of a pipeline, so it is left out"
                 )
-    for key, value in given.items():
+    for key, value in values.items():
         place = f"{name}: {places[key]} = {toml.shown(value)}"
         if key in _NUMBERS and not (type(value) is int and value >= _NUMBERS[key]):
             raise ConfigError(f"{place}: must be a whole number, {_NUMBERS[key]} or more")
         if key in ("schedule", "schedule_csv") and not isinstance(value, str):
             raise ConfigError(f"{place}: must be a text")
-    if given.get("expert_parallel_overlap"):
+    if values.get("expert_parallel_overlap"):
         notes.append(f"{places['expert_parallel_overlap']}: there is no such overlap here, so it is left out")
-    return _Keys(**given)
+    return _Keys(**values)
 
 
 _REPLICATED = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 
 
 def _batch(job: Mapping[str, Any], keys: _Keys, name: str, notes: list[str]) -> tuple[int, int]:
-    """Samples of a mini-batch of one replica, and replicas."""
     training, parallelism = job.get("training", {}), job.get("parallelism", {})
     if not isinstance(training, dict):
         raise ConfigError(f"{name}: training = {toml.shown(training)}: must be a section")
@@ -227,8 +229,8 @@ def _batch(job: Mapping[str, Any], keys: _Keys, name: str, notes: list[str]) -> 
     return local, replicate * max(shard, 1)
 
 
-def _held(keys: _Keys, name: str) -> int:
-    """Stages of a worker where the number of layers is not known, and the schedule takes any number."""
+def _default_chunks(keys: _Keys, name: str) -> int:
+    """Stages of a worker if the number of layers is unknown and the schedule takes any number."""
     if keys.layers_per_stage is not None:
         raise ConfigError(
             f"{name}: {_PREFIX}layers_per_stage = {keys.layers_per_stage}: makes as many stages as the "
@@ -242,7 +244,6 @@ def _held(keys: _Keys, name: str) -> int:
 
 
 def _ranks_of(stages: int, keys: _Keys, chunks: int | None, name: str) -> int:
-    """Stages of a worker, if they are as many as the schedule takes."""
     degree = keys.degree
     if stages % degree or (chunks is not None and stages != degree * chunks):
         expected = f"{degree * chunks}" if chunks is not None else f"a multiple of {degree}"
@@ -255,17 +256,16 @@ def _ranks_of(stages: int, keys: _Keys, chunks: int | None, name: str) -> int:
 
 def _scheme(keys: _Keys, name: str) -> tuple[str, int | None]:
     """The scheme, and how many stages it holds on a worker; None: any number."""
-    found = _SCHEDULES.get(keys.schedule.lower())
-    if found is None or not (found[0] or keys.schedule_csv):
+    entry = _SCHEDULES.get(keys.schedule.lower())
+    if entry is None or not (entry[0] or keys.schedule_csv):
         raise ConfigError(
             f"{name}: {_PREFIX}schedule = {toml.shown(keys.schedule)}: no schedule of torch's that is known "
             f"here{hint(keys.schedule, _NAMES)}"
         )
-    return found
+    return entry
 
 
 def _layout(keys: _Keys, layers: int | None, chunks: int | None, name: str) -> Layout | None:
-    """The stages, as torchtitan makes them; None: that takes the number of layers."""
     degree = keys.degree
     if layers is not None and not 1 <= layers <= 10_000:
         raise ConfigError(f"layers={layers}: must be 1 to 10,000")
@@ -291,19 +291,20 @@ def _dealt(stages: int, layers: int, weights: tuple[int, int], name: str) -> Lay
     """Layers dealt out evenly, embedding and head counted as given; the first stages have what is left."""
     if stages == 1:
         return Layout.of_cuts((), layers + 2)
-    each, more = divmod(layers + sum(weights), stages)
-    if max(1, *weights) > each:
+    layers_each, more = divmod(layers + sum(weights), stages)
+    if max(1, *weights) > layers_each:
         raise ConfigError(
             f"{name}: {layers} layers, {weights[0]} for the embedding and {weights[1]} for the head, make "
-            f"stages of {each}, expected 1 or more and no less than either counts as; give fewer stages"
+            f"stages of {layers_each}, expected 1 or more and no less than either counts as; give fewer "
+            "stages"
         )
-    counts = [each + (stage < more) for stage in range(stages)]
+    counts = [layers_each + (stage < more) for stage in range(stages)]
     counts[0] -= weights[0]
     counts[-1] -= weights[1]
-    made: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
-    made[0] = (Kind.EMBEDDING, *made[0])
-    made[-1] = (*made[-1], Kind.LOSS)
-    return Layout(tuple(made))
+    stages_of_layout: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
+    stages_of_layout[0] = (Kind.EMBEDDING, *stages_of_layout[0])
+    stages_of_layout[-1] = (*stages_of_layout[-1], Kind.LOSS)
+    return Layout(tuple(stages_of_layout))
 
 
 _LAYER = re.compile(r"layers\.([0-9]{1,5})")
@@ -314,14 +315,14 @@ def _of_modules(parts: Any, layers: int | None, name: str) -> Layout:
     place = f"{name}: module_fqns_per_model_part"
     if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts) or not parts:
         raise ConfigError(f"{place} = {toml.shown(parts)}: must be a list of lists of names")
-    made: list[Stage] = []
+    stages: list[Stage] = []
     numbers: list[int] = []
     for number, part in enumerate(parts):
         stage: list[Kind] = []
         for module in part:
-            found = _LAYER.fullmatch(str(module))
-            if found:
-                numbers.append(int(found[1]))
+            match = _LAYER.fullmatch(str(module))
+            if match:
+                numbers.append(int(match[1]))
                 stage.append(Kind.TRANSFORMER)
             elif module in ("tok_embeddings", "output", "lm_head"):
                 stage.append(Kind.EMBEDDING if module == "tok_embeddings" else Kind.LOSS)
@@ -332,13 +333,13 @@ def _of_modules(parts: Any, layers: int | None, name: str) -> Layout:
                 )
         if "norm" in part and Kind.LOSS not in stage:
             raise ConfigError(f"{place}: part {number} has norm without output, which are one layer here")
-        made.append(tuple(stage))
+        stages.append(tuple(stage))
     if numbers != list(range(len(numbers))) or (layers is not None and len(numbers) != layers):
         expected = f"all {layers}" if layers is not None else "all"
         raise ConfigError(
             f"{place}: has layers {toml.shown(numbers)}, expected {expected} from 0 on, in order"
         )
-    layout = Layout(tuple(made))
+    layout = Layout(tuple(stages))
     layout.refuse_misplaced()
     return layout
 
@@ -351,10 +352,10 @@ def _of_split_points(points: Any, layers: int, name: str) -> Layout:
         raise ConfigError(f"{place}: must be a list of names")
     cuts = []
     for module in names:
-        found = _LAYER.fullmatch(str(module).strip())
-        if found is None and str(module).strip() != "norm":
+        match = _LAYER.fullmatch(str(module).strip())
+        if match is None and str(module).strip() != "norm":
             raise ConfigError(f"{place}: {toml.shown(module)} begins no stage here; give layers.N or norm")
-        cuts.append(1 + (layers if found is None else int(found[1])))
+        cuts.append(1 + (layers if match is None else int(match[1])))
     if any(not before < cut < layers + 2 for before, cut in zip([0, *cuts], cuts, strict=False)):
         raise ConfigError(f"{place}: must rise, and name layers of the {layers} that there are")
     return Layout.of_cuts(tuple(cuts), layers + 2)

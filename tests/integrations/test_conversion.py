@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import counterflow as cf
-from counterflow.checkpoints.convert import convert
 from counterflow.errors import ConfigError
-
-from .test_pipelines import adamw, loss, model, run, trained
+from counterflow.integrations.conversion import convert
+from tests.checkpoints.test_pipelines import adamw, loss, model, run, trained
 
 
 @pytest.fixture

@@ -20,13 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
+from counterflow.checkpoints import files
+from counterflow.checkpoints.index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of
+from counterflow.checkpoints.reader import Checkpoint
+from counterflow.checkpoints.state import MODEL, OPTIMIZER, OPTIONS, SCHEDULER, file_of, kept_of, name_in_file
 from counterflow.common.json_models import Result, result_of
 from counterflow.errors import ConfigError, CounterflowError
-
-from . import files
-from .index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of
-from .reader import Checkpoint
-from .state import MODEL, OPTIMIZER, OPTIONS, SCHEDULER, file_of, kept_of, name_in_file
 
 SINGLE = "model.safetensors"
 _SHARDS = "model.safetensors.index.json"
@@ -315,7 +314,7 @@ def _into_checkpoint(state: _State, target: Path) -> Converted:
 
 
 def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file: bool) -> Converted:
-    from .torch_folders import TorchFolder, optimizer_of  # noqa: PLC0415 - it takes a while
+    from .torchtitan.dcp_folder import TorchFolder, optimizer_of  # noqa: PLC0415 - it takes a while
 
     opened = TorchFolder(source)
     weights = {name: opened.sizes[key] for name, key in opened.weights.items()}
@@ -349,7 +348,7 @@ def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file:
 
 
 def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Converted:
-    from . import torch_folders  # noqa: PLC0415 - it takes a while
+    from .torchtitan import dcp_folder  # noqa: PLC0415 - it takes a while
 
     keys = {name: f"{MODEL}/{name}" for name in weights}
     for first, further in checkpoint.index.aliases.items():
@@ -362,7 +361,7 @@ def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Co
     for key in checkpoint.index.tensors:
         kind, name, slot = kept_of(key)
         if kind == OPTIMIZER and slot is not None:
-            keys[f"{torch_folders.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
+            keys[f"{dcp_folder.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
     stored = checkpoint.index.tensors
     sizes = {target_key: (stored[key].dtype, stored[key].shape) for target_key, key in keys.items()}
     counters = {
@@ -371,8 +370,8 @@ def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Co
         "lr_scheduler.last_epoch": checkpoint.step,
     }
     with _draft(target) as draft:
-        torch_folders.write(
-            draft, sizes, lambda key: checkpoint.tensor(keys[key]), torch_folders.flat(options) | counters
+        dcp_folder.write(
+            draft, sizes, lambda key: checkpoint.tensor(keys[key]), dcp_folder.flat(options) | counters
         )
         files.settle(draft)
     size = sum(file.stat().st_size for file in target.iterdir())
