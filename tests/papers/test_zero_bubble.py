@@ -253,7 +253,7 @@ def test_memory_of_dualpipe(p: int) -> None:
     """p + 1 stages, two copies of each; folded into a V, 2p + 1 half stages and one copy."""
     for m in (2 * p, 3 * p, 3 * p + 1):
         assert set(peak_activations(dualpipe_v(p, m))) == {2 * p + 1}
-        assert all(len(list(dualpipe_v(p, m).placement.held(w))) == 2 for w in range(p))
+        assert all(len(list(dualpipe_v(p, m).placement.stages_on(w))) == 2 for w in range(p))
     if p % 2 == 0:
         for m in (2 * p, 2 * p + 2, 4 * p):
             schedule = dualpipe(p, m)

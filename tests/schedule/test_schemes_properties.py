@@ -393,7 +393,7 @@ def test_synchronous_schemes_use_one_version(name: str, data: st.DataObject) -> 
     schedule = data.draw(schedules(name))
     assert all(op.version == 0 for op in schedule.ops())
     copies = simulate(schedule).weight_copies
-    assert copies == tuple(len(list(schedule.placement.held(w))) for w in range(schedule.workers))
+    assert copies == tuple(len(list(schedule.placement.stages_on(w))) for w in range(schedule.workers))
 
 
 @pytest.mark.parametrize("name", [n for n, known in SCHEMES.items() if not known.synchronous])

@@ -210,7 +210,7 @@ def _heading(schedule: Schedule, costs: Costs) -> str:
 
 def _option(scheme: str, name: str, value: OptionValue) -> str:
     known = registry.option(scheme, name)
-    return known.told(value) if known else f"{name}={value}"
+    return known.describe(value) if known else f"{name}={value}"
 
 
 def _summary(simulation: Simulation, peak: str, in_forwards: bool) -> str:

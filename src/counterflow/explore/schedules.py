@@ -24,7 +24,7 @@ from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.check import inspect
 from counterflow.program.lists import circle_of_ops
-from counterflow.program.player import load_numba
+from counterflow.program.player import accelerated, load_numba
 from counterflow.program.report import checked
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
@@ -302,7 +302,7 @@ def build(name: str, options: dict[str, int | str | bool]) -> Schedule:
     for depth in DEPTH:
         if type(options.get(depth)) is int:
             scheme.refuse_too_large({**options, scheme.depth: options[depth]}, MOST_OPS)
-    schedule = registry.build(name, options)
+    schedule = registry.build(name, options, accelerated)
     _refuse_large(sum(map(len, schedule.orders)), scheme.name)
     return schedule
 

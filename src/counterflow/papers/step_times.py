@@ -114,7 +114,8 @@ def planned_closed_form(play: Play) -> ClosedForm | None:
 def seconds_of_slowest(schedule: Schedule, seconds: list[float]) -> float:
     """Seconds of a stage, averaged over the stages of the slowest worker."""
     by_worker = [
-        [seconds[stage] for _, stage in schedule.placement.held(worker)] for worker in range(schedule.workers)
+        [seconds[stage] for _, stage in schedule.placement.stages_on(worker)]
+        for worker in range(schedule.workers)
     ]
     return max(sum(of_stages) / len(of_stages) for of_stages in by_worker)
 

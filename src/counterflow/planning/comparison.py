@@ -403,7 +403,7 @@ def _options(
 def _name(schedule: Schedule) -> str:
     scheme = registry.scheme(schedule.scheme)
     shown = [
-        option.told(value)
+        option.describe(value)
         for name, value in schedule.options
         if name not in _SIZES and (option := scheme.option(name)) is not None and value != option.usual
     ]

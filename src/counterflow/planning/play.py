@@ -296,7 +296,7 @@ class Play:
             return list(map(max, norms, self.sharded.updating))
         peaks = self.stages.update_peaks
         return [
-            max(norm, *(peaks[stage] for _, stage in placement.held(worker)))
+            max(norm, *(peaks[stage] for _, stage in placement.stages_on(worker)))
             for worker, norm in enumerate(norms)
         ]
 

@@ -12,6 +12,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from counterflow.errors import ConfigError
+from counterflow.program.player import accelerated
 from counterflow.program.sync import needs_sync
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -272,13 +273,13 @@ def _build(scheme: str, given: tuple[tuple[str, OptionValue], ...], *, far: bool
     """
     known, options = registry.scheme(scheme), dict(given)
     if known.synchronous:
-        return registry.build(scheme, options)
+        return registry.build(scheme, options, accelerated)
     one = registry.build(scheme, options | {"periods": 1})
     # Until the first micro-batch is through, others follow it into the pipeline, and the same at its end.
     whole = STEADY_PERIODS + (math.ceil(one.stages / one.micro_batches) if far else 0)
     fewest = whole + math.ceil(one.workers / one.micro_batches)
     for periods in range(fewest, fewest + 2 * one.stages + 2):
-        schedule = registry.build(scheme, options | {"periods": periods})
+        schedule = registry.build(scheme, options | {"periods": periods}, accelerated)
         if whole_periods(schedule) >= whole:
             return schedule
     raise ConfigError(

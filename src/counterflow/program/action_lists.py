@@ -33,10 +33,10 @@ from .lists import instant, played
 from .player import Lists
 
 Start = StartSync | StartGather
-Made = tuple[Op, SkipLink | None]
+Output = tuple[Op, SkipLink | None]
 """What an op makes: a value for the stage before or after, or for the other end of a skip connection."""
 
-Event = tuple[str, Made | Start, int]
+Event = tuple[str, Output | Start, int]
 """An event that an action can wait for: what happens, to what, and the worker that makes it happen."""
 
 
@@ -61,7 +61,7 @@ class ActionLists:
 
 @dataclass(slots=True)
 class _List:
-    """A list under construction: for each node its action, and the events that it waits for and makes."""
+    """List under construction: for each node its action, and the events that it waits for and makes."""
 
     actions: list[int] = field(default_factory=list)
     takes: list[list[Event]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class _Writing:
 
     def __init__(self, program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool) -> None:
         self.rendezvous, self.holding = rendezvous, holding
-        self.inputs = _inputs(graph)
+        self.inputs = _inputs_by_op(graph)
         self.holders = {
             action.op: worker
             for worker, actions in enumerate(program.actions)
@@ -130,7 +130,6 @@ class _Writing:
         return row
 
     def _takes(self, op: Op, worker: int, computed: set[Op]) -> Iterator[Event]:
-        """The events that an op of a worker waits for, except those that precede it in the list."""
         for source, skip in self.inputs.get(op, ()):
             holder = self.holders.get(source, worker)
             if holder != worker:
@@ -168,18 +167,21 @@ def action_lists(
     for start, workers in written.waiting.items():
         members = start.workers if isinstance(start, StartSync) else range(len(program.actions))
         takes: list[Event] = [("started", start, member) for member in members]
-        takes += [("followed", one, number[start]) for one, after in follow if after == start]
+        takes += [
+            ("followed", start_before, number[start]) for start_before, after in follow if after == start
+        ]
         row = _List()
         row.node(0, takes)
         row.makes[0] += [("ended", start, worker) for worker in workers]
-        row.makes[0] += [("followed", start, number[after]) for one, after in follow if one == start]
+        row.makes[0] += [
+            ("followed", start, number[after]) for start_before, after in follow if start_before == start
+        ]
         written.rows.append(row)
     return _numbered(program, written.rows, starts)
 
 
-def _inputs(graph: OpGraph) -> dict[Op, list[Made]]:
-    """The products of other ops that each op takes; those of skip connections last."""
-    inputs: dict[Op, list[Made]] = {
+def _inputs_by_op(graph: OpGraph) -> dict[Op, list[Output]]:
+    inputs: dict[Op, list[Output]] = {
         graph.ops[node]: [(graph.ops[source], None)]
         for node, source in enumerate(graph.source)
         if source is not None
@@ -208,12 +210,12 @@ def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> A
             node += 1
     events = [*makers, *(event for event in takers if event not in makers)]
     message = {event: number for number, event in enumerate(events)}
-    taken = [[message[event] for event in takes] for row in rows for takes in row.takes]
+    inputs = [[message[event] for event in takes] for row in rows for takes in row.takes]
     lists = Lists(
         first=first,
-        takes=np.cumsum([0, *map(len, taken)]),
-        taken=np.array([number for takes in taken for number in takes], dtype=np.int64),
-        made=np.searchsorted(np.array(list(makers.values()), dtype=np.int64), np.arange(node + 1)),
+        takes=np.cumsum([0, *map(len, inputs)]),
+        inputs=np.array([number for takes in inputs for number in takes], dtype=np.int64),
+        outputs=np.searchsorted(np.array(list(makers.values()), dtype=np.int64), np.arange(node + 1)),
         receivers=np.array([takers[event] for event in events], dtype=np.int64),
     )
     return ActionLists(program, lists, [index for row in rows for index in row.actions], events, starts)
@@ -228,16 +230,16 @@ def circle(program: Program, graph: OpGraph, *, rendezvous: bool, holding: bool 
         rendezvous: as in ``action_lists``.
         holding: as in ``action_lists``.
     """
-    found = action_lists(program, graph, rendezvous=rendezvous, holding=holding)
-    times = played(found.lists, instant(found.lists))
+    written = action_lists(program, graph, rendezvous=rendezvous, holding=holding)
+    times = played(written.lists, instant(written.lists))
     workers = len(program.actions)
     heads: dict[int, tuple[int, Event]] = {}
-    for one in times.stuck(found.lists):
-        if one < workers:
-            what, about, _ = event = found.events[times.waits[one]]
+    for waiting in times.stuck(written.lists):
+        if waiting < workers:
+            what, about, _ = event = written.events[times.waits[waiting]]
             if what == "ended":  # the list waits for a member that does not start its part
-                event = found.events[times.waits[workers + found.starts.index(about)]]
-            heads[one] = found.actions[times.head[one]], event
+                event = written.events[times.waits[workers + written.starts.index(about)]]
+            heads[waiting] = written.actions[times.head[waiting]], event
     return _described(program, heads) if heads else None
 
 
@@ -260,9 +262,9 @@ def _reason(event: Event) -> str:
     what, about, worker = event
     if isinstance(about, tuple):
         op, skip = about
-        made = str(op) if skip is None else f"{op} by the skip connection {skip}"
+        product = str(op) if skip is None else f"{op} by the skip connection {skip}"
         does = {"posted": "post the receive of", "sent": "send", "computed": "compute"}[what]
-        return f"worker {worker} to {does} {made}"
+        return f"worker {worker} to {does} {product}"
     begun = str(about)
     for kind, said in (("StartSync", "start the sum of"), ("StartGather", "start the gather of")):
         begun = begun.replace(kind, said, 1)

@@ -20,7 +20,7 @@ _CARRIED = {Product.OUTPUT: "Activation", Product.INPUT_GRADIENT: "Gradient"}
 
 
 class Matching(Enum):
-    """How a transport matches the messages between two workers.
+    """Rule by which a transport matches the messages between two workers.
 
     ``ORDER``: by their order alone, in either direction (NCCL). ``TAG``: by a number (Gloo).
     """
@@ -30,7 +30,7 @@ class Matching(Enum):
 
 
 class Summed(Enum):
-    """What is summed over workers.
+    """Values that are summed over workers.
 
     ``GRADIENTS``: a stage's gradients, over its replicas. ``TIED``: gradients of weights that several stages
     share, over all holders of one of these. ``STATISTICS``: a stage's running statistics (batch norms),
@@ -135,16 +135,16 @@ class _Gather:
 
     @property
     def early(self) -> bool:
-        """Whether it starts before the gradients of its loss's period exist."""
+        """True if it starts before the gradients of its loss's period exist."""
         return self.loss is not None and self.norm is not None and self.norm < self.loss
 
     def __str__(self) -> str:
         named = {"loss": self.loss, "norm": self.norm, "copies": self.copies}
-        found = []
-        for period in sorted({each for each in self.periods if each is not None}, reverse=True):
-            *others, last = (what for what, its in named.items() if its == period)
-            found.append(f"{', '.join(others)}{' and ' if others else ''}{last} of period {period}")
-        return f"{type(self).__name__} {', '.join(found)}"
+        parts = []
+        for period in sorted({number for number in self.periods if number is not None}, reverse=True):
+            *first, last = (what for what, of_value in named.items() if of_value == period)
+            parts.append(f"{', '.join(first)}{' and ' if first else ''}{last} of period {period}")
+        return f"{type(self).__name__} {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,6 @@ class WaitGather(_Gather):
 
 @dataclass(frozen=True, slots=True)
 class _OfAllStages:
-    """An action on a period's gradients of all stages of the worker."""
-
     period: int
 
     def __str__(self) -> str:
@@ -261,7 +259,7 @@ class Program:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether stages have several replicas, so their gradients have to be summed."""
+        """True if stages have several replicas, so their gradients have to be summed."""
         return needs_sync(self.schedule, self.replicas)
 
     def holders(self, *stages: int) -> tuple[int, ...]:

@@ -37,11 +37,10 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every rule was checked and holds."""
+        """True if every rule was checked and holds."""
         return all(result.ok for result in self.results)
 
     def _repr_html_(self) -> str:
-        """The rules in a notebook."""
         signs = {True: "✓", False: "✗", None: "·"}
         rows = [(signs[result.ok], result.rule, result.detail) for result in self.results]
         return titled("Right" if self.ok else "Wrong", table(("", "rule", "detail"), rows))

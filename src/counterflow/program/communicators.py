@@ -32,14 +32,16 @@ def communicators(
     links += [(stage, stage + 1) for stage in range(schedule.stages - 1)]
     for holders in placement.pipes_stages:
         for source, target in links:
-            one, other = holders[source], holders[target]
-            if one != other:
-                peers[one].add(other)
-                peers[other].add(one)
+            sender, receiver = holders[source], holders[target]
+            if sender != receiver:
+                peers[sender].add(receiver)
+                peers[receiver].add(sender)
     sums: list[set[tuple[int, ...]]] = [set() for _ in peers]
     for stages in (*((stage,) for stage in range(schedule.stages)), *map(tuple, ties)):
         members = tuple(sorted({worker for s in stages for _, worker in placement.copies(s)}))
         if replicas * len(members) > 1:
             for worker in members:
                 sums[worker].add(members)
-    return tuple(2 * len(others) + len(sets) for others, sets in zip(peers, sums, strict=True))
+    return tuple(
+        2 * len(peers_of_worker) + len(sets) for peers_of_worker, sets in zip(peers, sums, strict=True)
+    )

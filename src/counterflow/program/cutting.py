@@ -1,4 +1,4 @@
-"""Where the mini-batches of an asynchronous schedule begin on each worker, and the segments between.
+"""Boundaries of the mini-batches of an asynchronous schedule on each worker, and the segments between.
 
 Invariant: a message is sent and its receive posted in the same segment, so nothing is awaited from a period
 that may never begin.
@@ -50,19 +50,17 @@ class Cut:
         gaps = _posted(self.graph, self.ends, self.bounds, matching)
         program = self._updated(self.graph, times)
         for worker, actions in enumerate(program.actions):
-            for index, action in _beside_ops(actions):
+            for index, action in _other_actions(actions):
                 number = self._number_of(worker, index, action, program.needs_sync)
                 gaps[worker][index].append((number, action))
         self.segments = [self._segment(gaps, number) for number in range(schedule.periods)]
         """What every worker runs when it has each mini-batch; the last one includes the drain."""
 
     def _updated(self, graph: OpGraph, times: tuple[list[int], list[int]]) -> Program:
-        """Ops, syncs and updates without messages."""
         program = replace(self.empty, schedule=graph.schedule, actions=compute_actions(graph.schedule))
         return with_updates(with_syncs(program, times))
 
     def _bounds(self, order: Sequence[Op]) -> list[int]:
-        """Where each segment begins in an order, and its end."""
         first: dict[int, int] = {}
         for index, op in enumerate(order):
             first.setdefault(self.schedule.period_of(op), index)
@@ -102,13 +100,13 @@ class Cut:
         """The first segment that all later ones repeat; None if no segment does in these periods."""
         count = self.schedule.micro_batches
         same = [
-            after.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in one.actions)
-            for one, after in pairwise(self.segments[:-1])
+            after.actions == tuple(tuple(shifted(a, 1, count) for a in row) for row in segment.actions)
+            for segment, after in pairwise(self.segments[:-1])
         ]
-        found = len(same)
-        while found and same[found - 1]:
-            found -= 1
-        return found if found < len(same) else None
+        first = len(same)
+        while first and same[first - 1]:
+            first -= 1
+        return first if first < len(same) else None
 
     def drain(self, number: int) -> Program:
         """The rest of the work after segment ``number`` if nothing follows."""
@@ -127,7 +125,7 @@ class Cut:
         for worker, actions in enumerate(self._updated(graph, times).actions):
             before = [action for program in self.segments[:count] for action in program.actions[worker]]
             done = {_named(action) for action in before}
-            for index, action in _beside_ops(actions):
+            for index, action in _other_actions(actions):
                 if _named(action) not in done:
                     gaps[worker][index].append((count, action))
             row = _woven(orders[worker], gaps[worker], begins[worker], len(orders[worker]), count)
@@ -153,15 +151,13 @@ class Cut:
 
 
 def _posted(graph: OpGraph, ends: Sequence[int], bounds: Sequence[Sequence[int]], matching: Matching) -> Gaps:
-    """The messages of all segments, in their places."""
     gaps: Gaps = [defaultdict(list) for _ in bounds]
     for worker, index, number, action in messages(graph, ends, bounds, matching):
         gaps[worker][index].append((number, action))
     return gaps
 
 
-def _beside_ops(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
-    """The actions that are not ops, each with the number of ops before it."""
+def _other_actions(actions: Iterable[Action]) -> Iterator[tuple[int, Action]]:
     index = 0
     for action in actions:
         if isinstance(action, Compute):
@@ -184,7 +180,6 @@ def _woven(
 
 
 def _named(action: Action) -> tuple[type[Action], int, int] | None:
-    """Key that identifies a sync or an update, whatever an update frees."""
     match action:
         case Update(stage, version, _):
             return Update, stage, version

@@ -48,13 +48,12 @@ Update stage 1 to version 1
 
 
 def _when_reported(actions: Sequence[Action], last: int) -> int:
-    """Place where a worker reports its loss: after an op and its sends."""
     ops = [(index, action.op) for index, action in enumerate(actions) if isinstance(action, Compute)]
-    made = [at for at, (_, op) in enumerate(ops) if op.kind.gives is Product.OUTPUT and op.stage == last]
-    at = made[-1] if made else 0
+    losses = [at for at, (_, op) in enumerate(ops) if op.kind.gives is Product.OUTPUT and op.stage == last]
+    at = losses[-1] if losses else 0
     if not ops:
         return 0
-    if made and at + 1 < len(ops):
+    if losses and at + 1 < len(ops):
         after = ops[at + 1][1]
         at += after.stage == last or after.kind.takes is None  # the inputs of these exist
     end = ops[at][0] + 1

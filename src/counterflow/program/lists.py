@@ -42,8 +42,8 @@ class Messages:
             return seconds
         before = np.cumsum(seconds) - seconds
         first = np.concatenate(([True], self.makers[1:] != self.makers[:-1]))
-        found: Floats = before - before[first][np.cumsum(first) - 1]
-        return found
+        seconds_before: Floats = before - before[first][np.cumsum(first) - 1]
+        return seconds_before
 
 
 def messages_of(graph: OpGraph) -> Messages:
@@ -75,12 +75,12 @@ def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) 
         receivers: list of the node that takes each message.
     """
     nodes = np.arange(first[-1] + 1)
-    taken = np.argsort(takers, kind="stable")
+    by_taker = np.argsort(takers, kind="stable")
     return Lists(
         first=np.array(first, dtype=np.int64),
-        takes=np.searchsorted(takers[taken], nodes),
-        taken=taken,
-        made=np.searchsorted(makers, nodes),
+        takes=np.searchsorted(takers[by_taker], nodes),
+        inputs=by_taker,
+        outputs=np.searchsorted(makers, nodes),
         receivers=receivers,
     )
 
@@ -116,7 +116,7 @@ def instant(lists: Lists, nodes: Floats | None = None) -> Lasting:
 
 
 def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: Floats) -> Lasting:
-    """How long everything takes in lists that have more in them than ops and the messages between workers.
+    """Durations of everything in lists that have more in them than ops and the messages between workers.
 
     What a further message says is known as soon as its maker is done with all messages between workers.
 
@@ -130,7 +130,7 @@ def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: F
     nodes, busy = seconds.copy(), np.zeros(len(seconds))
     nodes[ops >= 0], busy[ops >= 0] = lasting.nodes[ops[ops >= 0]], lasting.busy[ops[ops >= 0]]
     late, travel = np.zeros(len(messages)), np.zeros(len(messages))
-    late[: lists.made[-1]] = np.repeat(busy, np.diff(lists.made))
+    late[: lists.outputs[-1]] = np.repeat(busy, np.diff(lists.outputs))
     lanes = np.full(len(messages), -1, dtype=np.int64)
     between, which = messages >= 0, messages[messages >= 0]
     late[between], travel[between] = lasting.late[which], lasting.travel[which]
@@ -160,7 +160,6 @@ def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[
 
 
 def _instantly(graph: OpGraph, durations: Floats | None = None) -> tuple[Lists, Times]:
-    """The orders, played with messages that take no time."""
     lists = lists_of_ops(graph, messages_of(graph))
     return lists, played(lists, instant(lists, durations))
 
@@ -192,13 +191,13 @@ def _stuck_ops(graph: OpGraph, lists: Lists, times: Times) -> dict[int, tuple[in
 
     None if one of them waits for a sum.
     """
-    found = {}
+    stuck = {}
     for worker in times.stuck(lists):
         source = graph.source[times.head[worker]] if worker < len(graph.schedule.orders) else None
         if source is None:
             return {}
-        found[worker] = int(times.head[worker]), source
-    return found
+        stuck[worker] = int(times.head[worker]), source
+    return stuck
 
 
 def topological(graph: OpGraph) -> list[int]:
@@ -208,8 +207,8 @@ def topological(graph: OpGraph) -> list[int]:
         DeadlockError: workers wait for each other in a circle.
     """
     start, _ = earliest(graph, [1] * len(graph.ops))
-    found: list[int] = np.argsort(start, kind="stable").tolist()
-    return found
+    nodes: list[int] = np.argsort(start, kind="stable").tolist()
+    return nodes
 
 
 def ops_before(graph: OpGraph) -> list[list[int]]:
@@ -217,15 +216,15 @@ def ops_before(graph: OpGraph) -> list[list[int]]:
 
     Ops of the op's own worker are not counted, as its place alone says how many precede it.
     """
-    found: list[list[int]] = [[]] * len(graph.ops)
+    rows: list[list[int]] = [[]] * len(graph.ops)
     none = [0] * len(graph.schedule.orders)
     begins = set(graph.first)
     for node in topological(graph):
-        mine = none if node in begins else found[node - 1]
+        row = none if node in begins else rows[node - 1]
         source = graph.source[node]
         if source is not None and graph.worker[source] != graph.worker[node]:
-            mine = list(map(max, mine, found[source]))
+            row = list(map(max, row, rows[source]))
             maker = graph.worker[source]
-            mine[maker] = max(mine[maker], source - graph.first[maker] + 1)
-        found[node] = mine
-    return found
+            row[maker] = max(row[maker], source - graph.first[maker] + 1)
+        rows[node] = row
+    return rows

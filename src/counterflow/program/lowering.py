@@ -109,7 +109,7 @@ NOTHING_SHARED = Shared()
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How steps end.
+    """End of steps.
 
     Attributes:
         barrier: whether all workers end a synchronous step before one begins the next; otherwise the next
@@ -125,7 +125,7 @@ class Ends:
 
     @property
     def wait_for_norm(self) -> bool:
-        """Whether updates of a synchronous schedule wait for the gradient norm of all workers."""
+        """True if updates of a synchronous schedule wait for the gradient norm of all workers."""
         return self.barrier or self.norm
 
 
@@ -256,7 +256,7 @@ def messages(
         number = bisect_right(bounds[sender], source - graph.first[sender]) - 1
         placed.append((number, ends[source], sender, source, target, index, skip))
     placed.sort(key=itemgetter(0, 1, 2, 3, 5))
-    found = []
+    postings = []
     wanted = []
     for number, end, sender, source, target, _, _ in placed:
         receiver = graph.worker[target]
@@ -271,12 +271,12 @@ def messages(
         turn = max(min(bisect_right(by_worker[receiver], end), stop), start)
         posted = max(min(turn, needed - 1), start, latest[receiver, sender])
         latest[receiver, sender], latest[sender, receiver] = posted, sent
-        found.append(Posting(sender, receiver, sent, posted, turn))
+        postings.append(Posting(sender, receiver, sent, posted, turn))
         wanted.append(max(needed - AHEAD, start))
     if matching is Matching.ORDER:
-        settle(found, len(bounds))
+        settle(postings, len(bounds))
     moved: list[tuple[int, int, int, Action]] = []
-    for (number, _, _, source, _, _, skip), message, ahead in zip(placed, found, wanted, strict=True):
+    for (number, _, _, source, _, _, skip), message, ahead in zip(placed, postings, wanted, strict=True):
         output = graph.ops[source]
         yield message.sender, message.sent, number, Send(output, message.receiver, skip)
         receive = Receive(output, message.sender, skip)
@@ -342,27 +342,26 @@ def freeing(before: Iterable[Action], row: Sequence[Action]) -> Iterator[Action]
         before: actions that the worker executed before.
         row: the list of actions.
     """
-    held: dict[int, set[int]] = defaultdict(lambda: {0})
+    versions: dict[int, set[int]] = defaultdict(lambda: {0})
     for action in before:
         if isinstance(action, Update):
-            held[action.stage] |= {action.version}
-            held[action.stage] -= set(action.frees)
+            versions[action.stage] |= {action.version}
+            versions[action.stage] -= set(action.frees)
     for index, action in enumerate(row):
         if not isinstance(action, Update):
             yield action
             continue
         after = (later.op for later in row[index:] if isinstance(later, Compute))
         used = {op.version for op in after if op.stage == action.stage}
-        there = held[action.stage]
-        frees = tuple(sorted(v for v in there if v < min(used, default=action.version)))
-        held[action.stage] = (there | {action.version}) - set(frees)
+        existing = versions[action.stage]
+        frees = tuple(sorted(v for v in existing if v < min(used, default=action.version)))
+        versions[action.stage] = (existing | {action.version}) - set(frees)
         yield replace(action, frees=frees)
 
 
 def _at_the_end(
     program: Program, worker: int, actions: Sequence[Action], shared: Shared, ends: Ends
 ) -> list[Action]:
-    """All sums are waited for before loss and norm are gathered, and the gathers before the first update."""
     updates = [action for action in actions if isinstance(action, Update)]
     waits = [action for action in actions if not isinstance(action, Update)]
     tied = _sums(program, worker, ((Summed.TIED, stages) for stages in shared.ties))
@@ -396,12 +395,11 @@ def statistics_sums(program: Program, worker: int, shared: Shared, period: int) 
 def _sums(
     program: Program, worker: int, wanted: Iterable[tuple[Summed, tuple[int, ...]]], period: int = 0
 ) -> list[SyncAction]:
-    """All starts, then all waits, of the sums over several holders that a worker takes part in."""
     starts = []
-    for what, (stage, *others) in wanted:
-        workers = program.holders(stage, *others)
+    for what, (stage, *stages) in wanted:
+        workers = program.holders(stage, *stages)
         if worker in workers and len(workers) * program.replicas > 1:
-            starts.append(StartSync(stage, period, workers, what, tuple(others)))
+            starts.append(StartSync(stage, period, workers, what, tuple(stages)))
     return [*starts, *(WaitSync(s.stage, s.period, s.workers, s.what, s.tied) for s in starts)]
 
 

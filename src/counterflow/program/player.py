@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from counterflow.schedule.orders import mixpipe_plan
+from counterflow.schedule.scheme import NumberLoop
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -31,25 +32,26 @@ LOAD_NUMBA_AFTER = 400_000
 
 
 class Lists(NamedTuple):
-    """What is played; nodes are numbered list by list in order, messages by their makers.
+    """Arrays that are played; nodes are numbered list by list in order, messages by their makers.
 
     Attributes:
         first: each list's first node, and one past the last of all.
-        takes: node n takes the messages ``taken[takes[n]:takes[n + 1]]``.
-        taken: see ``takes``.
-        made: node n makes the messages from ``made[n]`` to ``made[n + 1]``; those after all are never made.
+        takes: node n takes the messages ``inputs[takes[n]:takes[n + 1]]``.
+        inputs: see ``takes``.
+        outputs: node n makes the messages from ``outputs[n]`` to ``outputs[n + 1]``; those after
+            all are never made.
         receivers: the list that takes each message.
     """
 
     first: Ints
     takes: Ints
-    taken: Ints
-    made: Ints
+    inputs: Ints
+    outputs: Ints
     receivers: Ints
 
 
 class Lasting(NamedTuple):
-    """How long everything takes, in seconds.
+    """Durations of everything, in seconds.
 
     Attributes:
         nodes: each node.
@@ -67,7 +69,7 @@ class Lasting(NamedTuple):
 
 
 class Times(NamedTuple):
-    """When everything happens, in seconds.
+    """Times of everything, in seconds.
 
     Attributes:
         start: of each node.
@@ -89,8 +91,8 @@ class Times(NamedTuple):
 
     def stuck(self, lists: Lists) -> list[int]:
         """The lists that never come to their end."""
-        found: list[int] = np.flatnonzero(self.head < lists.first[1:]).tolist()
-        return found
+        numbers: list[int] = np.flatnonzero(self.head < lists.first[1:]).tolist()
+        return numbers
 
 
 class _Loop:
@@ -100,25 +102,25 @@ class _Loop:
     compiled: Callable[..., tuple[int, bool]] | None = None
 
 
-def _play(given: Any, limit: float, times: Any, state: Any) -> tuple[int, bool]:
-    """Fill in ``times``; how many nodes were played, and whether the play was given up."""
-    lists, lasting, rest = given
+def _play(data: Any, limit: float, times: Any, state: Any) -> tuple[int, bool]:
+    """Fill in ``times``; return how many nodes were played, and whether the play was given up."""
+    lists, lasting, rest = data
     turns, arrived = state
-    first, takes, taken, made, receivers = lists
+    first, takes, inputs, outputs, receivers = lists
     seconds, busy, late, travel, lanes = lasting
     start, end, sent, clocks, free, head, waits = times
     ready, played = len(clocks), 0
-    for one in range(ready):
-        head[one], waits[one], turns[one] = first[one], -1, ready - 1 - one
+    for row in range(ready):
+        head[row], waits[row], turns[row] = first[row], -1, ready - 1 - row
     for message in range(len(receivers)):
         arrived[message] = -1.0
     while ready > 0:
         ready -= 1
-        one = turns[ready]
-        now, node, stop, missing = clocks[one], head[one], first[one + 1], -1
+        row = turns[ready]
+        now, node, stop, missing = clocks[row], head[row], first[row + 1], -1
         while node < stop:
             for at in range(takes[node], takes[node + 1]):
-                message = taken[at]
+                message = inputs[at]
                 if arrived[message] < 0.0:
                     missing = message
                     break
@@ -130,7 +132,7 @@ def _play(given: Any, limit: float, times: Any, state: Any) -> tuple[int, bool]:
             start[node] = now
             now += seconds[node]
             end[node] = now
-            for message in range(made[node], made[node + 1]):
+            for message in range(outputs[node], outputs[node + 1]):
                 begin = now + late[message]
                 lane = lanes[message]
                 if lane >= 0:
@@ -144,8 +146,8 @@ def _play(given: Any, limit: float, times: Any, state: Any) -> tuple[int, bool]:
                     ready += 1
             now += busy[node]
             node += 1
-        played += node - head[one]
-        clocks[one], head[one], waits[one] = now, node, missing
+        played += node - head[row]
+        clocks[row], head[row], waits[row] = now, node, missing
     return played, False
 
 
@@ -157,7 +159,7 @@ def play(
     rest: Floats | None = None,
     limit: float = math.inf,
 ) -> Times | None:
-    """When everything happens.
+    """Times of everything that is played.
 
     Args:
         lists: what is played.
@@ -175,13 +177,13 @@ def play(
     start, end, sent, arrived = (np.zeros(size) for size in (nodes, nodes, messages, messages))
     head, waits, turns = (np.zeros(count, dtype=np.int64) for _ in range(3))
     times = Times(start, end, sent, begin[0].copy(), begin[1].copy(), head, waits)
-    given, state = (lists, lasting, lasting.nodes if rest is None else rest), (turns, arrived)
+    data, state = (lists, lasting, lasting.nodes if rest is None else rest), (turns, arrived)
     if _Loop.compiled is not None:
-        _, late = _Loop.compiled(given, limit, times, state)
+        _, late = _Loop.compiled(data, limit, times, state)
     else:
         plain = [row.tolist() for row in times]
-        of_lists = [[row.tolist() for row in rows] for rows in given[:2]]
-        played, late = _play((*of_lists, given[2].tolist()), limit, plain, [row.tolist() for row in state])
+        of_lists = [[row.tolist() for row in rows] for rows in data[:2]]
+        played, late = _play((*of_lists, data[2].tolist()), limit, plain, [row.tolist() for row in state])
         for row, values in zip(times, plain, strict=True):
             row[:] = values
         _Loop.played += played
@@ -193,10 +195,17 @@ def load_numba() -> None:
     if _Loop.compiled is None:
         import numba  # noqa: PLC0415 - half a second that short runs should not pay
 
-        planned: Callable[..., list[int]] = numba.njit(cache=True)(mixpipe_plan.played)
-        mixpipe_plan.use(
-            lambda depth, pairs, room, first, due, *takes: planned(
-                depth, pairs, room, first, np.array(due), *takes
-            )
-        )
         _Loop.compiled = numba.njit(cache=True)(_play)
+
+
+def accelerated(loop: NumberLoop) -> NumberLoop:
+    """The loop of a scheme's builder, compiled if numba is loaded (``load_numba``), otherwise as it is."""
+    return loop if _Loop.compiled is None else _compiled(loop)
+
+
+@cache
+def _compiled(loop: NumberLoop) -> NumberLoop:
+    import numba  # noqa: PLC0415 - it is loaded already
+
+    compiled = numba.njit(cache=True)(loop)
+    return lambda *values: compiled(*(np.array(v) if isinstance(v, list) else v for v in values))

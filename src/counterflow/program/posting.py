@@ -1,4 +1,4 @@
-"""Where receives are posted if messages may block their workers: as early as possible without a deadlock.
+"""Places of receives if messages may block their workers: as early as possible without a deadlock.
 
 On a GPU a posted receive, and a send that is not yet received, block everything that waits for the whole
 device: with ``CUDA_LAUNCH_BLOCKING=1`` every launch, and always an op that frees memory. So the lists also
@@ -52,12 +52,12 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
         while look:
             worker = look.pop()
             head = rows.head(worker)
-            while head is not None and rows.head(rows.other(head, worker)) == head:
+            while head is not None and rows.head(rows.peer(head, worker)) == head:
                 over[head] = 1
-                peer = rows.other(head, worker)
+                partner = rows.peer(head, worker)
                 rows.drop(worker)
-                rows.drop(peer)
-                look.append(peer)
+                rows.drop(partner)
+                look.append(partner)
                 head = rows.head(worker)
         while first < len(messages) and over[first]:
             first += 1
@@ -72,8 +72,6 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
 
 
 class _Rows:
-    """Each worker's incomplete messages, in the order of its list."""
-
     def __init__(self, messages: Sequence[Posting], workers: int) -> None:
         self.messages = messages
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
@@ -86,7 +84,7 @@ class _Rows:
         for row in self.rows:
             heapify(row)
 
-    def other(self, number: int, worker: int) -> int:
+    def peer(self, number: int, worker: int) -> int:
         """The worker on the other side of a message."""
         message = self.messages[number]
         return message.sender if worker == message.receiver else message.receiver

@@ -18,9 +18,9 @@ def refuse_what_cannot_run(schedule: Schedule) -> None:
                 f"the schedule ({schedule.scheme}) has a backward of several micro-batches ({op}), which "
                 "cannot be trained; give each micro-batch a backward of its own"
             )
-    for one in schedule.workload.passes:
-        parts = {share.micro_batches: share.parts for share in one.shares}
-        for share in one.shares:
+    for work in schedule.workload.passes:
+        parts = {share.micro_batches: share.parts for share in work.shares}
+        for share in work.shares:
             if share.parts != parts[share.micro_batches]:
                 raise ConfigError(
                     f"the schedule ({schedule.scheme}) divides the backward of micro-batch "

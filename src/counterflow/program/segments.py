@@ -118,8 +118,8 @@ StartGather loss, norm and copies of period 0; WaitGather loss, norm and copies 
         )
         orders = tuple(tuple(_ops(row)) for row in actions)
         workload = self.schedule.workload.of_periods(periods)
-        whole = replace(self.schedule, workload=workload, orders=orders, steady=None)
-        return replace(parts[0], schedule=whole, actions=actions)
+        schedule = replace(self.schedule, workload=workload, orders=orders, steady=None)
+        return replace(parts[0], schedule=schedule, actions=actions)
 
 
 def segments(
@@ -169,9 +169,9 @@ def segments(
         _gathering(cut.drain(k), range(k - lag + 1, k + 1), range(k - late + 1, k + 1))
         for k in range(last + 1)
     )
-    found = Segments(cut.schedule, steady, drains, together)
+    parts = Segments(cut.schedule, steady, drains, together)
     for periods in range(1, last + 3):
-        program = found.program(periods)
+        program = parts.program(periods)
         rules = (
             PROMISED,
             COMPUTES,
@@ -185,7 +185,7 @@ def segments(
             AGREED,
         )
         require(Subject(program.schedule, program), rules)
-    return found
+    return parts
 
 
 def steps(program: Program, ends: Ends) -> Segments:
@@ -204,7 +204,7 @@ def steps(program: Program, ends: Ends) -> Segments:
 
 
 def _gathering(program: Program, reported: range, known: range) -> Program:
-    """The lists with reports of loss and norm of some periods at their end, and waits for those of others."""
+    """Lists with reports of loss and norm of some periods at their end, and waits for those of others."""
     gathers: list[Action] = [StartGather(k, k, k) for k in reported]
     gathers += [WaitGather(k, k, k) for k in known]
     return replace(program, actions=tuple((*row, *gathers) for row in program.actions))
@@ -215,7 +215,6 @@ def _ops(actions: Iterable[Action]) -> Iterator[Op]:
 
 
 def _of_nothing(action: Action) -> bool:
-    """Whether it gathers only periods before the first one."""
     return isinstance(action, GatherAction) and all(period is None or period < 0 for period in action.periods)
 
 
@@ -223,17 +222,16 @@ def without_update(program: Program) -> Program:
     """The lists of a step whose gradients are accumulated, so they are not summed, clipped or used in an
     update.
     """
-    return replace(program, actions=tuple(tuple(filter(_kept, row)) for row in program.actions))
+    return replace(program, actions=tuple(tuple(filter(_remains, row)) for row in program.actions))
 
 
-def _kept(action: Action) -> bool:
+def _remains(action: Action) -> bool:
     if isinstance(action, SyncAction):
         return action.what is Summed.STATISTICS
     return not isinstance(action, GradientAction | Update)
 
 
 def _longer(schedule: Schedule) -> Schedule | None:
-    """The same schedule with more periods, within reason, if it is just as its scheme makes it."""
     options = dict(schedule.options)
     known = registry.find(schedule.scheme)
     if known is None or "periods" not in options or schedule.periods > 4 * schedule.stages + 16:
@@ -241,7 +239,7 @@ def _longer(schedule: Schedule) -> Schedule | None:
     skips, recomputes = schedule.workload.skips, schedule.workload.recomputes
 
     def of_periods(periods: int) -> Schedule:
-        made = registry.build(schedule.scheme, options | {"periods": periods}).with_skips(skips)
-        return with_recomputations(made) if recomputes else made
+        longer = registry.build(schedule.scheme, options | {"periods": periods}).with_skips(skips)
+        return with_recomputations(longer) if recomputes else longer
 
     return of_periods(2 * schedule.periods) if of_periods(schedule.periods) == schedule else None

@@ -49,7 +49,7 @@ class PlannedSync:
 
 
 def needs_sync(schedule: Schedule, replicas: int) -> bool:
-    """Whether stages have several replicas, so their gradients have to be summed."""
+    """True if stages have several replicas, so their gradients have to be summed."""
     return replicas > 1 or schedule.pipes > 1
 
 
@@ -137,7 +137,6 @@ def _last_gaps(begins: Sequence[int], start: Sequence[float], end: Sequence[floa
 
 
 def _in_one_order(planned: list[PlannedSync]) -> list[PlannedSync]:
-    """Let no worker start a sync before one that is earlier in the list."""
     at: dict[int, int] = {}
     ordered = []
     for item in planned:

@@ -1,4 +1,4 @@
-"""Where a list of layers is cut into stages.
+"""Cuts of a list of layers into stages.
 
 A cut is the tuple of the layers at which each stage after the first begins:
 
@@ -105,7 +105,6 @@ def _refuse_too_few(layers: int, stages: int) -> None:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs as whole multiples of one unit, which makes sums and comparisons exact."""
     for index, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(f"cost of layer {index} is {cost}: must be a finite number, 0 or more")
@@ -115,7 +114,7 @@ def _integers(costs: Sequence[float]) -> list[int]:
 
 
 def _smallest_limit(ends: Sequence[int], stages: int) -> int:
-    """The smallest cost of the most expensive stage; ``ends[i]`` is the cost of the first i layers.
+    """Smallest cost of the most expensive stage; ``ends[i]`` is the cost of the first i layers.
 
     Fewer stages within a limit are as good as ``stages``, because cutting one again makes no stage more
     expensive.
@@ -134,7 +133,7 @@ def _smallest_limit(ends: Sequence[int], stages: int) -> int:
 
 
 def _reached(ends: Sequence[int], stages: int, limit: int) -> tuple[list[int], list[int]]:
-    """For each number of stages, the latest layer at which the first ones may end, and the earliest at which
+    """Latest layers at which the first stages may end, for each number of them, and earliest at which
     the last ones may begin; no stage is above ``limit`` or empty.
     """
     layers = len(ends) - 1
@@ -148,7 +147,6 @@ def _reached(ends: Sequence[int], stages: int, limit: int) -> tuple[list[int], l
 
 
 def _squarest(ends: Sequence[int], stages: int, limit: int) -> tuple[int, ...]:
-    """The cuts with the smallest sum of squares, no stage above ``limit``; the earliest of equal ones."""
     layers = len(ends) - 1
     # best[i]: the smallest sum for the layers from i on, in as many stages as were counted so far.
     best: list[int | None] = [

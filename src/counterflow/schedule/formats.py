@@ -174,16 +174,16 @@ def _schedule(file: _File, name: str) -> Schedule:
     )
     _refuse_versions(orders, file.periods, name)
     forwards = [op for order in orders for op in order if op.kind.whole]
-    there, slices = (
+    available, slices = (
         sum(len(op.micro_batches) for op in forwards),
         max((op.parts for op in forwards), default=1),
     )
-    if file.micro_batches * file.periods * slices > there:
+    if file.micro_batches * file.periods * slices > available:
         sliced = f", in {slices} slices," if slices > 1 else ""
-        each = "slice of a micro-batch" if slices > 1 else "micro-batch"
+        unit = "slice of a micro-batch" if slices > 1 else "micro-batch"
         raise ConfigError(
             f"{name}: micro_batches={file.micro_batches} and periods={file.periods}{sliced or ','} but the "
-            f"orders run {there} forwards in total; each {each} needs one on every stage"
+            f"orders run {available} forwards in total; each {unit} needs one on every stage"
         )
     if file.lengths is not None and len(file.lengths) != slices:
         raise ConfigError(
@@ -205,16 +205,15 @@ def _schedule(file: _File, name: str) -> Schedule:
 
 
 def _skips(file: _File, stages: int, name: str) -> tuple[SkipLink, ...]:
-    """The skip connections. The checker says whether they go forward."""
-    found = []
+    links = []
     for key, rows, once in (("skips", file.skips, False), ("skips_once", file.skips_once, True)):
         for place, (source, target) in enumerate(rows):
             if max(source, target) >= stages:
                 raise ConfigError(
                     f"{name}: {key}[{place}]: from stage {source} to {target}, but there are {stages} stages"
                 )
-            found.append(SkipLink(source, target, once))
-    return tuple(sorted(found))
+            links.append(SkipLink(source, target, once))
+    return tuple(sorted(links))
 
 
 def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) -> None:
@@ -228,7 +227,6 @@ def _refuse_versions(orders: Iterable[Iterable[Op]], periods: int, name: str) ->
 
 
 def _versions(file: _File, stages: int, name: str) -> Versions | None:
-    """The weight versions that the file promises; None: none."""
     if file.synchronous:
         if file.versions is not None:
             raise ConfigError(f"{name}: versions: a synchronous schedule has one version; leave them out")

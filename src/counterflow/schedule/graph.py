@@ -1,4 +1,4 @@
-"""What each op waits for: the previous op of its worker, and the op whose product it takes.
+"""Dependencies of each op: the previous op of its worker, and the op whose product it takes.
 
 The one description of dependencies that the checker, the lowering and the simulator share. A forward of stage
 s takes the output of stage s − 1 of the same micro-batches; an op that makes an input gradient takes that of
@@ -89,53 +89,51 @@ class OpGraph:
         many = len(numbers)
         self._keys = [stage * many + unit for stage, unit in zip(self._columns[1], units, strict=True)]
         """Number of the stage and unit of each node."""
-        self._makers = self._made()
+        self._makers = self._makers_by_product()
         self.source: list[int | None] = self._sources()
 
     def _units_before(self, stage: int) -> int:
-        """The number of a stage and the unit 0: by how much the keys of a unit differ from stage to stage."""
         return stage * len(self._units)
 
-    def _made(self) -> dict[Product, dict[int, int]]:
-        """The node that makes each product, by what the product is of."""
+    def _makers_by_product(self) -> dict[Product, dict[int, int]]:
         _, stages, _, pipes, _, _, _ = self._columns
         known = {*product(range(self.schedule.stages), range(self.schedule.pipes))}
         if not known.issuperset(zip(stages, pipes, strict=True)):
             raise outside(self.schedule, next(op for op in self.ops if (op.stage, op.pipe) not in known))
         makers: dict[Product, dict[int, int]] = {}
-        alike: dict[tuple[OpKind, ...], Product] = {}
+        by_kinds: dict[tuple[OpKind, ...], Product] = {}
         """The first product that some kinds make, of those kinds that exist here."""
-        for made in Product:
-            kinds = tuple(kind for kind, its in self._of_kind.items() if its and made in kind.makes)
-            if kinds in alike:  # unless backwards are split, one op makes both gradients
-                makers[made] = makers[alike[kinds]]
+        for result in Product:
+            kinds = tuple(kind for kind, nodes in self._of_kind.items() if nodes and result in kind.makes)
+            if kinds in by_kinds:  # unless backwards are split, one op makes both gradients
+                makers[result] = makers[by_kinds[kinds]]
                 continue
-            alike[kinds] = made
+            by_kinds[kinds] = result
             nodes = [*chain.from_iterable(map(self._of_kind.__getitem__, kinds))]
-            makers[made] = dict(zip(map(self._keys.__getitem__, nodes), nodes, strict=True))
-            if len(makers[made]) != len(nodes):
-                raise self._made_twice(made, nodes)
+            makers[result] = dict(zip(map(self._keys.__getitem__, nodes), nodes, strict=True))
+            if len(makers[result]) != len(nodes):
+                raise self._twice(result, nodes)
         return makers
 
-    def _made_twice(self, made: Product, nodes: Iterable[int]) -> ScheduleError:
+    def _twice(self, result: Product, nodes: Iterable[int]) -> ScheduleError:
         first: dict[int, int] = {}
         node = next(node for node in sorted(nodes) if first.setdefault(self._keys[node], node) != node)
         return ScheduleError(
-            f"{self.schedule}: the {made.value} of {self.ops[node]} is made twice; run the checker"
+            f"{self.schedule}: the {result.value} of {self.ops[node]} is made twice; run the checker"
         )
 
     def _sources(self) -> list[int | None]:
         sources: list[int | None] = [None] * len(self.ops)
         stages, keys, last = self._columns[1], self._keys, self.schedule.stages - 1
         for kind, nodes in self._of_kind.items():
-            taken, step = _TAKES[kind]
-            if taken is None:
+            takes, step = _TAKES[kind]
+            if takes is None:
                 continue
-            makers, away = self._makers[taken], self._units_before(step)
+            makers, distance = self._makers[takes], self._units_before(step)
             end = last if step > 0 else 0
             for node in nodes:
                 if stages[node] != end:
-                    source = makers.get(keys[node] + away)
+                    source = makers.get(keys[node] + distance)
                     if source is None:
                         raise self._no_input(node, stages[node] + step)
                     sources[node] = source
@@ -159,21 +157,21 @@ class OpGraph:
         for node, op in enumerate(self.ops):
             if op.kind.whole:
                 outputs.update(((op.pipe, op.stage, m, op.part), node) for m in op.micro_batches)
-        again = {self._keys[node]: node for node in self._of_kind[OpKind.RECOMPUTATION]}
+        recomputations = {self._keys[node]: node for node in self._of_kind[OpKind.RECOMPUTATION]}
         needs: list[list[int]] = []
         for op, source, key in zip(self.ops, self.source, self._keys, strict=True):
             kind, stage, batches, pipe, part, parts, _ = op
-            taken = [] if source is None else [source]
-            if key in again and kind.again and kind.makes:
-                taken.append(again[key])
+            inputs = [] if source is None else [source]
+            if key in recomputations and kind.again and kind.makes:
+                inputs.append(recomputations[key])
             elif kind.first is Product.OUTPUT:
-                taken.append(outputs[pipe, stage, batches[0], part if sliced else 0])
+                inputs.append(outputs[pipe, stage, batches[0], part if sliced else 0])
             elif kind.first is not None:
-                taken.append(self._makers[kind.first][key])
+                inputs.append(self._makers[kind.first][key])
             if sliced and kind.carries and kind.gives and 0 <= part - kind.carries < parts:
                 slice_before = self._units[batches, pipe, part - kind.carries, parts]
-                taken.append(self._makers[kind.gives][self._units_before(stage) + slice_before])
-            needs.append(taken)
+                inputs.append(self._makers[kind.gives][self._units_before(stage) + slice_before])
+            needs.append(inputs)
         return needs
 
     def place(self, node: int) -> str:
@@ -197,18 +195,17 @@ class OpGraph:
         return [message for skip in self.schedule.workload.skips for message in self._skipping(skip)]
 
     def _skipping(self, skip: SkipLink) -> Iterator[tuple[int, int, SkipLink]]:
-        """The (producer, consumer) nodes of a skip connection that are on different workers."""
         placement = self.schedule.placement
-        apart = [
+        crosses = [
             placement.worker(pipe, skip.source) != placement.worker(pipe, skip.target)
             for pipe in range(placement.pipes)
         ]
         if skip.once:
-            yield from self._first_of(skip, apart)
+            yield from self._first_of(skip, crosses)
             return
         for node, op in enumerate(self.ops):
             takes = op.kind.takes
-            if takes is None or not apart[op.pipe]:
+            if takes is None or not crosses[op.pipe]:
                 continue
             before, after = (skip.source, skip.target)[:: takes.goes]
             if op.stage != after:
@@ -218,13 +215,13 @@ class OpGraph:
                 raise self._no_input(node, before)
             yield source, node, skip
 
-    def _first_of(self, skip: SkipLink, apart: Sequence[bool]) -> Iterator[tuple[int, int, SkipLink]]:
-        """The same nodes if the value is made once: from the first forward of a pipe and period to the first
+    def _first_of(self, skip: SkipLink, crosses: Sequence[bool]) -> Iterator[tuple[int, int, SkipLink]]:
+        """Nodes of a skip whose value is made once: from the first forward of a pipe and period to the first
         one of the target.
         """
         first: dict[tuple[int, int, int], int] = {}
         for node, op in enumerate(self.ops):
-            if op.kind.whole and op.stage in (skip.source, skip.target) and apart[op.pipe]:
+            if op.kind.whole and op.stage in (skip.source, skip.target) and crosses[op.pipe]:
                 first.setdefault((op.pipe, self.schedule.period_of(op), op.stage), node)
         for (pipe, period, stage), node in first.items():
             if stage == skip.target:

@@ -39,7 +39,7 @@ class Schedule:
 
     @property
     def placement(self) -> Placement:
-        """Which worker holds which stage of which pipe."""
+        """Workers of all stages of all pipes."""
         return self.workload.placement
 
     @property
@@ -54,7 +54,7 @@ class Schedule:
 
     @property
     def synchronous(self) -> bool:
-        """Whether a flush ends the only period."""
+        """True if a flush ends the only period."""
         return self.workload.synchronous
 
     @property

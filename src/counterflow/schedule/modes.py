@@ -9,7 +9,7 @@ from counterflow.errors import ConfigError
 
 
 class Recompute(StrEnum):
-    """What a forward saves for its backward: everything, the stage's input, or each layer's input.
+    """Values that a forward saves for its backward: everything, the stage's input, or each layer's input.
 
     With ``stage`` an op of its own computes the whole stage again before each backward
     (``recomputation.py``). With ``layer`` the backward computes one layer again after the other, so that only
@@ -22,7 +22,7 @@ class Recompute(StrEnum):
 
 
 class Sync(StrEnum):
-    """When a stage's gradients are summed over its replicas (Chimera section 3.2, Figure 4).
+    """Time at which a stage's gradients are summed over its replicas (Chimera section 3.2, Figure 4).
 
     ``end``: after all local compute. ``eager``: as soon as the stage's last local backward is done.
     ``eager-opt``: eagerly only if the worker idles between that moment and the end of its compute, for

@@ -51,21 +51,21 @@ def owners(sizes: Iterable[tuple[float, Sequence[int]]]) -> list[int]:
 
     Source: Rajbhandari et al. 2020, ZeRO, section 5.1.
     """
-    every = list(sizes)
+    entries = list(sizes)
     owned: dict[int, float] = defaultdict(float)
     least: dict[tuple[int, ...], list[tuple[float, int]]] = {}
     """For each set of holders, a heap of what each had when it was last looked at; never more than it has
     now.
     """
-    found = [0] * len(every)
-    for index in sorted(range(len(every)), key=lambda i: (-every[i][0], i)):
-        size, holders = every[index][0], tuple(every[index][1])
+    owners_found = [0] * len(entries)
+    for index in sorted(range(len(entries)), key=lambda i: (-entries[i][0], i)):
+        size, holders = entries[index][0], tuple(entries[index][1])
         if holders not in least:
-            least[holders] = [(owned[one], one) for one in holders]
+            least[holders] = [(owned[holder], holder) for holder in holders]
             heapify(least[holders])
         heap = least[holders]
         while heap[0][0] < owned[heap[0][1]]:
             heapreplace(heap, (owned[heap[0][1]], heap[0][1]))
-        found[index] = owner = heap[0][1]
+        owners_found[index] = owner = heap[0][1]
         owned[owner] += size
-    return found
+    return owners_found

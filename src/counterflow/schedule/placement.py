@@ -40,7 +40,7 @@ class Placement:
         """The worker that holds ``stage`` of ``pipe``."""
         return self.pipes_stages[pipe][stage]
 
-    def held(self, worker: int) -> Iterator[tuple[int, int]]:
+    def stages_on(self, worker: int) -> Iterator[tuple[int, int]]:
         """The (pipe, stage) pairs that ``worker`` holds, by pipe, then stage."""
         for pipe, stages in enumerate(self.pipes_stages):
             for stage, holder in enumerate(stages):
@@ -49,18 +49,18 @@ class Placement:
 
     def summed(self, amounts: Sequence[float]) -> list[float]:
         """Sums of an amount per stage over the stages that each worker holds."""
-        found = [0.0] * self.workers
+        sums = [0.0] * self.workers
         for stages in self.pipes_stages:
             for worker, amount in zip(stages, amounts, strict=True):
-                found[worker] += amount
-        return found
+                sums[worker] += amount
+        return sums
 
     def copies(self, stage: int) -> tuple[tuple[int, int], ...]:
         """The (pipe, worker) pairs that hold a copy of ``stage``."""
         return tuple((pipe, stages[stage]) for pipe, stages in enumerate(self.pipes_stages))
 
     def chunk(self, pipe: int, stage: int) -> int:
-        """How many earlier stages of the same pipe the same worker holds (0 for its first)."""
+        """Number of earlier stages of the same pipe on the same worker (0 for its first)."""
         stages = self.pipes_stages[pipe]
         return stages[:stage].count(stages[stage])
 

@@ -24,7 +24,7 @@ from .modes import Recompute
 KEPT_SCHEDULES = 8
 """Number of schedules whose result is cached, because callers try many costs on a few schedules."""
 
-_kept: tuple[tuple[Schedule, Schedule], ...] = ()
+_recent: tuple[tuple[Schedule, Schedule], ...] = ()
 """Schedules, each with its result, the newest last; replaced as a whole, because threads share it."""
 
 
@@ -37,22 +37,22 @@ def with_recomputations(schedule: Schedule) -> Schedule:
     >>> print(*with_recomputations(dapple(stages=2, micro_batches=2)).orders[0])
     F0.0 F1.0 R0.0 B0.0 R1.0 B1.0
     """
-    global _kept  # noqa: PLW0603 - a cache
+    global _recent  # noqa: PLW0603 - a cache
     workload = schedule.workload
     if workload.recomputes or not workload.trains:
         return schedule
-    for known, found in _kept:
+    for known, recomputed in _recent:
         if known is schedule:
-            return found
+            return recomputed
     orders = tuple(tuple(_recomputed(order)) for order in schedule.orders)
-    found = replace(
+    recomputed = replace(
         schedule,
         workload=replace(workload, recomputes=True),
         orders=orders,
         steady=_moved(schedule),
     )
-    _kept = (*_kept, (schedule, found))[-KEPT_SCHEDULES:]
-    return found
+    _recent = (*_recent, (schedule, recomputed))[-KEPT_SCHEDULES:]
+    return recomputed
 
 
 def without_recomputations(schedule: Schedule) -> Schedule:
@@ -61,8 +61,8 @@ def without_recomputations(schedule: Schedule) -> Schedule:
         return schedule
     steady = schedule.steady
     if steady is not None:
-        rows = zip(map(_others, schedule.orders), steady, strict=True)
-        steady = tuple((others[begin], others[stop]) for others, (begin, stop) in rows)
+        rows = zip(map(_other_ops_before, schedule.orders), steady, strict=True)
+        steady = tuple((counts[begin], counts[stop]) for counts, (begin, stop) in rows)
     orders = (filter(_is_other, order) for order in schedule.orders)
     workload = replace(schedule.workload, recomputes=False)
     return replace(schedule, workload=workload, orders=tuple(map(tuple, orders)), steady=steady)
@@ -92,18 +92,16 @@ def _recomputed(order: tuple[Op, ...]) -> Iterator[Op]:
 
 
 def _moved(schedule: Schedule) -> tuple[tuple[int, int], ...] | None:
-    """The steady parts, with the recomputation of a part's first op in it."""
     if schedule.steady is None:
         return None
-    found = []
+    moved = []
     for order, (begin, stop) in zip(schedule.orders, schedule.steady, strict=True):
         before = [0, *accumulate(op.kind.again is not None for op in order)]
-        found.append((begin + before[begin], stop + before[stop]))
-    return tuple(found)
+        moved.append((begin + before[begin], stop + before[stop]))
+    return tuple(moved)
 
 
-def _others(order: tuple[Op, ...]) -> list[int]:
-    """Number of other ops before each op of an order, and of all."""
+def _other_ops_before(order: tuple[Op, ...]) -> list[int]:
     return [0, *accumulate(map(_is_other, order))]
 
 

@@ -7,7 +7,7 @@ passed to ``register``. Commands, config files, planner and pictures know scheme
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError, hint
 
 from . import schemes
 from .ir import OptionValue, Schedule
-from .scheme import DEPTH, PERIODS, SLICED, SLICES, Option, OptionType, Scheme
+from .scheme import DEPTH, PERIODS, SLICED, SLICES, NumberLoop, Option, OptionType, Scheme
 
 SCHEMES: dict[str, Scheme] = {}
 """Every registered scheme by its name; ``register`` adds to it."""
@@ -38,10 +38,10 @@ def register(scheme: Scheme) -> None:
         raise ConfigError(f"scheme {scheme.name}: asynchronous, so it needs the option {PERIODS.name}")
     known = options()
     for option in scheme.options:
-        for other, same in known.get(option.name, {}).items():
+        for scheme_name, same in known.get(option.name, {}).items():
             if (option.kind, option.words) != (same.kind, same.words):
                 raise ConfigError(
-                    f"scheme {scheme.name}: its option {option.name} is {option.values}, but {other}'s "
+                    f"scheme {scheme.name}: its option {option.name} is {option.values}, but {scheme_name}'s "
                     "option of this name "
                     f"is {same.values}; choose another name"
                 )
@@ -82,14 +82,14 @@ def options() -> dict[str, dict[str, Option]]:
 
     ``slices``, which every synchronous scheme accepts, is included.
     """
-    found: dict[str, dict[str, Option]] = {name: {} for name in DEPTH}
+    by_name: dict[str, dict[str, Option]] = {name: {} for name in DEPTH}
     for known in SCHEMES.values():
         for option in known.options:
-            found.setdefault(option.name, {})[known.name] = option
+            by_name.setdefault(option.name, {})[known.name] = option
         if known.option(PERIODS.name) is None:
-            found.setdefault(SLICES, {}).setdefault(known.name, SLICED)
-    names = sorted(found, key=lambda name: (name not in DEPTH, len(found[name]) < 2))
-    return {name: found[name] for name in names if found[name]}
+            by_name.setdefault(SLICES, {}).setdefault(known.name, SLICED)
+    names = sorted(by_name, key=lambda name: (name not in DEPTH, len(by_name[name]) < 2))
+    return {name: by_name[name] for name in names if by_name[name]}
 
 
 def option(scheme: str, name: str) -> Option | None:
@@ -97,8 +97,8 @@ def option(scheme: str, name: str) -> Option | None:
     does.
     """
     known = find(scheme)
-    own = known and known.option(name)
-    return own or next(iter(options().get(name, {}).values()), None)
+    of_scheme = known and known.option(name)
+    return of_scheme or next(iter(options().get(name, {}).values()), None)
 
 
 def about(known: Mapping[str, Option]) -> str:
@@ -113,8 +113,17 @@ def about(known: Mapping[str, Option]) -> str:
     return "; ".join(f"{text} ({', '.join(dict.fromkeys(names))})" for text, names in schemes.items())
 
 
-def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
+def build(
+    name: str,
+    options: Mapping[str, OptionValue],
+    compiled: Callable[[NumberLoop], NumberLoop] | None = None,
+) -> Schedule:
     """The schedule of the scheme ``name`` with ``options``; its depth is given as ``stages`` or ``workers``.
+
+    Args:
+        name: name of the scheme, or an alias.
+        options: values by name of the option.
+        compiled: as of ``Scheme.schedule``.
 
     Raises:
         ConfigError: the scheme is unknown; an option is unknown, missing or illegal; the schedule has too
@@ -123,18 +132,18 @@ def build(name: str, options: Mapping[str, OptionValue]) -> Schedule:
     >>> str(build("1f1b", {"workers": 2, "micro_batches": 2}))
     'dapple(stages=2, micro_batches=2)'
     """
-    found = scheme(name)
-    names = [option.name for option in found.options]
-    for given in options:
-        if given not in names and given not in (*DEPTH, SLICES):
-            raise ConfigError(f"{found.name} has no option {given!r}; its options: {', '.join(names)}")
-    found.refuse_missing_or_illegal(options, {found.depth if name in DEPTH else name for name in options})
+    record = scheme(name)
+    names = [option.name for option in record.options]
+    for option_name in options:
+        if option_name not in names and option_name not in (*DEPTH, SLICES):
+            raise ConfigError(f"{record.name} has no option {option_name!r}; its options: {', '.join(names)}")
+    record.refuse_missing_or_illegal(options, {record.depth if name in DEPTH else name for name in options})
     for depth in DEPTH:
         if depth in options:
             if type(options[depth]) is not int:
                 raise ConfigError(f"{depth}={options[depth]!r}: must be a whole number")
-            found.refuse_too_large({**options, found.depth: options[depth]})
-    return found.schedule(options)
+            record.refuse_too_large({**options, record.depth: options[depth]})
+    return record.schedule(options, compiled)
 
 
 _CALL = re.compile(r"\s*([^\s()]+)\s*(?:\(([^()]*)\))?\s*")
@@ -142,11 +151,11 @@ _SIZE = re.compile(r"\s*(\w+)\s*=\s*([\w+-]+)\s*")
 _FLAGS = {"true": True, "false": False}
 
 
-def schedule_of(given: Schedule | str, sizes: Mapping[str, OptionValue]) -> Schedule:
+def schedule_of(subject: Schedule | str, sizes: Mapping[str, OptionValue]) -> Schedule:
     """A schedule from whatever is accepted as one: a schedule, or a scheme's name with its sizes.
 
     Args:
-        given: a schedule; or a scheme's name, with or without sizes in brackets, in the form that schedules
+        subject: a schedule; or a scheme's name, with or without sizes in brackets, in the form that schedules
             print.
         sizes: options of the scheme.
 
@@ -159,31 +168,30 @@ def schedule_of(given: Schedule | str, sizes: Mapping[str, OptionValue]) -> Sche
     >>> str(schedule_of("zb-v(workers=4, micro_batches=8)", {}))
     'zb-v(workers=4, micro_batches=8)'
     """
-    if isinstance(given, Schedule):
+    if isinstance(subject, Schedule):
         if sizes:
             raise ConfigError(
-                f"{', '.join(sizes)}: {given} has its own sizes; leave these out, or give the scheme's name"
+                f"{', '.join(sizes)}: {subject} has its own sizes; leave these out, or give the scheme's name"
             )
-        return given
-    if not isinstance(given, str):
+        return subject
+    if not isinstance(subject, str):
         raise ConfigError(
-            f"{given!r} is not a schedule; give one of cf.schemes, or a scheme's name with its sizes"
+            f"{subject!r} is not a schedule; give one of cf.schemes, or a scheme's name with its sizes"
         )
-    call = _CALL.fullmatch(given)
+    call = _CALL.fullmatch(subject)
     parts = [part for part in (call[2] or "").split(",") if part.strip()] if call else []
-    found = [_SIZE.fullmatch(part) for part in parts]
-    if call is None or None in found:
+    sizes_read = [_SIZE.fullmatch(part) for part in parts]
+    if call is None or None in sizes_read:
         raise ConfigError(
-            f"{given!r} is not a scheme with its sizes; write it like zb-v(workers=4, micro_batches=8)"
+            f"{subject!r} is not a scheme with its sizes; write it like zb-v(workers=4, micro_batches=8)"
         )
-    read = {size[1]: _read(size[2]) for size in found if size is not None}
+    read = {size[1]: _read(size[2]) for size in sizes_read if size is not None}
     if twice := read.keys() & sizes.keys():
-        raise ConfigError(f"{min(twice)} is given twice: in {given!r}, and as a keyword; give it once")
+        raise ConfigError(f"{min(twice)} is given twice: in {subject!r}, and as a keyword; give it once")
     return build(call[1], {**read, **sizes})
 
 
 def _read(value: str) -> OptionValue:
-    """The value of an option: a number, a flag or a word."""
     return int(value) if value.isdecimal() else _FLAGS.get(value.lower(), value)
 
 

@@ -49,7 +49,7 @@ def version_lives(schedule: Schedule, worker: int) -> Iterator[tuple[int, int, i
         last_use[op.pipe, op.stage, op.version] = index
         if Product.WEIGHT_GRADIENTS in op.kind.makes:
             last_backward[op.pipe, op.stage, schedule.period_of(op)] = index
-    for pipe, stage in schedule.placement.held(worker):
+    for pipe, stage in schedule.placement.stages_on(worker):
         # A synchronous schedule ends with its update, which is made in place.
         updates = 0 if schedule.synchronous else schedule.periods
         for version in range(updates + 1):
@@ -70,10 +70,10 @@ def weight_copies(schedule: Schedule) -> tuple[int, ...]:
             changes.append((born, 1))
             if dies is not None:
                 changes.append((dies, -1))
-        held = peak = 0
+        copies = peak = 0
         # If a version dies with the op after which another is born, the new one takes its place.
         for _index, change in sorted(changes):
-            held += change
-            peak = max(peak, held)
+            copies += change
+            peak = max(peak, copies)
         most.append(peak)
     return tuple(most)

@@ -41,7 +41,7 @@ class OptionType(Enum):
 class Directions(StrEnum):
     """The directions in which the pipes of a scheme run over the workers."""
 
-    ONE = "one"
+    SINGLE = "one"
     TWO = "two"
     WAVES = "waves"
 
@@ -82,7 +82,7 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether the option is required."""
+        """True if the option is required."""
         return self.default is None and self.like is None
 
     @property
@@ -118,10 +118,10 @@ class Option:
         if is_flag is not (self.kind is OptionType.FLAG) or not isinstance(value, int):
             raise ConfigError(f"{self.name}={value!r}: must be {self.values} ({self.legal})")
 
-    def told(self, value: OptionValue) -> str:
+    def describe(self, value: OptionValue) -> str:
         """A value in the words of pictures; empty if pictures omit it.
 
-        >>> Option("waves", "1 or more", "down-and-up passes", noun="wave").told(2)
+        >>> Option("waves", "1 or more", "down-and-up passes", noun="wave").describe(2)
         '2 waves'
         """
         if value == self.unsaid:
@@ -169,6 +169,23 @@ def plainly(_workers: int, _micro_batches: int, _layers: int) -> Iterator[Mappin
     yield {}
 
 
+NumberLoop = Callable[..., list[int]]
+"""A function that is one loop on numbers and lists of them, without calls, so numba compiles it as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedBuild:
+    """The builder of a scheme if one loop takes nearly all of its time, so a caller may pass it compiled.
+
+    Attributes:
+        loop: the loop as plain Python.
+        build: ``Scheme.build`` with a loop as its first argument.
+    """
+
+    loop: NumberLoop
+    build: Build
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """A named way to make schedules.
@@ -193,6 +210,7 @@ class Scheme:
         most_in_flight: function of the options that returns an upper bound of a pipe's micro-batches on its
             stage 0 between forward and input gradient; None: no bound beyond ``most_stashed``.
         chunk: name in pictures of one of several stages of a pipe that a worker holds.
+        looped: the builder with its loop as an argument; None: no loop is worth compiling.
     """
 
     name: str
@@ -200,7 +218,7 @@ class Scheme:
     summary: str
     source: str
     options: tuple[Option, ...]
-    directions: Directions = Directions.ONE
+    directions: Directions = Directions.SINGLE
     aliases: tuple[str, ...] = ()
     workload: Callable[..., Workload] | None = None
     version: VersionRule | None = None
@@ -209,10 +227,11 @@ class Scheme:
     most_stashed: Callable[..., int | None] | None = None
     most_in_flight: Callable[..., int | None] | None = None
     chunk: str = "chunk"
+    looped: LoopedBuild | None = None
 
     @property
     def synchronous(self) -> bool:
-        """Whether every update is preceded by a flush, so that no work uses old weights."""
+        """True if every update is preceded by a flush, so that no work uses old weights."""
         return self.version is None
 
     @property
@@ -234,7 +253,7 @@ class Scheme:
 
     @property
     def updates_each_micro_batch(self) -> bool:
-        """Whether an update follows every micro-batch."""
+        """True if an update follows every micro-batch."""
         return self.option("micro_batches") is None
 
     def option(self, name: str) -> Option | None:
@@ -256,60 +275,59 @@ class Scheme:
         Raises:
             ConfigError: no number of workers fits these options, or both are given and disagree.
         """
-        other = next(name for name in DEPTH if name != self.depth)
-        own, wanted = {name: v for name, v in options.items() if name != other}, options.get(other)
+        unit = next(name for name in DEPTH if name != self.depth)
+        present, wanted = {name: v for name, v in options.items() if name != unit}, options.get(unit)
         if not isinstance(wanted, int):
             return dict(options)
-        if self.depth in own:
-            found = self._counted_in(other, own)
-            if found != wanted:
+        if self.depth in present:
+            number = self._counted_in(unit, present)
+            if number != wanted:
                 raise ConfigError(
-                    f"{other}={wanted}: {self.name} with {self.depth}={own[self.depth]} has {found} {other}; "
-                    f"use only one of them"
+                    f"{unit}={wanted}: {self.name} with {self.depth}={present[self.depth]} has {number} "
+                    f"{unit}; use only one of them"
                 )
-            return own
-        each = None
+            return present
+        per_worker = None
         for count in _divisors(wanted):
             try:
-                found = self._counted_in(other, own | {self.depth: count})
+                number = self._counted_in(unit, present | {self.depth: count})
             except ConfigError as error:
                 if count == wanted and (self.depth == DEPTH[0] or wanted < 1):
-                    raise ConfigError(f"{other}={wanted}: for {self.name} that is {error}") from None
+                    raise ConfigError(f"{unit}={wanted}: for {self.name} that is {error}") from None
                 continue
-            if found == wanted:
-                return {self.depth: count, **own}
-            each = found // count
+            if number == wanted:
+                return {self.depth: count, **present}
+            per_worker = number // count
         per = (
-            f"has {each} {other} on each of its {self.depth} with these options"
-            if each
+            f"has {per_worker} {unit} on each of its {self.depth} with these options"
+            if per_worker
             else "has no such depth"
         )
-        raise ConfigError(f"{other}={wanted}: {self.name} {per}; give {self.depth}=NUMBER")
+        raise ConfigError(f"{unit}={wanted}: {self.name} {per}; give {self.depth}=NUMBER")
 
-    def _counted_in(self, other: str, options: Mapping[str, OptionValue]) -> int:
-        """Number of workers or stages with these options."""
+    def _counted_in(self, unit: str, options: Mapping[str, OptionValue]) -> int:
         self.refuse_too_large(options)
         placement = self.workload_of(options).placement
-        return placement.stages if other == "stages" else placement.workers
+        return placement.stages if unit == "stages" else placement.workers
 
-    def missing(self, given: Iterable[str]) -> list[Option]:
+    def missing(self, names: Iterable[str]) -> list[Option]:
         """The required options that are not given."""
-        return [option for option in self.options if option.required and option.name not in given]
+        return [option for option in self.options if option.required and option.name not in names]
 
     def refuse_missing_or_illegal(
-        self, options: Mapping[str, OptionValue], given: Iterable[str] | None = None
+        self, options: Mapping[str, OptionValue], names: Iterable[str] | None = None
     ) -> None:
         """Refuse options that lack a required one, or contain an illegal value.
 
         Args:
             options: as they were given.
-            given: names that count as given, if the depth is given by another name; None: the names in
+            names: names that count as given, if the depth is given by another name; None: the names in
                 ``options``.
 
         Raises:
             ConfigError: an option is missing or illegal.
         """
-        if missing := self.missing(options if given is None else given):
+        if missing := self.missing(options if names is None else names):
             wanted = "; ".join(f"{o.name} ({o.help}: {o.legal})" for o in missing)
             raise ConfigError(f"{self.name} needs {wanted}")
         for option in self.options:
@@ -337,7 +355,6 @@ class Scheme:
         return 2 * math.prod(max(value, 0) for value in self._factors(options).values())
 
     def _factors(self, options: Mapping[str, OptionValue]) -> dict[str, int]:
-        """Options by which the number of ops is multiplied."""
         values = {option.name: options.get(option.name, option.default) for option in self.options}
         return {
             option.name: value
@@ -346,24 +363,30 @@ class Scheme:
             and (option.multiplies or option.name in (*DEPTH, "micro_batches", "periods"))
         }
 
-    def schedule(self, options: Mapping[str, Any]) -> Schedule:
+    def schedule(
+        self, options: Mapping[str, Any], compiled: Callable[[NumberLoop], NumberLoop] | None = None
+    ) -> Schedule:
         """The schedule with these options and with each micro-batch cut into ``slices``.
 
         Args:
             options: options of the scheme, with its depth as ``stages`` or ``workers``, and ``slices``, a
                 number or lengths, which a scheme may also have as an option of its own.
+            compiled: function that returns a faster loop for that of the builder; None: plain Python.
 
         Raises:
             ConfigError: the builder refuses the options, or the work cannot be sliced.
         """
-        own = dict(options)
-        slices = 1 if self.option(SLICES) else own.pop(SLICES, 1)
-        own, micro_batches = self.with_own_depth(own), own.get("micro_batches", 1)
+        values = dict(options)
+        slices = 1 if self.option(SLICES) else values.pop(SLICES, 1)
+        values, micro_batches = self.with_own_depth(values), values.get("micro_batches", 1)
         if type(slices) is int:  # before a list is made of it
-            self.refuse_too_large({**own, "micro_batches": _times(micro_batches, slices)})
+            self.refuse_too_large({**values, "micro_batches": _times(micro_batches, slices)})
         lengths = lengths_of(slices)
-        self.refuse_too_large({**own, "micro_batches": _times(micro_batches, len(lengths))})
-        return sliced(self.build, own, lengths)
+        self.refuse_too_large({**values, "micro_batches": _times(micro_batches, len(lengths))})
+        build = self.build
+        if compiled is not None and self.looped is not None:
+            build = partial(self.looped.build, compiled(self.looped.loop))
+        return sliced(build, values, lengths)
 
     def workload_of(self, options: Mapping[str, OptionValue]) -> Workload:
         """The workload of the schedule with these options.
@@ -386,7 +409,7 @@ class EitherDepth(Protocol[_P]):
     __name__: str
 
     @overload
-    def __call__(self, *given: _P.args, **options: _P.kwargs) -> Schedule: ...
+    def __call__(self, *sizes: _P.args, **options: _P.kwargs) -> Schedule: ...
     @overload
     def __call__(self, **options: OptionValue | Sequence[int]) -> Schedule: ...
 
@@ -401,10 +424,10 @@ def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_
     names = [*inspect.signature(build).parameters]
 
     @wraps(build)
-    def by_either(*given: Any, **options: Any) -> Schedule:
+    def by_either(*sizes: Any, **options: Any) -> Schedule:
         if any(name in options for name in (*DEPTH, SLICES) if name != scheme.depth):
-            return scheme.schedule({**dict(zip(names, given, strict=False)), **options})
-        return scheme.build(*given, **options)
+            return scheme.schedule({**dict(zip(names, sizes, strict=False)), **options})
+        return scheme.build(*sizes, **options)
 
     by_either.__module__ = build.__module__.rpartition(".")[0]  # where the function is found, also by pickle
     return by_either
@@ -415,7 +438,6 @@ def _times(count: OptionValue, slices: int) -> OptionValue:
 
 
 def _counted(number: int) -> str:
-    """A number in few characters."""
     return f"{number:,}" if number < 10**12 else f"10^{int(number.bit_length() * 0.30103)}"
 
 

@@ -65,7 +65,6 @@ def _cell(op: Op) -> str:
 
 
 def _beyond(schedule: Schedule) -> str | None:
-    """The part of a schedule that the format cannot express, or None."""
     if not schedule.synchronous or schedule.periods > 1:
         return "no flush and several versions of the weights"
     if schedule.pipes > 1:
@@ -131,7 +130,6 @@ def loads(text: str, name: str) -> Schedule:
 
 
 def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
-    """The ops of a cell; ``place`` is its file, row and column."""
     if pair := _PAIR.fullmatch(cell):
         for part in pair[1].split(";"):
             yield from _ops(part.strip(), place)
@@ -147,9 +145,9 @@ def _ops(cell: str, place: tuple[str, int, int]) -> Iterator[Op]:
         )
 
 
-def _refuse_gaps(found: dict[int, int] | set[int], what: str, name: str) -> None:
-    if not found:
+def _refuse_gaps(numbers: dict[int, int] | set[int], what: str, name: str) -> None:
+    if not numbers:
         raise ConfigError(f"{name}: no forward of any {what}; expected one row per rank, with cells like 2F0")
-    missing = next((number for number in range(len(found)) if number not in found), None)
+    missing = next((number for number in range(len(numbers)) if number not in numbers), None)
     if missing is not None:
-        raise ConfigError(f"{name}: no op of {what} {missing}, but one of {what} {max(found)}")
+        raise ConfigError(f"{name}: no op of {what} {missing}, but one of {what} {max(numbers)}")

@@ -120,7 +120,7 @@ class Workload:
     @property
     def sample_parts(self) -> int:
         """The most parts into which backwards divide a micro-batch's samples; a slice has all of them."""
-        parts = (share.parts for one in self.passes for share in one.shares)
+        parts = (share.parts for work in self.passes for share in work.shares)
         return 1 if self.slices > 1 else max(parts, default=1)
 
     def work(self, op: Op) -> float:
@@ -151,18 +151,18 @@ class Workload:
         F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
         """
         stages = range(self.placement.stages)
-        again = (OpKind.RECOMPUTATION,) if self.recomputes else ()
-        for one in self.passes:
-            if not one.micro_batches:  # backwards without a forward, which ``faults`` reports
+        recomputation = (OpKind.RECOMPUTATION,) if self.recomputes else ()
+        for work in self.passes:
+            if not work.micro_batches:  # backwards without a forward, which ``faults`` reports
                 continue
-            used = [self.version(s, one.micro_batches[0] // self.micro_batches) or 0 for s in stages]
+            used = [self.version(s, work.micro_batches[0] // self.micro_batches) or 0 for s in stages]
             for part in range(self.slices):
                 for s in stages:
-                    yield Op(OpKind.FORWARD, s, one.micro_batches, one.pipe, part, self.slices, used[s])
-            for share in one.shares:
+                    yield Op(OpKind.FORWARD, s, work.micro_batches, work.pipe, part, self.slices, used[s])
+            for share in work.shares:
                 for s in stages:
-                    for kind in (*again, *kinds_of(share, s)):
-                        yield Op(kind, s, share.micro_batches, one.pipe, share.part, share.parts, used[s])
+                    for kind in (*recomputation, *kinds_of(share, s)):
+                        yield Op(kind, s, share.micro_batches, work.pipe, share.part, share.parts, used[s])
 
     def needs(self, op: Op) -> tuple[Op, ...]:
         """The ops whose products an op takes: of its own stage first, then of the stage before or after.
@@ -180,11 +180,11 @@ class Workload:
         >>> [[str(need) for need in work.needs(op)] for op in work.ops()]
         [[], ['F0.0'], ['F0.0', 'B0.1'], ['F0.1']]
         """
-        one = self._pass_of[op.micro_batches[0]]
+        work = self._pass_of[op.micro_batches[0]]
         period = self.period_of(op)
 
         key = op.micro_batches, op.part, op.parts
-        share = next((s for s in one.shares if (s.micro_batches, s.part, s.parts) == key), None)
+        share = next((s for s in work.shares if (s.micro_batches, s.part, s.parts) == key), None)
         if share is None and not op.kind.whole:
             raise KeyError(op)
 
@@ -192,7 +192,7 @@ class Workload:
             version = op.version if stage == op.stage else self.version(stage, period) or 0
             if share is None or product is Product.OUTPUT:
                 part = op.part if self.slices > 1 else 0
-                return Op(OpKind.FORWARD, stage, one.micro_batches, op.pipe, part, self.slices, version)
+                return Op(OpKind.FORWARD, stage, work.micro_batches, op.pipe, part, self.slices, version)
             kind = next(kind for kind in kinds_of(share, stage) if product in kind.makes)
             return Op(kind, stage, share.micro_batches, op.pipe, share.part, share.parts, version)
 
@@ -210,25 +210,25 @@ class Workload:
                     needed.append(maker(takes, before))
         before_it = op.part - op.kind.carries
         if self.slices > 1 and op.kind.carries and op.kind.gives and 0 <= before_it < self.slices:
-            kinds = (kinds_of(s, op.stage) for s in one.shares if s.part == before_it)
+            kinds = (kinds_of(s, op.stage) for s in work.shares if s.part == before_it)
             kind = op.kind if op.kind.whole else next(k for k in next(kinds) if op.kind.gives in k.makes)
             needed.append(op._replace(kind=kind, part=before_it))
         return tuple(needed)
 
     @cached_property
     def _pass_of(self) -> dict[int, Pass]:
-        return {m: one for one in self.passes for m in one.micro_batches}
+        return {m: work for work in self.passes for m in work.micro_batches}
 
     # -- is it right?
 
     def faults(self) -> Iterator[str]:
         """Reasons why the ops do not make every product of every micro-batch exactly once."""
         passes: dict[int, list[Pass]] = defaultdict(list)
-        for one in self.passes:
-            for m in one.micro_batches:
-                passes[m].append(one)
+        for work in self.passes:
+            for m in work.micro_batches:
+                passes[m].append(work)
         for m in range(self.total_micro_batches):
-            pipes = sorted({one.pipe for one in passes[m]})
+            pipes = sorted({work.pipe for work in passes[m]})
             if len(pipes) > 1:
                 shown = " and ".join(map(str, pipes))
                 yield f"micro-batch {m} is on pipes {shown}; only one is allowed"
@@ -236,12 +236,11 @@ class Workload:
                 yield f"micro-batch {m} has no forward"
             elif len(passes[m]) > 1:
                 yield f"micro-batch {m} of pipe {pipes[0]}: {len(passes[m])} forwards per stage, expected 1"
-        for one in self.passes:
-            yield from self._uncovered(one)
+        for work in self.passes:
+            yield from self._uncovered(work)
         yield from self._bad_skips()
 
     def _bad_skips(self) -> Iterator[str]:
-        """Skip connections that lead nowhere, or exist twice."""
         for number, skip in enumerate(self.skips):
             least = skip.source + (1 if skip.once else 2)
             if not 0 <= skip.source < least <= skip.target < self.placement.stages:
@@ -252,13 +251,12 @@ class Workload:
             elif skip in self.skips[:number]:
                 yield f"skip {skip} exists more than once"
 
-    def _uncovered(self, one: Pass) -> Iterator[str]:
-        """Parts of a pass that no backward differentiates, or several do; computed in exact fractions."""
-        covered: dict[int, list[tuple[Fraction, Fraction]]] = {m: [] for m in one.micro_batches}
-        for share in one.shares:
+    def _uncovered(self, work: Pass) -> Iterator[str]:
+        covered: dict[int, list[tuple[Fraction, Fraction]]] = {m: [] for m in work.micro_batches}
+        for share in work.shares:
             if not covered.keys() >= set(share.micro_batches):
                 yield (
-                    f"pipe {one.pipe}: a backward of micro-batches {share.micro_batches} "
+                    f"pipe {work.pipe}: a backward of micro-batches {share.micro_batches} "
                     "that no one forward made together"
                 )
                 continue
@@ -269,10 +267,10 @@ class Workload:
             at = Fraction(0)
             for start, stop in (*sorted(spans), (Fraction(1), Fraction(1))):
                 if start > at:
-                    yield f"micro-batch {m} of pipe {one.pipe}: no backward of {_extent(at, start)}"
+                    yield f"micro-batch {m} of pipe {work.pipe}: no backward of {_extent(at, start)}"
                 if start < at:
                     twice = _extent(start, min(stop, at))
-                    yield f"micro-batch {m} of pipe {one.pipe}: more than one backward of {twice}"
+                    yield f"micro-batch {m} of pipe {work.pipe}: more than one backward of {twice}"
                 at = max(at, stop)
 
     # -- others like it
@@ -282,11 +280,11 @@ class Workload:
         version more.
         """
         count = self.micro_batches
-        whole = [p for p in self.passes if p.micro_batches]
-        passes = [p for p in whole if p.micro_batches[0] < count * periods]
-        last = [p for p in whole if p.micro_batches[0] // count == self.periods - 1]
+        forwards = [p for p in self.passes if p.micro_batches]
+        passes = [p for p in forwards if p.micro_batches[0] < count * periods]
+        last = [p for p in forwards if p.micro_batches[0] // count == self.periods - 1]
         for more in range(1, periods - self.periods + 1):
-            passes += [_moved(one, more * count) for one in last]
+            passes += [_moved(work, more * count) for work in last]
         versions = self.versions
         if versions is not None:
             late = range(1, periods - self.periods + 1)
@@ -332,9 +330,11 @@ def plain(
         periods: number of updates of every stage; 1 if synchronous.
         version: for an asynchronous workload, the weight version that a (stage, period) uses.
     """
-    every = tuple(range(placement.stages)) if split else ()
+    split_stages = tuple(range(placement.stages)) if split else ()
     pipe = pipe_of if callable(pipe_of) else pipe_of.__getitem__
-    passes = tuple(Pass(pipe(m), (m,), (Share((m,), split=every),)) for m in range(micro_batches * periods))
+    passes = tuple(
+        Pass(pipe(m), (m,), (Share((m,), split=split_stages),)) for m in range(micro_batches * periods)
+    )
     if version is None:
         return Workload(placement, micro_batches, passes, periods)
     versions = tuple(tuple(version(s, t) for t in range(periods)) for s in range(placement.stages))
@@ -342,7 +342,7 @@ def plain(
 
 
 def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
-    """How the ops of some orders share and split work: their forwards, and the shares that backwards
+    """Division of orders' work into passes: their forwards, and the shares that backwards
     differentiate.
 
     A backward whose micro-batches no forward made together is a pass of its own, without micro-batches.
@@ -357,20 +357,20 @@ def passes_of(ops: Iterable[Op]) -> tuple[Pass, ...]:
             if op.kind.half:
                 split.add(op.stage)
     group_of = {(m, pipe): group for group, pipe in forwards for m in group}
-    found: dict[tuple[tuple[int, ...], int], list[Share]] = {key: [] for key in sorted(forwards)}
+    by_pass: dict[tuple[tuple[int, ...], int], list[Share]] = {key: [] for key in sorted(forwards)}
     for (pipe, batches, part, parts), split in sorted(shares.items()):
         groups = {group_of.get((m, pipe), ()) for m in batches}
         group = groups.pop() if len(groups) == 1 else ()
-        found.setdefault((group, pipe), []).append(Share(batches, part, parts, tuple(sorted(split))))
-    return tuple(Pass(pipe, group, tuple(own)) for (group, pipe), own in found.items())
+        by_pass.setdefault((group, pipe), []).append(Share(batches, part, parts, tuple(sorted(split))))
+    return tuple(Pass(pipe, group, tuple(row)) for (group, pipe), row in by_pass.items())
 
 
-def _moved(one: Pass, by: int) -> Pass:
+def _moved(work: Pass, by: int) -> Pass:
     def moved(micro_batches: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(m + by for m in micro_batches)
 
-    shares = tuple(replace(share, micro_batches=moved(share.micro_batches)) for share in one.shares)
-    return Pass(one.pipe, moved(one.micro_batches), shares)
+    shares = tuple(replace(share, micro_batches=moved(share.micro_batches)) for share in work.shares)
+    return Pass(work.pipe, moved(work.micro_batches), shares)
 
 
 def _extent(start: Fraction, stop: Fraction) -> str:

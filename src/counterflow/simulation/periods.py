@@ -32,7 +32,7 @@ _NONE = -1_000_000
 def period_ops(schedule: Schedule, worker: int) -> int:
     """Number of ops of a worker in a period; asynchronous schemes have no doubled or halved ops."""
     each = 3 if schedule.workload.recomputes else 2
-    return each * schedule.micro_batches * sum(1 for _ in schedule.placement.held(worker))
+    return each * schedule.micro_batches * sum(1 for _ in schedule.placement.stages_on(worker))
 
 
 def whole_periods(schedule: Schedule) -> int:

@@ -32,9 +32,9 @@ def waits_of(lists: Lists, lasting: Lasting) -> Waits:
     """The waits of nodes and messages."""
     count = len(lasting.nodes)
     follows = np.setdiff1d(np.arange(count), lists.first)
-    makers = np.repeat(np.arange(count), np.diff(lists.made))
+    makers = np.repeat(np.arange(count), np.diff(lists.outputs))
     takers = np.empty(len(makers), dtype=np.int64)
-    takers[lists.taken] = np.repeat(np.arange(count), np.diff(lists.takes))
+    takers[lists.inputs] = np.repeat(np.arange(count), np.diff(lists.takes))
     at_once, on_lane = np.flatnonzero(lasting.lanes < 0), np.flatnonzero(lasting.lanes >= 0)
     nodes = count + np.arange(len(on_lane))
     order = np.lexsort((makers[on_lane], lasting.lanes[on_lane]))

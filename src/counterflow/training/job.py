@@ -89,7 +89,7 @@ class Job:
             slots /= self.config.pipeline.replicas * self.schedule.pipes
         totals = []
         for worker, copies in enumerate(weight_copies(self.schedule)):
-            stages = [stage for _, stage in self.schedule.placement.held(worker)]
+            stages = [stage for _, stage in self.schedule.placement.stages_on(worker)]
             stage_bytes = sum(weights[stage] for stage in stages)
             totals.append(round(stage_bytes * (copies / len(stages) + 1 + slots)))
         return tuple(totals)

@@ -332,7 +332,7 @@ def test_hooks_and_attributes_of_parameters_are_kept(schedule: Schedule, device:
     assert any(seen)
     assert torch.equal(before["0.weight"], after["0.weight"])
     assert not torch.equal(before["0.bias"], after["0.bias"])
-    holders = sum(0 in {s for _, s in schedule.placement.held(w)} for w in range(schedule.workers))
+    holders = sum(0 in {s for _, s in schedule.placement.stages_on(w)} for w in range(schedule.workers))
     assert len(accumulated) == 3 * holders
 
 

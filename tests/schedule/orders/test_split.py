@@ -141,13 +141,13 @@ def test_a_circle_is_told() -> None:
 def test_workers_are_looked_at_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand workers, looked at each moment, took seconds."""
     looks = 0
-    taken_at = fill._Worker.taken_at
+    next_node = fill._Worker.next_node
 
     def counted(worker: fill._Worker, now: float, ended: list[float]) -> int | None:
         nonlocal looks
         looks += 1
-        return taken_at(worker, now, ended)
+        return next_node(worker, now, ended)
 
-    monkeypatch.setattr(fill._Worker, "taken_at", counted)
+    monkeypatch.setattr(fill._Worker, "next_node", counted)
     schedule = dapple(stages=100, micro_batches=3, split=True)
     assert looks <= 4 * sum(map(len, schedule.orders))

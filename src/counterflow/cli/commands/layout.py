@@ -107,7 +107,7 @@ def _print(result: Rederived) -> None:
         table.add_row(ranks, *map(_in_words, row))
     out.print(table)
     if result.changed:
-        count = len(result.given.stages)
+        count = len(result.original.stages)
         counted = f"embedding {result.embedding}, loss {result.loss}" + (
             f", MTP {result.mtp}" if result.mtp else ""
         )

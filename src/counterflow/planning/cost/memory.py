@@ -342,6 +342,6 @@ def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
     found = [0.0] * placement.workers
     for tie in stages.ties:
         for worker in range(placement.workers):
-            shared = len({s for _, s in placement.held(worker)} & {*tie.stages})
+            shared = len({s for _, s in placement.stages_on(worker)} & {*tie.stages})
             found[worker] += max(0, shared - 1) * tie.held_bytes
     return found

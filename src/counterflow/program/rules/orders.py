@@ -13,32 +13,32 @@ from .subject import Subject
 
 
 def complete(subject: Subject) -> Iterator[str]:
-    """Whether every product of the workload is made exactly once, by ops that share and split work as the
+    """Faults if a product of the workload is not made exactly once, by ops that share and split work as the
     workload says.
     """
     schedule = subject.schedule
     workload = schedule.workload
     yield from workload.faults()
     wanted = {_unversioned(op) for op in workload.ops()}
-    found: Counter[Op] = Counter()
+    counts: Counter[Op] = Counter()
     makers: dict[tuple[Product, tuple[object, ...]], OpKind] = {}
     for worker, order in enumerate(schedule.orders):
         for index, versioned in enumerate(order):
             op = _unversioned(versioned)
-            found[op] += 1
+            counts[op] += 1
             place = f"worker {worker}, op {index}: {versioned}"
             if not _in_range(schedule, op):
                 yield f"{place} is not one of {_extent(schedule)}"
             elif op not in wanted:
                 yield f"{place} is not an op of the workload, which shares or splits this work in another way"
-            if found[op] == 2:
+            if counts[op] == 2:
                 yield f"{place} exists more than once"
-            elif op.kind.gives is not None and found[op] == 1:
+            elif op.kind.gives is not None and counts[op] == 1:
                 first = makers.setdefault((op.kind.gives, op[1:]), op.kind)
                 if first is not op.kind:
-                    given = op.kind.gives.value
-                    yield f"{place} makes an {given} that {op._replace(kind=first)} makes too"
-    for op in sorted(wanted - found.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
+                    gradient = op.kind.gives.value
+                    yield f"{place} makes an {gradient} that {op._replace(kind=first)} makes too"
+    for op in sorted(wanted - counts.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
         yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
 
 

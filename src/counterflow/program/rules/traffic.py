@@ -48,9 +48,9 @@ def no_deadlock_holding(subject: Subject) -> Iterator[str]:
 
 
 def _stuck(subject: Subject, program: Program, *, rendezvous: bool, holding: bool = False) -> Iterator[str]:
-    found = circle(program, subject.needed_graph(), rendezvous=rendezvous, holding=holding)
-    if found is not None:
-        yield found
+    deadlock = circle(program, subject.needed_graph(), rendezvous=rendezvous, holding=holding)
+    if deadlock is not None:
+        yield deadlock
 
 
 def posted(subject: Subject) -> Iterator[str]:
@@ -85,15 +85,15 @@ def messages(subject: Subject) -> Iterator[str]:
                     traffic[worker, peer].append((index, f"{named(message)} from {worker} to {peer}"))
                 case Receive(_, peer):
                     traffic[worker, peer].append((index, f"{named(message)} from {peer} to {worker}"))
-    for one, other in sorted({(min(pair), max(pair)) for pair in traffic}):
-        ours, theirs = traffic[one, other], traffic[other, one]
+    for low, high in sorted({(min(pair), max(pair)) for pair in traffic}):
+        sent_low, sent_high = traffic[low, high], traffic[high, low]
         if program.matching is Matching.TAG:
-            ours, theirs = (sorted(messages, key=itemgetter(1)) for messages in (ours, theirs))
-        for number, (mine, yours) in enumerate(zip_longest(ours, theirs)):
-            if mine is None or yours is None or mine[1] != yours[1]:
+            sent_low, sent_high = (sorted(messages, key=itemgetter(1)) for messages in (sent_low, sent_high))
+        for number, (first, second) in enumerate(zip_longest(sent_low, sent_high)):
+            if first is None or second is None or first[1] != second[1]:
                 yield (
-                    f"workers {one} and {other}: message {number} between them is "
-                    f"{_message(mine)} on worker {one}, but {_message(yours)} on worker {other}"
+                    f"workers {low} and {high}: message {number} between them is "
+                    f"{_message(first)} on worker {low}, but {_message(second)} on worker {high}"
                 )
                 break
     yield from _message_places(program, subject.needed_graph())
@@ -104,14 +104,12 @@ def _message(message: tuple[int, str] | None) -> str:
 
 
 def _worker_traffic(actions: Iterable[Action]) -> Iterator[tuple[int, Message]]:
-    """The sends and receives of a list with their places."""
     for index, action in enumerate(actions):
         if isinstance(action, Send | Receive):
             yield index, action
 
 
 def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
-    """Sends that do not follow their op, and ops whose message is not received before them."""
     expected: list[dict[Receive, Op]] = [{} for _ in program.actions]
     for source, target, skip in graph.messages:
         message = Receive(graph.ops[source], graph.worker[source], skip)
@@ -121,7 +119,6 @@ def _message_places(program: Program, graph: OpGraph) -> Iterator[str]:
 
 
 def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Receive, Op]) -> Iterator[str]:
-    """Misplaced messages of one worker; ``expected`` has the op that needs each message."""
     computed = {action.op: index for index, action in enumerate(actions) if isinstance(action, Compute)}
     never = len(actions)
     received: set[Receive] = set()
@@ -153,11 +150,11 @@ def computes(subject: Subject) -> Iterator[str]:
     assert program is not None
     for worker, (actions, order) in enumerate(zip(program.actions, subject.schedule.orders, strict=True)):
         computed = ((index, a.op) for index, a in enumerate(actions) if isinstance(a, Compute))
-        for number, (found, op) in enumerate(zip_longest(computed, order)):
-            if found is None:
+        for number, (action, op) in enumerate(zip_longest(computed, order)):
+            if action is None:
                 yield f"worker {worker}: op {number} of its order, {op}, is not computed"
                 break
-            if found[1] != op:
+            if action[1] != op:
                 expected = "nothing more" if op is None else str(op)
-                yield f"worker {worker}, action {found[0]}: computes {found[1]}, its order has {expected}"
+                yield f"worker {worker}, action {action[0]}: computes {action[1]}, its order has {expected}"
                 break

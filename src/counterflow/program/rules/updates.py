@@ -32,10 +32,9 @@ def held_versions(subject: Subject) -> Iterator[str]:
 
 
 def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...]) -> Iterator[str]:
-    """Versions used before they are made or after they are freed; updates before their gradients."""
-    held: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.held(worker)}
-    updates = dict.fromkeys(held, 0)
-    left = Counter(
+    versions: dict[int, set[int]] = {stage: {0} for _, stage in schedule.placement.stages_on(worker)}
+    updates = dict.fromkeys(versions, 0)
+    backwards = Counter(
         (op.stage, schedule.period_of(op))
         for op in schedule.orders[worker]
         if Product.WEIGHT_GRADIENTS in op.kind.makes
@@ -44,24 +43,24 @@ def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...
         place = f"worker {worker}, action {index}: {action}"
         match action:
             case Compute(op):
-                if op.version not in held[op.stage]:
-                    shown = ", ".join(map(str, sorted(held[op.stage])))
+                if op.version not in versions[op.stage]:
+                    shown = ", ".join(map(str, sorted(versions[op.stage])))
                     yield f"{place}: version {op.version} of stage {op.stage} is not held, only {shown}"
                 if Product.WEIGHT_GRADIENTS in op.kind.makes:
-                    left[op.stage, schedule.period_of(op)] -= 1
+                    backwards[op.stage, schedule.period_of(op)] -= 1
             case Update(stage, version, frees):
-                if version - 1 not in held[stage] or version in held[stage]:
-                    yield f"{place}: expected an update of version {max(held[stage])}"
-                if left[stage, version - 1]:
-                    yield f"{place}: {left[stage, version - 1]} backwards of its period follow later"
-                held[stage].add(version)
-                if not held[stage].issuperset(frees):
+                if version - 1 not in versions[stage] or version in versions[stage]:
+                    yield f"{place}: expected an update of version {max(versions[stage])}"
+                if backwards[stage, version - 1]:
+                    yield f"{place}: {backwards[stage, version - 1]} backwards of its period follow later"
+                versions[stage].add(version)
+                if not versions[stage].issuperset(frees):
                     yield f"{place}: frees {frees}, of which some are not held"
-                held[stage] -= set(frees)
+                versions[stage] -= set(frees)
                 updates[stage] += 1
-    for stage, made in updates.items():
-        if made != schedule.periods:
-            yield f"worker {worker}: {made} updates of stage {stage}, expected {schedule.periods}"
+    for stage, count in updates.items():
+        if count != schedule.periods:
+            yield f"worker {worker}: {count} updates of stage {stage}, expected {schedule.periods}"
 
 
 def syncs(subject: Subject) -> Iterator[str]:
@@ -77,11 +76,11 @@ def syncs(subject: Subject) -> Iterator[str]:
     }
     started: list[list[tuple[int, int]]] = []
     for worker, actions in enumerate(program.actions):
-        mine: list[tuple[int, int]] = []
-        yield from _worker_syncs(schedule, worker, actions, mine, wanted)
-        started.append(mine)
+        starts: list[tuple[int, int]] = []
+        yield from _worker_syncs(schedule, worker, actions, starts, wanted)
+        started.append(starts)
         for stage, period in (key for key, holders in wanted.items() if worker in holders):
-            if (stage, period) not in mine:
+            if (stage, period) not in starts:
                 yield (
                     f"worker {worker}: no gradient sync of its copy of stage {stage}, period {period} "
                     f"(copies on workers {', '.join(map(str, wanted[stage, period]))})"
@@ -93,30 +92,29 @@ def _worker_syncs(
     schedule: Schedule,
     worker: int,
     actions: tuple[Action, ...],
-    mine: list[tuple[int, int]],
+    starts: list[tuple[int, int]],
     wanted: dict[tuple[int, int], tuple[int, ...]],
 ) -> Iterator[str]:
-    """One worker's syncs: after its backwards, over all holders, waited for before the update."""
     waited: set[tuple[int, int]] = set()
     for index, action in enumerate(actions):
         place = f"worker {worker}, action {index}: {action}"
         match action:
             case Compute(op) if Product.WEIGHT_GRADIENTS in op.kind.makes:
                 period = schedule.period_of(op)
-                if (op.stage, period) in mine:
+                if (op.stage, period) in starts:
                     yield f"{place} comes after the start of the gradient sync of its stage"
-                elif (op.stage, period - 1) in mine and (op.stage, period - 1) not in waited:
+                elif (op.stage, period - 1) in starts and (op.stage, period - 1) not in waited:
                     yield f"{place} needs gradients whose sync is still in flight"
             case StartSync(stage, period, workers, Summed.GRADIENTS):
-                if (stage, period) in mine:
+                if (stage, period) in starts:
                     yield f"{place} exists more than once"
                 if wanted.get((stage, period)) != workers:
                     yield (
                         f"{place}: over workers {workers}, copies are on {wanted.get((stage, period), ())}"
                     )
-                mine.append((stage, period))
+                starts.append((stage, period))
             case WaitSync(stage, period, _, Summed.GRADIENTS):
-                if (stage, period) not in mine:
+                if (stage, period) not in starts:
                     yield f"{place} comes before its start"
                 waited.add((stage, period))
             case Update(stage, version, _):
@@ -125,14 +123,13 @@ def _worker_syncs(
 
 
 def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
-    """Pairs of workers that start the syncs they share in different orders."""
-    for one, ours in enumerate(started):
-        for other in range(one):
-            theirs = started[other]
-            shared = set(ours) & set(theirs)
-            a, b = ([s for s in syncs if s in shared] for syncs in (theirs, ours))
+    for high, syncs_high in enumerate(started):
+        for low in range(high):
+            syncs_low = started[low]
+            shared = set(syncs_high) & set(syncs_low)
+            a, b = ([s for s in syncs if s in shared] for syncs in (syncs_low, syncs_high))
             if a != b:
-                yield f"workers {other} and {one} start their gradient syncs in different orders: {a}, {b}"
+                yield f"workers {low} and {high} start their gradient syncs in different orders: {a}, {b}"
 
 
 def sums_in_one_order(subject: Subject) -> Iterator[str]:
@@ -145,30 +142,31 @@ def sums_in_one_order(subject: Subject) -> Iterator[str]:
             if isinstance(action, StartSync):
                 started[action.workers][worker].append(action)
     for workers, rows in started.items():
-        first, *others = workers
-        for other in others:
-            for number, pair in enumerate(zip_longest(rows[first], rows[other])):
+        first, *rest = workers
+        for member in rest:
+            for number, pair in enumerate(zip_longest(rows[first], rows[member])):
                 if pair[0] != pair[1]:
                     shown = " and ".join(
                         f"{'none' if start is None else start} on worker {worker}"
-                        for start, worker in zip(pair, (first, other), strict=True)
+                        for start, worker in zip(pair, (first, member), strict=True)
                     )
                     yield f"workers {', '.join(map(str, workers))}: sum {number} among them is {shown}"
                     break
 
 
 def agreed(subject: Subject) -> Iterator[str]:
-    """Whether all workers gather in one order and, if synchronous, after the sums of gradients and before the
+    """Faults unless all workers gather in one order, if synchronous between the sums of gradients and the
     updates.
     """
     program = subject.program
     assert program is not None
     wanted = [action for action in program.actions[0] if isinstance(action, StartGather)]
     for worker, actions in enumerate(program.actions):
-        found = [action for action in actions if isinstance(action, StartGather)]
-        for number, (mine, first) in enumerate(zip_longest(found, wanted)):
-            if mine != first:
-                yield f"gather {number} is {mine or 'none'} on worker {worker}, {first or 'none'} on worker 0"
+        gathers = [action for action in actions if isinstance(action, StartGather)]
+        for number, (gather, first) in enumerate(zip_longest(gathers, wanted)):
+            if gather != first:
+                faulty = f"gather {number} is {gather or 'none'} on worker {worker}"
+                yield f"{faulty}, {first or 'none'} on worker 0"
                 break
         yield from _waited(worker, actions)
         if program.schedule.synchronous:
@@ -176,7 +174,7 @@ def agreed(subject: Subject) -> Iterator[str]:
 
 
 def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Whether gathers are waited for in their order, and sums only if they were started."""
+    """Faults unless gathers are waited for in their order, and sums only if they were started."""
     going: deque[StartGather] = deque()
     started = {action for action in actions if isinstance(action, StartSync)}
     for index, action in enumerate(actions):
@@ -192,12 +190,15 @@ def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Whether loss and norm are reported once they exist, and gradients are clipped after that, then used in
+    """Faults unless loss and norm are reported once they exist, and gradients are clipped after that, before the
     updates.
     """
     gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
     clips = [index for index, action in enumerate(actions) if isinstance(action, Clip | DropNonFinite)]
-    losses, norms = sum(its.loss == 0 for _, its in gathers), sum(its.norm == 0 for _, its in gathers)
+    losses, norms = (
+        sum(gather.loss == 0 for _, gather in gathers),
+        sum(gather.norm == 0 for _, gather in gathers),
+    )
     expected = sum(isinstance(actions[index], Clip) for index in clips)
     if losses != 1 or norms != expected or len(clips) != 1:
         yield (
@@ -223,7 +224,6 @@ def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iter
 
 
 def _makes_gradients(action: Action) -> bool:
-    """Whether gradients may be incomplete before the action."""
     if isinstance(action, StartSync | WaitSync):
         return action.what is not Summed.STATISTICS
     return isinstance(action, Compute)

@@ -113,7 +113,7 @@ def local_stages(
     roots = [layer.module for layers in model.layers for layer in layers]
     named = ((f"{n} of layer {i}", p) for i, root in enumerate(roots) for n, p in root.named_parameters())
     refuse_other_seeds(named, transport)
-    held = sorted({stage for _, stage in schedule.placement.held(mesh.coordinates(transport.rank)[WORKER])})
+    held = sorted({stage for _, stage in schedule.placement.stages_on(mesh.coordinates(transport.rank)[WORKER])})
     last = schedule.stages - 1
     layers = [layer for stage in held for layer in model.layers[stage]]
     if model.loss is not None and last in held:

@@ -30,7 +30,7 @@ Stage = tuple[Kind, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which layers each stage has.
+    """Layers of each stage, in Megatron-LM's notation.
 
     Megatron-LM places stage ``k`` as chunk ``k // pp`` on pipeline rank ``k % pp``; so do the scheme
     ``interleaved`` and, with one chunk, ``1f1b`` and ``gpipe``. Other schemes place these stages elsewhere.
@@ -87,8 +87,8 @@ class Layout:
         Raises:
             ConfigError: they stand elsewhere, or are there not once.
         """
-        every = [(kind, number) for number, stage in enumerate(self.stages) for kind in stage]
-        kinds = [kind for kind, _ in every]
+        places = [(kind, number) for number, stage in enumerate(self.stages) for kind in stage]
+        kinds = [kind for kind, _ in places]
         for kind, name, place in ((Kind.EMBEDDING, "embedding", 0), (Kind.LOSS, "loss", -1)):
             where = "first" if place == 0 else "last"
             if kinds.count(kind) != 1:
@@ -97,14 +97,14 @@ class Layout:
                     f"{kinds.count(kind)}"
                 )
             if kinds[place] is not kind:
-                number = every[kinds.index(kind)][1]
+                number = places[kinds.index(kind)][1]
                 raise ConfigError(
                     f"layout '{self}': expected the {name} ({kind}) as the {where} layer, got "
                     f"{kinds[place]}; the {name} is in stage {number}"
                 )
         beyond = kinds.index(Kind.MTP) if Kind.MTP in kinds else len(kinds)
         if Kind.TRANSFORMER in kinds[beyond:]:
-            number = every[kinds.index(Kind.TRANSFORMER, beyond)][1]
+            number = places[kinds.index(Kind.TRANSFORMER, beyond)][1]
             raise ConfigError(
                 f"layout '{self}': expected MTP layers (m) after all transformer layers (t), got t after m "
                 f"in stage {number}"

@@ -22,7 +22,7 @@ class Rederived:
 
     Attributes:
         layout: the new one.
-        given: the one that it was made of.
+        original: the one that it was made of.
         pp: pipeline ranks.
         vpp: virtual stages of each rank.
         usual: transformer layers of a stage that has nothing else, most often, in the given layout.
@@ -32,7 +32,7 @@ class Rederived:
     """
 
     layout: Layout
-    given: Layout
+    original: Layout
     pp: int
     vpp: int
     usual: int
@@ -42,8 +42,8 @@ class Rederived:
 
     @property
     def changed(self) -> bool:
-        """Whether the stages are others than those that were given."""
-        return self.layout != self.given
+        """True if the stages are others than those of the original layout."""
+        return self.layout != self.original
 
     def chunk(self, rank: int, number: int) -> Stage:
         """The layers of a rank's virtual stage: stage ``number * pp + rank``."""
@@ -88,18 +88,17 @@ def rederive(
     special = _Special.of(layout)
     wanted = have if layers is None else layers
     renewed = special if mtp is None else special.with_mtp(mtp, layout)
-    found = layout
+    result = layout
     if (len(layout.stages), have, special) != (pp * vpp, wanted, renewed):
-        found = renewed.dealt(wanted, pp * vpp)
-    loads = renewed.tail[-1].load, sum(each.load for each in renewed.tail[:-1])
-    return Rederived(found, layout, pp, vpp, special.usual, special.embedding, *loads)
+        result = renewed.dealt(wanted, pp * vpp)
+    loads = renewed.tail[-1].load, sum(part.load for part in renewed.tail[:-1])
+    return Rederived(result, layout, pp, vpp, special.usual, special.embedding, *loads)
 
 
 _MOST = 10_000
 
 
 def _sizes(now: int, stages: int | None, pp: int | None, vpp: int | None) -> tuple[int, int]:
-    """Pipeline ranks and virtual stages of each, from what was given and the stages at hand."""
     for name, value in (("stages", stages), ("pp", pp), ("vpp", vpp)):
         if value is not None and not 1 <= value <= _MOST:
             raise ConfigError(f"{name}={value}: must be 1 to {_MOST:,}")
@@ -112,13 +111,13 @@ def _sizes(now: int, stages: int | None, pp: int | None, vpp: int | None) -> tup
         return pp, vpp
     if pp is None and vpp is not None and stages is None:
         raise ConfigError(f"vpp={vpp}: says nothing without the number of ranks; give pp, too")
-    whole = now if stages is None else stages
+    count = now if stages is None else stages
     known, name = (pp, "pp") if pp is not None else (vpp or 1, "vpp")
-    if whole % known:
+    if count % known:
         raise ConfigError(
-            f"{name}={known}: {whole} stages do not divide by it; give pp and vpp, which make pp * vpp stages"
+            f"{name}={known}: {count} stages do not divide by it; give pp and vpp, which make pp * vpp stages"
         )
-    return (known, whole // known) if name == "pp" else (whole // known, known)
+    return (known, count // known) if name == "pp" else (count // known, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class _Special:
-    """What is special about a layout.
+    """Irregular stages of a layout.
 
     Attributes:
         usual: transformer layers of a usual stage.
@@ -152,8 +151,8 @@ class _Special:
     def of(cls, layout: Layout) -> _Special:
         """The special stages of a layout whose embedding, MTP layers and loss are in their places."""
         plain = [len(stage) for stage in layout.stages if stage and {*stage} == {Kind.TRANSFORMER}]
-        every = plain or [stage.count(Kind.TRANSFORMER) for stage in layout.stages]
-        often = Counter(every)
+        counts = plain or [stage.count(Kind.TRANSFORMER) for stage in layout.stages]
+        often = Counter(counts)
         usual = max(often, key=lambda count: (often[count], count))
         tail = tuple(
             _Tail(rest, usual - stage.count(Kind.TRANSFORMER))
@@ -165,7 +164,7 @@ class _Special:
 
     def with_mtp(self, count: int, layout: Layout) -> _Special:
         """The same with this number of MTP layers, in the stage of those at hand or of the loss."""
-        places = [number for number, each in enumerate(self.tail) if Kind.MTP in each.kinds]
+        places = [number for number, part in enumerate(self.tail) if Kind.MTP in part.kinds]
         now = layout.count(Kind.MTP)
         if count == now:
             return self
@@ -177,15 +176,15 @@ class _Special:
         old = self.tail[place]
         with_loss = Kind.LOSS in old.kinds
         # What one counts as: as a transformer layer beside the loss, else its share of its stage.
-        each = 1 if with_loss else max(1, old.load // now)
-        load = old.load + (count - now) * each
+        load_each = 1 if with_loss else max(1, old.load // now)
+        load = old.load + (count - now) * load_each
         new = _Tail((*[Kind.MTP] * count, *[Kind.LOSS] * with_loss), load)
         return _Special(
             self.usual,
             self.embedding,
             tuple(
-                new if number == place else one
-                for number, one in enumerate(self.tail)
+                new if number == place else part
+                for number, part in enumerate(self.tail)
                 if number != place or new.kinds
             ),
         )
@@ -206,14 +205,14 @@ class _Special:
             raise ConfigError(
                 f"layers={layers}: leaves {empty} of {stages} stages empty; give more layers or fewer stages"
             )
-        made: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
-        made[0] = (Kind.EMBEDDING, *made[0])
-        made[-1] = (*made[-1], *tail[0].kinds)
-        return Layout((*made, *(each.kinds for each in tail[1:])))
+        result: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
+        result[0] = (Kind.EMBEDDING, *result[0])
+        result[-1] = (*result[-1], *tail[0].kinds)
+        return Layout((*result, *(part.kinds for part in tail[1:])))
 
 
 def _filled(loads: list[int], layers: int) -> list[int]:
-    """How many layers each stage is given, beside the load that it has, so that the fullest has the least.
+    """Layers that each stage gets in addition to its load, so that the fullest has the least.
 
     Of equal stages the plain ones are filled first, from the last one on, then those of the embedding and of
     the MTP layers or the loss.
@@ -228,7 +227,7 @@ def _filled(loads: list[int], layers: int) -> list[int]:
         else:
             high = level - 1
     counts = [max(0, low - load) for load in loads]
-    left = layers - sum(counts)
-    for stage in [stage for stage in order if loads[stage] <= low][:left]:
+    rest = layers - sum(counts)
+    for stage in [stage for stage in order if loads[stage] <= low][:rest]:
         counts[stage] += 1
     return counts

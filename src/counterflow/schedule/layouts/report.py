@@ -45,28 +45,28 @@ class LayoutShown(Result):
     stages: list[StageShown]
 
 
-def shown(found: Rederived) -> LayoutShown:
+def shown(result: Rederived) -> LayoutShown:
     """A re-derived layout, with all of its stages."""
-    layout = found.layout
+    layout = result.layout
     transformer, mtp = layout.count(Kind.TRANSFORMER), layout.count(Kind.MTP)
     return LayoutShown.of(
         layout=str(layout),
-        given=str(found.given),
-        changed=found.changed,
-        pp=found.pp,
-        vpp=found.vpp,
+        given=str(result.original),
+        changed=result.changed,
+        pp=result.pp,
+        vpp=result.vpp,
         layers=transformer,
         mtp=mtp,
-        usual_layers=found.usual,
-        embedding_layers=found.embedding,
-        loss_layers=found.loss,
-        mtp_layers=found.mtp,
+        usual_layers=result.usual,
+        embedding_layers=result.embedding,
+        loss_layers=result.loss,
+        mtp_layers=result.mtp,
         cuts=None if () in layout.stages else list(layout.cuts(transformer + mtp + 2, mtp=mtp)),
         stages=[
             StageShown(
                 stage=number,
-                rank=number % found.pp,
-                chunk=number // found.pp,
+                rank=number % result.pp,
+                chunk=number // result.pp,
                 layers="".join(stage),
                 embedding=stage.count(Kind.EMBEDDING),
                 transformer=stage.count(Kind.TRANSFORMER),

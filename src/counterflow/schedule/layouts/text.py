@@ -32,7 +32,7 @@ def signs(text: str) -> str:
     >>> signs("Et*3|(t,m|)*2L")
     'Ettt|tm|tm|L'
     """
-    found: list[str] = []
+    letters: list[str] = []
     group: list[str] | None = None
     opened, count = 0, 0
     place = _BLANKS.match(text).end()  # type: ignore[union-attr]
@@ -54,16 +54,16 @@ def signs(text: str) -> str:
                 raise _wrong(text, token.end(), "*n, which says how often the group is repeated")
             count += len(group) * (_number(times) - 1)
             _refuse_many(text, count)
-            found += group * _number(times)
+            letters += group * _number(times)
             group = None
         else:
             count += _number(times)
             _refuse_many(text, count)
-            (found if group is None else group).extend(sign * _number(times))
+            (letters if group is None else group).extend(sign * _number(times))
         place = token.end()
     if group is not None:
         raise _wrong(text, len(text), f") and *n, which end the group that begins at character {opened + 1}")
-    return "".join(found)
+    return "".join(letters)
 
 
 def written(stages: Sequence[str]) -> str:
@@ -84,17 +84,16 @@ def written(stages: Sequence[str]) -> str:
 
 
 def _stage(letters: str) -> str:
-    """One stage, with runs of three or more of a letter as ``t*3``."""
     runs = [(letter, len(list(same))) for letter, same in groupby(letters)]
     return _joined([letter * n if n < 3 else f"{letter}*{n}" for letter, n in runs])
 
 
 def _joined(texts: Sequence[str]) -> str:
     """Texts in a row; a comma sets a number apart from the letter or group after it."""
-    found = ""
+    joined = ""
     for text in texts:
-        found += "," + text if found[-1:].isdigit() and text[:1] not in ("", "|") else text
-    return found
+        joined += "," + text if joined[-1:].isdigit() and text[:1] not in ("", "|") else text
+    return joined
 
 
 _LONGEST_PERIOD = 64
@@ -102,7 +101,7 @@ _LONGEST_PERIOD = 64
 
 
 def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """How pieces in a row are folded: the pieces and the repetitions of each group."""
+    """Folds of pieces in a row: the pieces and the repetitions of each group."""
     best: list[tuple[int, int]] = [(0, 0)] * (len(pieces) + 1)  # length of the text, groups in it
     chosen: list[tuple[int, int]] = [(1, 1)] * len(pieces)
     same = [0] * (_LONGEST_PERIOD + 1)  # by period, pieces from here on that equal the one a period later
@@ -118,8 +117,8 @@ def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
                 continue
             after = place + period * times
             length, groups = best[after]
-            apart = after < len(pieces) and pieces[after][:1] not in ("", "|")
-            with_group = length + block + len(f"()*{times}") + apart, groups + 1
+            comma = after < len(pieces) and pieces[after][:1] not in ("", "|")
+            with_group = length + block + len(f"()*{times}") + comma, groups + 1
             if with_group < best[place]:
                 best[place], chosen[place] = with_group, (period, times)
     folds = []
@@ -132,14 +131,13 @@ def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _number(times: str | None) -> int:
-    """How often a sign is repeated; all numbers of more digits than any layout needs are one too large."""
+    """Repetitions of a sign; all numbers of more digits than any layout needs are one too large."""
     if times is None:
         return 1
     return int(times) if len(times.lstrip("0")) < 10 else 10**9
 
 
 def _expected(text: str, place: int, *, in_group: bool) -> str:
-    """What could stand where no sign of a layout begins."""
     before = text[:place].rstrip(", \t\n")
     if text[place] == "*" and before and not before[-1].isdigit() and before[-1] != "(":
         return "a whole number after *"

@@ -26,14 +26,14 @@ def dual_order(distance: int, depth: int, micro_batches: int) -> list[str]:
     """
     ahead, done = depth - distance - 1, distance + 1
     last = ["1", "0"] * done
-    whole = _whole(done)
+    unsplit = _count_unsplit(done)
     return [
         *["F0"] * (2 * ahead),
         *["F0", "F1"] * done,
         *["I1", "W", "F1"] * ahead,
         *["F0", "B1", "F1", "B0"] * (micro_batches - 2 * depth + done),
         *["B1", "F1", "B0"] * ahead,
-        *(("B" if place < whole else "I") + stage for place, stage in enumerate(last)),
+        *(("B" if place < unsplit else "I") + stage for place, stage in enumerate(last)),
         *["W", "I0"] * ahead,
         *["W"] * done,
     ]
@@ -47,24 +47,27 @@ def split_in(distance: int, depth: int, micro_batches: int) -> tuple[set[int], s
     ({1}, set())
     """
     ahead, done = depth - distance - 1, distance + 1
-    halves = 2 * done - _whole(done)  # among the last backwards, which take turns and end with stage 0
+    halves = 2 * done - _count_unsplit(
+        done
+    )  # among the last backwards, which take turns and end with stage 0
     last = [micro_batches - (halves + 1) // 2 - ahead, micro_batches - halves // 2]
-    zero, one = (set(range(first, micro_batches)) for first in last)
-    return zero, {*range(ahead), *one}
+    zero, last_stage = (set(range(first, micro_batches)) for first in last)
+    return zero, {*range(ahead), *last_stage}
 
 
 def passes_split(split: Sequence[Set[int]], micro_batches: int, pipes: int = 1) -> tuple[Pass, ...]:
     """The passes of a number of micro-batches per pipe; ``split`` has, for each stage, those whose backwards
     are split.
     """
-    found = [tuple(stage for stage, mine in enumerate(split) if m in mine) for m in range(micro_batches)]
+    splits = [
+        tuple(stage for stage, of_stage in enumerate(split) if m in of_stage) for m in range(micro_batches)
+    ]
     return tuple(
         Pass(pipe, (number := pipe * micro_batches + m,), (Share((number,), split=stages),))
         for pipe in range(pipes)
-        for m, stages in enumerate(found)
+        for m, stages in enumerate(splits)
     )
 
 
-def _whole(done: int) -> int:
-    """Number of the last backwards that are not split."""
+def _count_unsplit(done: int) -> int:
     return 2 * (done // 2) + (done % 2)

@@ -47,7 +47,7 @@ def filled(
         _Worker(graph, w, needs, limit, movable)
         for w, limit in zip(range(schedule.workers), limits, strict=True)
     ]
-    waked = _waked(graph, needs)
+    wakes = _wakes(graph, needs)
     moments = [(0.0, w) for w in range(schedule.workers)]
     while moments:
         now, w = heappop(moments)
@@ -55,34 +55,34 @@ def filled(
         if worker.busy_until > now or worker.looked_at == now:
             continue
         worker.looked_at = now
-        node = worker.taken_at(now, ended)
+        node = worker.next_node(now, ended)
         if node is not None:
             op = graph.ops[node]
             end = now + round(op.work * scale) * len(op.kind.makes)
             ended[node] = worker.busy_until = end
-            for other in waked[node]:
-                heappush(moments, (end, other))
-    stuck = {w: worker.waits(ended) for w, worker in enumerate(workers) if worker.left}
+            for waiting in wakes[node]:
+                heappush(moments, (end, waiting))
+    stuck = {w: worker.waits(ended) for w, worker in enumerate(workers) if worker.remaining}
     if stuck:
         raise DeadlockError(graph.describe_circle(stuck))
     return replace(schedule, orders=tuple(tuple(worker.done) for worker in workers))
 
 
-def _waked(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
-    """The workers that may have something to run when a node ends: the node's own, and those that take its
+def _wakes(graph: OpGraph, needs: list[list[int]]) -> list[set[int]]:
+    """Workers that may have something to run when a node ends: the node's own, and those that take its
     product.
     """
-    waked: list[set[int]] = [set() for _ in graph.ops]
+    wakes: list[set[int]] = [set() for _ in graph.ops]
     for worker, (first, end) in enumerate(pairwise(graph.first)):
         for node in range(first, end):
-            waked[node].add(worker)
+            wakes[node].add(worker)
             for need in needs[node]:
-                waked[need].add(worker)
-    return waked
+                wakes[need].add(worker)
+    return wakes
 
 
 class _Worker:
-    """What one worker has run, and the rest of its order: nodes, or None for a node that was taken."""
+    """State of one worker: its ops that ran, and the rest of its order; None for a node that ran early."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Worker:
     ) -> None:
         nodes = range(graph.first[worker], graph.first[worker + 1])
         self.done: list[Op] = []
-        self.left = len(nodes)
+        self.remaining = len(nodes)
         self.busy_until = 0.0
         self.looked_at = -1.0
         self._ops = graph.ops
@@ -103,22 +103,22 @@ class _Worker:
         self._head = 0
         self._limit = limit
         self._stashed = 0.0
-        self._alike: dict[tuple[OpKind, int, int], deque[int]] = {}
+        self._movable: dict[tuple[OpKind, int, int], deque[int]] = {}
         """Places in the order of ops that may be moved, by kind and stage; each such list keeps its order."""
         for place, node in enumerate(nodes):
             op = graph.ops[node]
             if movable(op):
-                self._alike.setdefault((op.kind, op.pipe, op.stage), deque()).append(place)
+                self._movable.setdefault((op.kind, op.pipe, op.stage), deque()).append(place)
 
-    def taken_at(self, now: float, ended: list[float]) -> int | None:
+    def next_node(self, now: float, ended: list[float]) -> int | None:
         """The node that the worker runs from ``now`` on; None if it has to wait."""
-        if not self.left:
+        if not self.remaining:
             return None
         if self._can_run(self._head, now, ended):
-            return self._taken(self._head)
-        for place in sorted(places[0] for places in self._alike.values() if places):
+            return self._run(self._head)
+        for place in sorted(places[0] for places in self._movable.values() if places):
             if self._can_run(place, now, ended) and self._fits(place):
-                return self._taken(place)
+                return self._run(place)
         return None
 
     def waits(self, ended: list[float]) -> tuple[int, int]:
@@ -132,7 +132,6 @@ class _Worker:
         return node is not None and all(ended[need] <= now for need in self._needs[node])
 
     def _fits(self, place: int) -> bool:
-        """Whether the op at this place can run before all earlier ones, within the limit."""
         node = self._order[place]
         assert node is not None
         more = stash_change(self._ops[node])
@@ -146,15 +145,15 @@ class _Worker:
                 stashed += stash_change(self._ops[before])
         return stashed <= self._limit
 
-    def _taken(self, place: int) -> int:
+    def _run(self, place: int) -> int:
         node, self._order[place] = self._order[place], None
         assert node is not None
         op = self._ops[node]
-        places = self._alike.get((op.kind, op.pipe, op.stage))
+        places = self._movable.get((op.kind, op.pipe, op.stage))
         if places and places[0] == place:
             places.popleft()
         self.done.append(op)
-        self.left -= 1
+        self.remaining -= 1
         self._stashed += stash_change(op)
         while self._head < len(self._order) and self._order[self._head] is None:
             self._head += 1

@@ -29,15 +29,16 @@ All is in units of a forward: F = 1, B = 2, messages 0. There is no randomness a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
+from ..scheme import NumberLoop
 from .mixpipe_asymmetric import ASYMMETRIC
 from .mixpipe_optima import OPTIMA
 
-__all__ = ["asymmetric_orders", "mixpipe_orders", "played", "use"]
+__all__ = ["asymmetric_orders", "mixpipe_orders", "played"]
 
 STARTS = (2, 1, 0, -1)
 """Times at which the first backward of the last stage is due, in halves of the depth."""
@@ -64,123 +65,20 @@ class Shape(NamedTuple):
     first: int  # forwards of stage 0 before its worker's first backward, or ANY
 
 
-def mixpipe_orders(
-    depth: int, micro_batches: int, injected: int | None, early_forwards: int
-) -> list[list[tuple[str, int]]]:
-    """One list per worker of ("F"|"B", micro_batch), in execution order.
-
-    Even micro-batches go down (stage s on worker s), odd ones up. ``injected`` is K; None is K=max: room for
-    3D/2-1 forwards, as early as that allows. An odd number of micro-batches is planned with one more, which
-    is then left out: that adds no memory and delays no op.
-    """
-    pairs = (micro_batches + 1) // 2
-    if injected is None:
-        shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
-        plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[])
-        return _mirrored(_shortest(plans, shape), micro_batches)
-    words = OPTIMA.get((depth, injected, early_forwards))
-    near = [_order(word) for word in words or ()]
-    if not near or 2 * pairs != depth:
-        near = _listed(Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs)))
-    if 2 * pairs > depth:
-        unit = mixpipe_orders(depth, depth, injected, early_forwards)[: depth // 2]
-        units = [_repeated(order, depth, 2 * pairs) for order in unit]
-        near = min(near, units, key=lambda orders: _makespan(orders, depth))
-    return _mirrored(near, micro_batches)
-
-
-def _listed(shape: Shape) -> list[list[tuple[str, int]]]:
-    """The shortest list schedule of the first half of the workers."""
-    plans = _tries(shape)
-    if (
-        shape.depth == 4 and shape.pairs == 2
-    ):  # the paper's Figure 3, where two orders could be a unit shorter
-        plans = iter([next(plans)])
-    return _shortest(plans, shape)
-
-
-def _shortest(plans: Iterator[Times], shape: Shape) -> list[list[tuple[str, int]]]:
-    """The orders of the first half of the workers in the shortest of these plans."""
-    last = (shape.depth + 1) * shape.pairs - 1  # of stage 0 the last backward
-    return list(_unfold(min(plans, key=lambda ends: ends[last]), shape.depth, shape.pairs))
-
-
-def _repeated(order: list[tuple[str, int]], depth: int, micro_batches: int) -> list[tuple[str, int]]:
-    """Direct concatenation of a unit of D micro-batches (section III-C), whose last may be shorter."""
-    return [
-        (kind, first + micro_batch)
-        for first in range(0, micro_batches, depth)
-        for kind, micro_batch in order
-        if first + micro_batch < micro_batches
-    ]
-
-
-def asymmetric_orders(depth: int, micro_batches: int, peak: int) -> list[list[tuple[str, int]]]:
-    """The same of the stored asymmetric order with this peak, one after another for multiples of D."""
-    return [_order(word * (micro_batches // depth)) for word in ASYMMETRIC[depth, peak]]
-
-
-def _tries(shape: Shape) -> Iterator[Times]:
-    most = max(1, OPS_BUDGET // (3 * 2 * shape.depth * shape.pairs))
-    known: list[tuple[int, Times]] = []
-    for wait, start in list(product(WAITS, STARTS))[:most]:
-        yield from _there_and_back(shape, _linear(shape, pace=4, start=start * shape.depth // 2), wait, known)
-
-
-def _linear(shape: Shape, pace: int, start: int) -> Times:
-    """Forwards go down one stage per unit of time, backwards come up one stage in two, pairs follow at the
-    pace.
-
-    A forward of a late stage is as urgent as the one D/2 stages before it.
-    """
-    stages, pairs, half = range(shape.depth), range(shape.pairs), shape.depth // 2
-    forwards = [stage % half + pace * pair for stage in stages for pair in pairs]
-    return forwards + [
-        start + 2 * (shape.depth - 1 - stage) + pace * pair for stage in stages for pair in pairs
-    ]
-
-
-def _there_and_back(shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]]) -> Iterator[Times]:
-    """The plan for these due times, and the one for those found by planning it again from its end.
-
-    If there is little room, other due times make a plan that is ``known``, and so is the plan that follows
-    from it.
-    """
-    there = _Loop.play(*shape, due, wait, 1, 2)
-    if (wait, there) in known:
-        return
-    known.append((wait, there))
-    yield there
-    back = _Loop.play(*shape._replace(first=ANY), _turned(there, shape), wait, 2, 1)
-    yield _Loop.play(*shape, _turned(back, shape), wait, 1, 2)
-
-
-def _turned(plan: Times, shape: Shape) -> Times:
-    """Due times reversed in time: F and B change places, the last pair is the first."""
-    depth, pairs, _, _ = shape
-    starts = range(0, depth * pairs, pairs)
-    return [
-        -plan[kind + start + pair]
-        for kind in (depth * pairs, 0)
-        for start in starts
-        for pair in range(pairs - 1, -1, -1)
-    ]
-
-
 def played(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one loop without calls
     depth: int, pairs: int, room: int, first: int, due: Sequence[int], wait: int, forward: int, backward: int
 ) -> list[int]:
-    """List scheduling: when each op ends.
+    """End of each op, by list scheduling.
 
     It is one loop without calls on numbers alone, because it takes nearly all the time of a build; numba
-    compiles it as it is (``use``).
+    compiles it as it is.
 
     Args:
         depth: as of ``Shape``, like the three that follow.
         pairs: see above.
         room: see above.
         first: see above.
-        due: when each op is due, as ``Times``.
+        due: time at which each op is due, as ``Times``.
         wait: time that a worker may wait for the op that is due first.
         forward: time that a forward takes.
         backward: time that a backward takes.
@@ -201,34 +99,34 @@ def played(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one loop without calls
             continue
         far = last - worker
         early, late, early_back, late_back = done[worker], done[far], done[depth + worker], done[depth + far]
-        left = room - (early + late - early_back - late_back)
+        places = room - (early + late - early_back - late_back)
         # Of the first forwards, how many are to come; they matter until the worker's first backward.
         counts = worker == 0 and early_back == 0 and late_back == 0 and first >= 0
         to_come = first - early if counts else 0
         best, best_due, arrives, until = -1, 1 << 60, 0, now + wait
-        if left > 0 and early - late < room - 1 and not (counts and to_come == 0) and early < pairs:
-            there = worker == 0 or done[worker - 1] > early
-            came = ends[(worker - 1) * pairs + early] if worker > 0 and there else 0
-            if there and came <= until:
-                best, best_due, arrives = 0, due[worker * pairs + early], came
-        if left > to_come and late < done[far - 1]:
-            came, its = ends[(far - 1) * pairs + late], due[far * pairs + late]
-            if came <= until and its < best_due:
-                best, best_due, arrives = 1, its, came
+        if places > 0 and early - late < room - 1 and not (counts and to_come == 0) and early < pairs:
+            sent = worker == 0 or done[worker - 1] > early
+            arrival = ends[(worker - 1) * pairs + early] if worker > 0 and sent else 0
+            if sent and arrival <= until:
+                best, best_due, arrives = 0, due[worker * pairs + early], arrival
+        if places > to_come and late < done[far - 1]:
+            arrival, due_at = ends[(far - 1) * pairs + late], due[far * pairs + late]
+            if arrival <= until and due_at < best_due:
+                best, best_due, arrives = 1, due_at, arrival
         if to_come == 0:
             if early_back < done[depth + worker + 1]:
-                came, its = (
+                arrival, due_at = (
                     ends[size + (worker + 1) * pairs + early_back],
                     due[size + worker * pairs + early_back],
                 )
-                if came <= until and its < best_due:
-                    best, best_due, arrives = 2, its, came
+                if arrival <= until and due_at < best_due:
+                    best, best_due, arrives = 2, due_at, arrival
             # The last stage's backward needs its own forward.
             source = last if far == last else depth + far + 1
             if late_back < done[source]:
-                came, its = ends[source * pairs + late_back], due[size + far * pairs + late_back]
-                if came <= until and its < best_due:
-                    best, best_due, arrives = 3, its, came
+                arrival, due_at = ends[source * pairs + late_back], due[size + far * pairs + late_back]
+                if arrival <= until and due_at < best_due:
+                    best, best_due, arrives = 3, due_at, arrival
         if best < 0 or arrives > now:
             continue  # the worker should wait
         stage = worker if best % 2 == 0 else far
@@ -245,19 +143,111 @@ def played(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one loop without calls
     return ends
 
 
-class _Loop:
-    """What plays: the function above, or the same compiled."""
+def mixpipe_orders(
+    depth: int, micro_batches: int, injected: int | None, early_forwards: int, play: NumberLoop = played
+) -> list[list[tuple[str, int]]]:
+    """One list per worker of ("F"|"B", micro_batch), in execution order.
 
-    play: Callable[..., Times] = staticmethod(played)
+    Even micro-batches go down (stage s on worker s), odd ones up. ``injected`` is K; None is K=max: room for
+    3D/2-1 forwards, as early as that allows. An odd number of micro-batches is planned with one more, which
+    is then left out: that adds no memory and delays no op. ``play`` is ``played``, or the same compiled.
+    """
+    pairs = (micro_batches + 1) // 2
+    if injected is None:
+        shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
+        plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[], play=play)
+        return _mirrored(_shortest(plans, shape), micro_batches)
+    words = OPTIMA.get((depth, injected, early_forwards))
+    near = [_order(word) for word in words or ()]
+    if not near or 2 * pairs != depth:
+        near = _listed(Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs)), play)
+    if 2 * pairs > depth:
+        unit = mixpipe_orders(depth, depth, injected, early_forwards, play)[: depth // 2]
+        units = [_repeated(order, depth, 2 * pairs) for order in unit]
+        near = min(near, units, key=lambda orders: _makespan(orders, depth))
+    return _mirrored(near, micro_batches)
 
 
-def use(play: Callable[..., Times]) -> None:
-    """Plan with another function that does the same as ``played``: that one compiled."""
-    _Loop.play = staticmethod(play)
+def _listed(shape: Shape, play: NumberLoop) -> list[list[tuple[str, int]]]:
+    plans = _tries(shape, play)
+    if (
+        shape.depth == 4 and shape.pairs == 2
+    ):  # the paper's Figure 3, where two orders could be a unit shorter
+        plans = iter([next(plans)])
+    return _shortest(plans, shape)
+
+
+def _shortest(plans: Iterator[Times], shape: Shape) -> list[list[tuple[str, int]]]:
+    last = (shape.depth + 1) * shape.pairs - 1  # of stage 0 the last backward
+    return list(_unfold(min(plans, key=lambda ends: ends[last]), shape.depth, shape.pairs))
+
+
+def _repeated(order: list[tuple[str, int]], depth: int, micro_batches: int) -> list[tuple[str, int]]:
+    return [
+        (kind, first + micro_batch)
+        for first in range(0, micro_batches, depth)
+        for kind, micro_batch in order
+        if first + micro_batch < micro_batches
+    ]
+
+
+def asymmetric_orders(depth: int, micro_batches: int, peak: int) -> list[list[tuple[str, int]]]:
+    """The same of the stored asymmetric order with this peak, one after another for multiples of D."""
+    return [_order(word * (micro_batches // depth)) for word in ASYMMETRIC[depth, peak]]
+
+
+def _tries(shape: Shape, play: NumberLoop = played) -> Iterator[Times]:
+    most = max(1, OPS_BUDGET // (3 * 2 * shape.depth * shape.pairs))
+    known: list[tuple[int, Times]] = []
+    for wait, start in list(product(WAITS, STARTS))[:most]:
+        yield from _there_and_back(
+            shape, _linear(shape, pace=4, start=start * shape.depth // 2), wait, known, play
+        )
+
+
+def _linear(shape: Shape, pace: int, start: int) -> Times:
+    """Due times: forwards go down one stage per unit of time, backwards come up one stage in two, and pairs
+    follow at the pace.
+
+    A forward of a late stage is as urgent as the one D/2 stages before it.
+    """
+    stages, pairs, half = range(shape.depth), range(shape.pairs), shape.depth // 2
+    forwards = [stage % half + pace * pair for stage in stages for pair in pairs]
+    return forwards + [
+        start + 2 * (shape.depth - 1 - stage) + pace * pair for stage in stages for pair in pairs
+    ]
+
+
+def _there_and_back(
+    shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]], play: NumberLoop = played
+) -> Iterator[Times]:
+    """Plan for these due times, and the one for those that planning it again from its end gives.
+
+    If there is little room, other due times make a plan that is ``known``, and so is the plan that follows
+    from it.
+    """
+    forth = play(*shape, due, wait, 1, 2)
+    if (wait, forth) in known:
+        return
+    known.append((wait, forth))
+    yield forth
+    back = play(*shape._replace(first=ANY), _turned(forth, shape), wait, 2, 1)
+    yield play(*shape, _turned(back, shape), wait, 1, 2)
+
+
+def _turned(plan: Times, shape: Shape) -> Times:
+    """Due times reversed in time: F and B change places, the last pair is the first."""
+    depth, pairs, _, _ = shape
+    starts = range(0, depth * pairs, pairs)
+    return [
+        -plan[kind + start + pair]
+        for kind in (depth * pairs, 0)
+        for start in starts
+        for pair in range(pairs - 1, -1, -1)
+    ]
 
 
 def _unfold(plan: Times, depth: int, pairs: int) -> Iterator[list[tuple[str, int]]]:
-    """The orders of the first half of the workers."""
     for worker in range(depth // 2):
         ended = [
             (plan[start + stage * pairs + pair], kind, 2 * pair + up)
@@ -281,11 +271,10 @@ def _order(word: str) -> list[tuple[str, int]]:
 
 
 def _makespan(near: list[list[tuple[str, int]]], depth: int) -> int:
-    """When the last op of these workers ends."""
     ends: dict[tuple[str, int, int], int] = {}
-    free_at, left = [0] * len(near), [order[::-1] for order in near]
-    while any(left):
-        for worker, ops in enumerate(left):
+    free_at, orders = [0] * len(near), [order[::-1] for order in near]
+    while any(orders):
+        for worker, ops in enumerate(orders):
             while ops:
                 kind, micro_batch = ops[-1]
                 pair, late = divmod(micro_batch, 2)
@@ -301,6 +290,5 @@ def _makespan(near: list[list[tuple[str, int]]], depth: int) -> int:
 
 
 def _mirrored(near: list[list[tuple[str, int]]], micro_batches: int) -> list[list[tuple[str, int]]]:
-    """The orders of all workers: those of the first half, then their mirror images."""
     far = [[(kind, micro_batch ^ 1) for kind, micro_batch in order] for order in reversed(near)]
     return [[op for op in order if op[1] < micro_batches] for order in near + far]

@@ -45,8 +45,8 @@ def steady_slices(warm_up: list[int], micro_batches: int, periods: int) -> tuple
     """Each stage's slice of whole periods between its warm-up forwards and its drain, if all have one."""
     slices = []
     for forwards in warm_up:
-        whole = (micro_batches * periods - forwards) // micro_batches
-        if whole < 1:
+        batches = (micro_batches * periods - forwards) // micro_batches
+        if batches < 1:
             return None
-        slices.append((forwards, forwards + 2 * micro_batches * whole))
+        slices.append((forwards, forwards + 2 * micro_batches * batches))
     return tuple(slices)

@@ -45,20 +45,20 @@ def lengths_of(slices: object) -> tuple[int, ...]:
     >>> lengths_of(3), lengths_of("512+256+256"), lengths_of([64, 64])
     ((1, 1, 1), (512, 256, 256), (1, 1))
     """
-    found: list[int] = []
+    lengths: list[int] = []
     if isinstance(slices, str) and slices.isdecimal():
         slices = int(slices)
     if type(slices) is int and slices >= 1:
         return (1,) * slices
     if isinstance(slices, str) and _LENGTHS.fullmatch(slices):
-        found = [*map(int, slices.split("+"))]
-    elif isinstance(slices, Sequence) and all(type(one) is int for one in slices):
-        found = [*slices]
-    if not found or min(found) < 1:
+        lengths = [*map(int, slices.split("+"))]
+    elif isinstance(slices, Sequence) and all(type(length) is int for length in slices):
+        lengths = [*slices]
+    if not lengths or min(lengths) < 1:
         raise ConfigError(
             f"slices={slices!r}: must be a whole number, 1 or more, or lengths such as 512+256+256"
         )
-    return (1,) * len(found) if len({*found}) == 1 else tuple(found)
+    return (1,) * len(lengths) if len({*lengths}) == 1 else tuple(lengths)
 
 
 _LENGTHS = re.compile(r"\d+(\+\d+)+")
@@ -93,15 +93,15 @@ def sliced_workload(workload: Workload, slices: object) -> Workload:
             "1f1b"
         )
     passes = []
-    for one in workload.passes:
-        if len(one.micro_batches) > 1 or any(share.parts > 1 for share in one.shares):
+    for work in workload.passes:
+        if len(work.micro_batches) > 1 or any(share.parts > 1 for share in work.shares):
             raise ConfigError(
                 f"slices={len(lengths)}: micro-batches that run together, or are halved, cannot be sliced; "
                 "choose concat=direct"
             )
-        split = one.shares[0].split
-        shares = tuple(Share(one.micro_batches, part, len(lengths), split) for part in range(len(lengths)))
-        passes.append(replace(one, shares=shares))
+        split = work.shares[0].split
+        shares = tuple(Share(work.micro_batches, part, len(lengths), split) for part in range(len(lengths)))
+        passes.append(replace(work, shares=shares))
     return replace(workload, passes=tuple(passes), lengths=lengths)
 
 
@@ -121,26 +121,25 @@ def sliced(build: Callable[..., Schedule], options: Mapping[str, OptionValue], s
     F0.0:0/2 F0.0:1/2 B0.0:1/2 B0.0:0/2
     """
     lengths = lengths_of(slices)
-    whole, n = build(**options), len(lengths)
+    unsliced, n = build(**options), len(lengths)
     if n == 1:
-        return whole
+        return unsliced
     named = replace(
-        whole,
-        options=(*whole.options, ("slices", slices_option(lengths))),
-        workload=sliced_workload(whole.workload, n),
+        unsliced,
+        options=(*unsliced.options, ("slices", slices_option(lengths))),
+        workload=sliced_workload(unsliced.workload, n),
     )
-    in_place = tuple(tuple(part for op in order for part in _parts(op, n)) for order in whole.orders)
-    found = replace(named, orders=in_place)
+    in_place = tuple(tuple(part for op in order for part in _parts(op, n)) for order in unsliced.orders)
+    in_turn = replace(named, orders=in_place)
     units = _by_units(build, options, named)
-    if units is not None and max(peak_activations(units)) <= max(peak_activations(found)):
-        found = units
-    return replace(found, workload=replace(found.workload, lengths=lengths))
+    if units is not None and max(peak_activations(units)) <= max(peak_activations(in_turn)):
+        in_turn = units
+    return replace(in_turn, workload=replace(in_turn.workload, lengths=lengths))
 
 
 def _parts(op: Op, slices: int) -> list[Op]:
-    """All slices of an op, in the order of their dependencies."""
-    found = [op._replace(part=part, parts=slices) for part in range(slices)]
-    return found if op.kind.whole else found[::-1]
+    parts = [op._replace(part=part, parts=slices) for part in range(slices)]
+    return parts if op.kind.whole else parts[::-1]
 
 
 def _by_units(
@@ -155,19 +154,19 @@ def _by_units(
         units = build(**{**options, "micro_batches": sliced.micro_batches * n})
     except ConfigError:  # the scheme may require other numbers of micro-batches
         return None
-    own: dict[int, list[int]] = defaultdict(list)
-    for one in sliced.workload.passes:
-        own[one.pipe] += one.micro_batches
+    by_pipe: dict[int, list[int]] = defaultdict(list)
+    for work in sliced.workload.passes:
+        by_pipe[work.pipe] += work.micro_batches
     number: dict[int, tuple[int, int]] = {}
     split: dict[tuple[int, int], tuple[int, ...]] = {}
-    taken: Counter[int] = Counter()
-    for one in sorted(units.workload.passes, key=lambda one: one.micro_batches):
-        k = taken[one.pipe]
-        taken[one.pipe] += 1
-        if len(one.micro_batches) > 1 or k // n >= len(own[one.pipe]):
+    used: Counter[int] = Counter()
+    for work in sorted(units.workload.passes, key=lambda work: work.micro_batches):
+        k = used[work.pipe]
+        used[work.pipe] += 1
+        if len(work.micro_batches) > 1 or k // n >= len(by_pipe[work.pipe]):
             return None
-        number[one.micro_batches[0]] = micro_batch, part = own[one.pipe][k // n], k % n
-        split[micro_batch, n - 1 - part] = one.shares[0].split  # its backward belongs to that slice
+        number[work.micro_batches[0]] = micro_batch, part = by_pipe[work.pipe][k // n], k % n
+        split[micro_batch, n - 1 - part] = work.shares[0].split  # its backward belongs to that slice
 
     def cut(op: Op) -> Op:
         micro_batch, part = number[op.micro_batches[0]]
@@ -175,8 +174,8 @@ def _by_units(
         return op._replace(micro_batches=(micro_batch,), part=part, parts=n)
 
     passes = tuple(
-        replace(one, shares=tuple(replace(s, split=split[s.micro_batches[0], s.part]) for s in one.shares))
-        for one in sliced.workload.passes
+        replace(work, shares=tuple(replace(s, split=split[s.micro_batches[0], s.part]) for s in work.shares))
+        for work in sliced.workload.passes
     )
     sliced = replace(sliced, workload=replace(sliced.workload, passes=passes))
     rows = [[cut(op) for op in order] for order in units.orders]
@@ -192,15 +191,15 @@ def _by_units(
 
 
 def _advanced(row: Sequence[Op], count: int) -> list[Op]:
-    """The order in which ``count`` more forwards, if that many exist, come before each other op."""
+    """Order in which ``count`` more forwards, if that many exist, come before each other op."""
     forwards = [op for op in row if op.kind.whole]
-    found: list[Op] = []
+    advanced: list[Op] = []
     done = before = 0
     for op in row:
         if op.kind.whole:
             before += 1
             continue
-        found += forwards[done : before + count]
+        advanced += forwards[done : before + count]
         done = max(done, min(before + count, len(forwards)))
-        found.append(op)
-    return found + forwards[done:]
+        advanced.append(op)
+    return advanced + forwards[done:]

@@ -30,5 +30,5 @@ def spread(count: int, places: int) -> list[int]:
     >>> spread(5, 4)
     [2, 1, 1, 1]
     """
-    each, rest = divmod(count, places)
-    return [each + (place < rest) for place in range(places)]
+    count_each, rest = divmod(count, places)
+    return [count_each + (place < rest) for place in range(places)]

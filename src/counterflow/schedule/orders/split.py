@@ -29,10 +29,10 @@ def split_workload(workload: Workload, split: bool = True) -> Workload:
         raise ConfigError(f"split={split!r}: must be true or false")
     if not split:
         return workload
-    every = tuple(range(workload.placement.stages))
+    stages = tuple(range(workload.placement.stages))
     passes = tuple(
-        replace(one, shares=tuple(replace(share, split=every) for share in one.shares))
-        for one in workload.passes
+        replace(work, shares=tuple(replace(share, split=stages) for share in work.shares))
+        for work in workload.passes
     )
     return replace(workload, passes=passes)
 
@@ -87,7 +87,6 @@ def _halves(order: Sequence[Op]) -> Iterator[Op]:
 
 
 def _late(order: Sequence[Op], limit: float) -> Iterator[Op]:
-    """The order in which weight gradients come as late as memory allows."""
     stashed, waiting = 0.0, deque[Op]()
     for op in order:
         if op.kind.takes is None:

@@ -101,12 +101,11 @@ def v_schedule(
 
 
 def _order(worker: int, workers: int, micro_batches: int, starts: Starts) -> Iterator[Op]:
-    """One worker's ops by time, with weight gradients at times when nothing else starts."""
     stages = worker, 2 * workers - 1 - worker
-    held = stages[0], stages[1], stages[1], stages[0]
+    stages_by_kind = stages[0], stages[1], stages[1], stages[0]
     placed = {
         start + INTERVAL * m: Op(kind, stage, (m,))
-        for start, kind, stage in zip(starts, KINDS, held, strict=True)
+        for start, kind, stage in zip(starts, KINDS, stages_by_kind, strict=True)
         for m in range(micro_batches)
     }
     waiting = deque[Op]()

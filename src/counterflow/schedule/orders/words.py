@@ -34,7 +34,7 @@ def ops_of(words: Iterable[str], op: Callable[[OpKind, int, int], Op]) -> Iterat
     for word in words:
         kind, stage = OpKind(word[0]), word[1:]
         if kind is W:
-            oldest = next(one for one in waiting if stage in ("", one[0]))
+            oldest = next(op_waiting for op_waiting in waiting if stage in ("", op_waiting[0]))
             waiting.remove(oldest)
             yield op(kind, int(oldest[0]), oldest[1])
             continue

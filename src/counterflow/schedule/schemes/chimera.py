@@ -40,7 +40,7 @@ from counterflow.schedule.workload import Pass, Share, Workload
 
 
 class Concat(StrEnum):
-    """How Chimera continues after its first D micro-batches (section 3.5)."""
+    """Continuation of Chimera after its first D micro-batches (section 3.5)."""
 
     DIRECT = "direct"
     FORWARD_DOUBLING = "forward-doubling"
@@ -78,7 +78,7 @@ def chimera(
         ("concat", Concat(concat).value),
     )
     orders = orders_by_slot(stages, _placed(placement, passes))
-    schedule = Schedule("chimera", options, _made(placement, micro_batches, passes), orders)
+    schedule = Schedule("chimera", options, _work(placement, micro_batches, passes), orders)
     return split_backwards(schedule, split)
 
 
@@ -90,11 +90,11 @@ def _workload(
     split: bool = False,
 ) -> Workload:
     placement, passes = _passed(stages, micro_batches, pairs, concat)
-    return split_workload(_made(placement, micro_batches, passes), split)
+    return split_workload(_work(placement, micro_batches, passes), split)
 
 
-def _made(placement: Placement, micro_batches: int, passes: Sequence[_Slots]) -> Workload:
-    by_number = sorted((one.work for one in passes), key=lambda work: work.micro_batches)
+def _work(placement: Placement, micro_batches: int, passes: Sequence[_Slots]) -> Workload:
+    by_number = sorted((slots.work for slots in passes), key=lambda work: work.micro_batches)
     return Workload(placement, micro_batches, tuple(by_number))
 
 
@@ -117,7 +117,6 @@ def _passed(
 def _units(
     stages: int, micro_batches: int, pairs: int, concat: Concat
 ) -> Iterator[tuple[int, bool, list[int]]]:
-    """Each unit as (first slot, whether it is basic, micro-batches per pipe)."""
     doubling = concat is Concat.FORWARD_DOUBLING
     full = 2 * stages if doubling else stages
     shift = 2 * stages if concat is Concat.DIRECT else 3 * stages
@@ -142,7 +141,6 @@ class _Slots(NamedTuple):
 def _passes(
     stages: int, units: Sequence[tuple[int, bool, list[int]]], pipes: int, concat: Concat
 ) -> Iterator[_Slots]:
-    """Every pass, pipe by pipe; the micro-batches of a pipe are numbered through all units."""
     first = 0
     for pipe in range(pipes):
         for start, basic, shares in units:

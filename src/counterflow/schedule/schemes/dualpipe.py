@@ -51,22 +51,22 @@ def _workload(stages: int, micro_batches: int) -> Workload:
             f"micro_batches={micro_batches}: must be even, half of them for each direction; "
             f"use {micro_batches - 1} or {micro_batches + 1}"
         )
-    half, each = stages // 2, micro_batches // 2
-    split = [split_in(distance, half, each) for distance in range(half)]
+    half, per_pipe = stages // 2, micro_batches // 2
+    split = [split_in(distance, half, per_pipe) for distance in range(half)]
     early, late = zip(*split, strict=True)
-    return Workload(placement, micro_batches, passes_split([*early, *late[::-1]], each, pipes=2))
+    return Workload(placement, micro_batches, passes_split([*early, *late[::-1]], per_pipe, pipes=2))
 
 
-def _order(worker: int, stages: int, each: int) -> tuple[Op, ...]:
+def _order(worker: int, stages: int, per_pipe: int) -> tuple[Op, ...]:
     """Near the lower end the down pipe is first, near the upper end the up pipe."""
     nearer = int(worker >= stages // 2)
 
     def op(kind: OpKind, which: int, m: int) -> Op:
         pipe = which ^ nearer
-        return Op(kind, stages - 1 - worker if pipe else worker, (pipe * each + m,), pipe)
+        return Op(kind, stages - 1 - worker if pipe else worker, (pipe * per_pipe + m,), pipe)
 
     distance = min(worker, stages - 1 - worker)
-    return tuple(ops_of(dual_order(distance, stages // 2, each), op))
+    return tuple(ops_of(dual_order(distance, stages // 2, per_pipe), op))
 
 
 SCHEME = Scheme(

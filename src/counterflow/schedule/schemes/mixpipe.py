@@ -41,10 +41,19 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
 from counterflow.schedule.orders.legal import at_least
 from counterflow.schedule.orders.mixpipe_asymmetric import ASYMMETRIC
-from counterflow.schedule.orders.mixpipe_plan import asymmetric_orders, mixpipe_orders
+from counterflow.schedule.orders.mixpipe_plan import asymmetric_orders, mixpipe_orders, played
 from counterflow.schedule.orders.split import split_backwards, split_workload
 from counterflow.schedule.placement import bidirectional
-from counterflow.schedule.scheme import MICRO_BATCHES, SPLIT, Directions, Option, OptionType, Scheme
+from counterflow.schedule.scheme import (
+    MICRO_BATCHES,
+    SPLIT,
+    Directions,
+    LoopedBuild,
+    NumberLoop,
+    Option,
+    OptionType,
+    Scheme,
+)
 from counterflow.schedule.workload import Workload, plain
 
 
@@ -78,6 +87,19 @@ def mixpipe(
     >>> " ".join(str(op) for op in mixpipe(6, 6, 2, 1, asymmetric=True).orders[0][:6])
     'F0.0 F2.0 F1.5p1 B1.5p1 F3.5p1 B3.5p1'
     """
+    return _build(played, stages, micro_batches, injected, early_forwards, split, asymmetric=asymmetric)
+
+
+def _build(  # noqa: PLR0917 - the options, as their scheme's other builder has them
+    play: NumberLoop,
+    stages: int,
+    micro_batches: int,
+    injected: OptionValue | None = None,
+    early_forwards: int = 0,
+    split: bool = False,
+    *,
+    asymmetric: bool = False,
+) -> Schedule:
     workload = _workload(stages, micro_batches)
     injected = stages if injected is None else injected
     _refuse(stages, injected, early_forwards)
@@ -88,7 +110,7 @@ def mixpipe(
         _refuse_asymmetric(stages, micro_batches, injected, early_forwards)
         worker_orders = asymmetric_orders(stages, micro_batches, (limit or 0) + early_forwards)
     else:
-        worker_orders = mixpipe_orders(stages, micro_batches, limit, early_forwards)
+        worker_orders = mixpipe_orders(stages, micro_batches, limit, early_forwards, play)
     orders = tuple(
         tuple(
             Op(OpKind(kind), worker if m % 2 == 0 else stages - 1 - worker, (m,), pipe=m % 2)
@@ -214,4 +236,5 @@ SCHEME = Scheme(
     planner=_planned,
     needs="an even depth",
     most_stashed=_most_stashed,
+    looped=LoopedBuild(played, _build),
 )

@@ -93,7 +93,7 @@ def _workload(workers: int, micro_batches: int, periods: int = 8, groups: int = 
 
 
 def _stream(workers: int, micro_batches: int, groups: int) -> Iterator[tuple[int, int, int, int]]:
-    """For each group and micro-batch of period 0 the V's of its forward and of its backward."""
+    """V's of the forward and of the backward of each group and micro-batch of period 0."""
     m, size = micro_batches, workers if groups > 2 else micro_batches
     late = (groups - 2) * size
     for j in range(m):
@@ -119,21 +119,19 @@ def _placed(workers: int, micro_batches: int, periods: int, groups: int) -> Iter
 def _steady(
     orders: tuple[tuple[Op, ...], ...], micro_batches: int, groups: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Whole periods on each worker, from its first backward of G0 to its last forward."""
     slices = []
     period = 2 * groups * micro_batches
     for worker, order in enumerate(orders):
         first = next(i for i, op in enumerate(order) if op.kind is B and op.stage == worker)
         last = max(i for i, op in enumerate(order) if op.kind is F)
-        whole = (last + 1 - first) // period
-        if whole < 1:
+        periods = (last + 1 - first) // period
+        if periods < 1:
             return None
-        slices.append((first, first + whole * period))
+        slices.append((first, first + periods * period))
     return tuple(slices)
 
 
 def _planned(workers: int, micro_batches: int, layers: int) -> Iterator[Mapping[str, OptionValue]]:
-    """The published scheme's two groups, and as many as layers and micro-batches suffice for."""
     yield {"groups": 2}
     if micro_batches % workers == 0:
         for groups in counts(3, min(layers // workers, micro_batches // workers + 1)):

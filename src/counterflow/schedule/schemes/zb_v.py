@@ -37,14 +37,13 @@ def zb_v(workers: int, micro_batches: int) -> Schedule:
 
 
 def _order(worker: int, workers: int, micro_batches: int) -> tuple[Op, ...]:
-    """The order for as many micro-batches as fill the pipeline, without those that do not exist."""
     last = 2 * workers - 1
 
     def op(kind: OpKind, chunk: int, m: int) -> Op:
         return Op(kind, last - worker if chunk else worker, (m,))
 
     words = _words(worker, workers, max(last, micro_batches))
-    return tuple(found for found in ops_of(words, op) if found.micro_batches[0] < micro_batches)
+    return tuple(made_op for made_op in ops_of(words, op) if made_op.micro_batches[0] < micro_batches)
 
 
 def _words(worker: int, workers: int, micro_batches: int) -> list[str]:
