@@ -190,7 +190,7 @@ def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Faults unless loss and norm are reported once they exist, and gradients are clipped after that, before the
+    """Faults unless loss and norm are reported once they exist, and gradients are clipped then, before the
     updates.
     """
     gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
