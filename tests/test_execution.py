@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import counterflow as cf
-from counterflow.common.options import Options, said
+from counterflow.common.options import Options, metadata
 from counterflow.execution import Batching, Configured, Execution, Flat, records
 from counterflow.planning import Model
 from counterflow.runtime.workers.world import current_transport
@@ -21,7 +21,7 @@ EVERY = [*Execution.model_fields.items(), *Batching.model_fields.items()]
 def test_every_option_is_described_and_says_what_is_legal() -> None:
     for name, info in EVERY:
         assert info.description, name
-        assert said(info, "legal"), name
+        assert metadata(info, "legal"), name
     for record in (Execution, Batching, Configured):
         assert record() == record(**{name: getattr(record(), name) for name in record.model_fields})
 

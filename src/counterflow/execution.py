@@ -1,4 +1,4 @@
-"""How a run executes, and how its mini-batches are cut: two records, whose fields are all the options.
+"""Execution of a run, and division of its mini-batches: two records, whose fields are all the options.
 
 Invariant: an option's name, default, meaning and legal values stand here and nowhere else. The ``[pipeline]``
 table of a config is an ``Execution``; ``Pipeline`` accepts both records; the comparison between workers,
@@ -24,7 +24,6 @@ _MANY = 1_000_000_000
 
 
 def _dtype_name(value: object) -> object:
-    """The name of a torch dtype."""
     if (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
         return value
     return str(value).removeprefix("torch.")
@@ -42,7 +41,7 @@ SENT_SHARES = {"bfloat16": 1 / 2, "int8": (256 + 4) / (256 * 4)}
 
 
 def is_scale(value: float) -> bool:
-    """Whether losses may be multiplied by it: a power of two, which rounds nothing."""
+    """True if losses may be multiplied by it: a power of two, which rounds nothing."""
     return SMALLEST_SCALE <= value <= LARGEST_SCALE and math.frexp(value)[0] == 0.5
 
 
@@ -57,7 +56,7 @@ FIRST_SCALE = 2.0**16
 
 
 class Execution(Options):
-    """How a schedule is executed."""
+    """Execution of a schedule."""
 
     recompute: Annotated[Recompute, Strict(False)] = option(Recompute.NONE, f"one of {', '.join(Recompute)}")
     """What is computed again for a backward, to save memory.
@@ -228,7 +227,7 @@ class Execution(Options):
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether every update waits for the gradient norm of all stages."""
+        """True if every update waits for the gradient norm of all stages."""
         return self.max_norm is not None or self.skips_updates
 
     @property
@@ -239,12 +238,12 @@ class Execution(Options):
 
     @property
     def skips_updates(self) -> bool:
-        """Whether a mini-batch with a non-finite loss or gradient updates nothing, on any worker."""
+        """True if a mini-batch with a non-finite loss or gradient updates nothing, on any worker."""
         return self.skip_non_finite or self.first_scale is not None
 
     @property
     def slices(self) -> bool:
-        """Whether micro-batches may run in slices of their sequence."""
+        """True if micro-batches may run in slices of their sequence."""
         return not self.deferred_batch_norm
 
     @property
@@ -254,11 +253,11 @@ class Execution(Options):
 
 
 def unskippable(execution: Execution) -> str:
-    """Why an asynchronous scheme, whose name is put before the text, cannot skip updates."""
+    """Reason why an asynchronous scheme, whose name is put before the text, cannot skip updates."""
     option, instead = "skip_non_finite", ""
     if execution.first_scale is not None:
-        given = execution.loss_scale is not None
-        option = "loss_scale" if given else f"the loss scale of {execution.computes_in}"
+        explicit = execution.loss_scale is not None
+        option = "loss_scale" if explicit else f"the loss scale of {execution.computes_in}"
         instead = ", or bfloat16"
     return (
         f"updates each stage before all gradients are known, so that {option} cannot skip an update "
@@ -267,7 +266,7 @@ def unskippable(execution: Execution) -> str:
 
 
 def why_in_full(execution: Execution, scheme: str, *, synchronous: bool) -> str | None:
-    """Why sums of gradients cannot be compressed; None: they can, or shall not be.
+    """Reason why sums of gradients cannot be compressed; None: they can, or shall not be.
 
     Args:
         execution: how a schedule is executed.
@@ -291,7 +290,7 @@ def why_in_full(execution: Execution, scheme: str, *, synchronous: bool) -> str 
 
 
 class Configured(Execution):
-    """How a run of a config is executed: an ``Execution`` with the defaults of ``counterflow train``."""
+    """Execution of a run of a config: an ``Execution`` with the defaults of ``counterflow train``."""
 
     compile: bool = option(False, "true or false", may_differ=True)
     """Whether torch compiles the stages."""
@@ -306,7 +305,7 @@ class Configured(Execution):
 
 
 class Batching(Options):
-    """How mini-batches are cut into micro-batches, and what is known about their shapes.
+    """Division of mini-batches into micro-batches, and facts about their shapes.
 
     A config has no keys for these options: dimension 0 of its data is the samples, which all have the same
     length.
@@ -394,7 +393,7 @@ def records(
     execution: Execution | None,
     batching: Batching | None,
     flat: Mapping[str, Any],
-    beside: Iterable[str] = (),
+    further: Iterable[str] = (),
 ) -> tuple[Execution, Batching]:
     """Both records, from the records and named options that are given.
 
@@ -402,7 +401,7 @@ def records(
         execution: a record; None: the defaults.
         batching: a record; None: the defaults.
         flat: options of either record by name.
-        beside: other legal names, for the hint in an error about a misspelled one.
+        further: other legal names, for the hint in an error about a misspelled one.
 
     Raises:
         ConfigError: an option is unknown, given twice, or has an illegal value.
@@ -410,22 +409,24 @@ def records(
     known = [*Execution.model_fields, *Batching.model_fields]
     for name in flat:
         if name not in known:
-            raise ConfigError(f"{name}: unknown option{hint(name, [*known, *beside])}")
+            raise ConfigError(f"{name}: unknown option{hint(name, [*known, *further])}")
     return (
         _with(Execution, "execution", execution, flat),
         _with(Batching, "batching", batching, flat),
     )
 
 
-def _with(kind: type[_Record], place: str, given: _Record | None, flat: Mapping[str, Any]) -> _Record:
-    own = {name: value for name, value in flat.items() if name in kind.model_fields}
-    if given is None:
-        return kind(**own)
-    if not isinstance(given, kind):
-        raise ConfigError(f"{place} = {given!r}: must be a cf.{kind.__name__}")
-    for name, value in own.items():
-        if name in given.model_fields_set:
+def _with(kind: type[_Record], place: str, record: _Record | None, flat: Mapping[str, Any]) -> _Record:
+    changes = {name: value for name, value in flat.items() if name in kind.model_fields}
+    if record is None:
+        return kind(**changes)
+    if not isinstance(record, kind):
+        raise ConfigError(f"{place} = {record!r}: must be a cf.{kind.__name__}")
+    for name, value in changes.items():
+        if name in record.model_fields_set:
             raise ConfigError(
-                f"{name} is given twice: {value!r}, and {getattr(given, name)!r} in {place}; give it once"
+                f"{name} is given twice: {value!r}, and {getattr(record, name)!r} in {place}; give it once"
             )
-    return kind(**{name: getattr(given, name) for name in kind.model_fields} | own) if own else given
+    return (
+        kind(**{name: getattr(record, name) for name in kind.model_fields} | changes) if changes else record
+    )

@@ -71,7 +71,7 @@ def plan(
     >>> found.best[0].play.configuration.scheme
     'chimera'
     """
-    given = {
+    options = {
         "model": _record(model, input_files.load_model),
         "profile": _record(profile, input_files.load_profile),
         "cluster": _record(cluster, input_files.load_cluster),
@@ -79,7 +79,7 @@ def plan(
     }
     task = PlanningTask.of(
         example,
-        {name: value for name, value in given.items() if value is not None},
+        {name: value for name, value in options.items() if value is not None},
         lambda missing: f"plan needs {', '.join(missing)}; give these, or the name of an example",
     )
     if constraints is not None and limits:
@@ -235,19 +235,17 @@ def train(
     if config is None or isinstance(config, str | Path):
         changed = {"scheme": scheme, "workers": workers, "steps": steps, "out": out}
         config = load_config(config, _as_sets(keys or {}), **changed)  # type: ignore[arg-type]
-    elif keys or any(given is not None for given in (scheme, workers, steps, out)):
+    elif keys or any(value is not None for value in (scheme, workers, steps, out)):
         raise ConfigError("train: a RunConfig is changed by its model_copy; leave out the keys")
-    found = run(config, *callbacks, max_restarts=max_restarts)
-    return None if found is None else RunResult(*found)
+    result = run(config, *callbacks, max_restarts=max_restarts)
+    return None if result is None else RunResult(*result)
 
 
 def _as_sets(keys: Mapping[str, Any]) -> list[str]:
-    """Keys with values, in the form of ``--set``."""
     from .common import toml  # noqa: PLC0415
 
     return [f"{key}={toml.dumps(value)}" for key, value in keys.items()]
 
 
-def _record(given: Any, load: Callable[[Path], Any]) -> Any:
-    """A record, read from a file where a path is given."""
-    return load(Path(given)) if isinstance(given, str | Path) else given
+def _record(record: Any, load: Callable[[Path], Any]) -> Any:
+    return load(Path(record)) if isinstance(record, str | Path) else record

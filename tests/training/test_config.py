@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError, Pipeline, schemes
-from counterflow.common.options import said
+from counterflow.common.options import metadata
 from counterflow.execution import Execution
 from counterflow.models.shapes import SHAPES, Family
 from counterflow.schedule.formats import dumps
@@ -359,7 +359,7 @@ def test_every_option_of_a_pipeline_has_a_key_or_a_reason() -> None:
     keys = PipelineSection.keys_known()
     assert issubclass(PipelineSection, Execution)
     for name, info in Execution.model_fields.items():
-        assert (name in keys) != bool(said(info, "no_key"))
+        assert (name in keys) != bool(metadata(info, "no_key"))
     beside = keys.keys() - Execution.model_fields
     assert beside == {"transport", "cuts", "replicas"}
     assert set(inspect.signature(Pipeline).parameters) == BESIDE.keys() | beside - {"replicas"}

@@ -1,1 +1,1 @@
-"""What a user's layers may import: carried states, attention, auxiliary losses, sums of losses."""
+"""API of users' layers: carried states, attention, auxiliary losses, sums of losses."""

@@ -59,16 +59,16 @@ def attend(
     Raises:
         ConfigError: documents or seen have another shape.
     """
-    for name, its in (("documents", documents), ("seen", seen)):
-        if its is not None and its.shape != (queries.shape[0], queries.shape[2]):
+    for name, mask in (("documents", documents), ("seen", seen)):
+        if mask is not None and mask.shape != (queries.shape[0], queries.shape[2]):
             raise ConfigError(
-                f"attend: {name} of shape {(*its.shape,)} are to be of {queries.shape[0]} samples with "
+                f"attend: {name} of shape {(*mask.shape,)} are to be of {queries.shape[0]} samples with "
                 f"{queries.shape[2]} positions, as the queries are; give each slice its own part of them"
             )
     options = dropout, scale, window, documents, seen
     if carry.expects_slices:
-        found: Tensor = carry._apart(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
-        return found
+        output: Tensor = carry._uncompiled(_attend, carry, queries, keys, values, *options)  # noqa: SLF001
+        return output
     return _attend(carry, queries, keys, values, *options)
 
 
@@ -83,15 +83,15 @@ def _attend(  # noqa: PLR0917
     documents: Tensor | None,
     seen: Tensor | None,
 ) -> Tensor:
-    before: tuple[_Left, ...] = carry.take(())
+    before: tuple[_SavedKeys, ...] = carry.take(())
     parts = (*before, (keys, values, documents, seen))
     carry.leave((_joined(parts),) if carry.joins else parts)
     narrow = window is not None or documents is not None or seen is not None
     if not dropout and (before or narrow):
         flat = [tensor for part in parts for tensor in part]
         scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
-        found: Tensor = _ByParts.apply(scale, window, queries, *flat)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _ByParts.apply(scale, window, queries, *flat)  # type: ignore[no-untyped-call]
+        return output
     mask = None
     if before or narrow:
         start = sum(part[0].shape[2] for part in before)
@@ -110,25 +110,24 @@ def _attend(  # noqa: PLR0917
     )  # fmt: skip
 
 
-def _joined(parts: Sequence[_Left]) -> _Left:
-    """All parts as one, in which no part has documents or what is seen where another has none."""
+def _joined(parts: Sequence[_SavedKeys]) -> _SavedKeys:
     keys, values, documents, seen = zip(*parts, strict=True)
 
-    def along(found: Sequence[Tensor | None], dim: int) -> Tensor | None:
-        there = [each for each in found if each is not None]
-        return torch.cat(there, dim) if len(there) == len(found) else None
+    def along(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present, dim) if len(present) == len(tensors) else None
 
     return torch.cat(keys, 2), torch.cat(values, 2), along(documents, 1), along(seen, 1)
 
 
-_Left = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_SavedKeys = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, documents and what is seen of a slice's positions."""
 
 
 def _mask(  # noqa: PLR0917
-    queries: Tensor, start: int, first: int, part: _Left, documents: Tensor | None, window: int | None
+    queries: Tensor, start: int, first: int, part: _SavedKeys, documents: Tensor | None, window: int | None
 ) -> Tensor:
-    """Which keys of a part, from position ``first`` on, each query from ``start`` on sees.
+    """Mask of the keys of a part, from position ``first`` on, that each query from ``start`` on sees.
 
     It is [positions, keys], or [samples, 1, positions, keys].
     """
@@ -142,13 +141,13 @@ def _mask(  # noqa: PLR0917
 
 
 class _Part(NamedTuple):
-    """Some of the keys that a slice's queries look at.
+    """Part of the keys that a slice's queries attend to.
 
     Attributes:
         key: of the part.
         value: of the part.
-        causal: whether they are the slice's own.
-        mask: which keys each query sees, beside that; None: all.
+        causal: True for the slice's own keys.
+        mask: further limit to the keys that each query sees; None: none.
     """
 
     key: Tensor
@@ -157,12 +156,12 @@ class _Part(NamedTuple):
     mask: Tensor | None
 
     def forward(self, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """What the queries see of it, and its log-sum-exp, [..., positions]."""
+        """Output of the queries for these keys, and its log-sum-exp, [..., positions]."""
         if self._by_kernel(queries):
-            found: tuple[Tensor, Tensor] = FLASH(
+            result: tuple[Tensor, Tensor] = FLASH(
                 queries, self.key, self.value, 0.0, self.causal, attn_mask=None, scale=scale
             )
-            return found
+            return result
         scores = self._scores(queries, scale)
         total = scores.logsumexp(-1)
         weights = (scores - _finite(total)[..., None]).exp()
@@ -173,11 +172,11 @@ class _Part(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, key and value, with the output and log-sum-exp over all parts."""
         if self._by_kernel(queries):
-            found: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
+            gradients: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
                 gradient, queries, self.key, self.value, output, total, 0.0, self.causal,
                 attn_mask=None, scale=scale,
             )  # fmt: skip
-            return found
+            return gradients
         weights = (self._scores(queries, scale) - _finite(total)[..., None]).exp()
         wide = gradient.to(weights.dtype)
         along = (wide * output.to(weights.dtype)).sum(-1, keepdim=True)
@@ -200,8 +199,6 @@ class _Part(NamedTuple):
 
 
 class _ByParts(torch.autograd.Function):
-    """Attention of a slice's queries to several parts, of which the last is the slice's own."""
-
     @staticmethod
     def forward(ctx: Any, scale: float, window: int | None, queries: Tensor, *flat: Tensor | None) -> Tensor:
         parts = _parts(queries, flat, window)
@@ -211,8 +208,8 @@ class _ByParts(torch.autograd.Function):
         output = queries.new_empty(samples, positions, heads, width).transpose(1, 2)
         total = queries.new_empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
         for group in range(groups):
-            its = _group(queries, group, groups)
-            out, sums = _merged([part.forward(its, scale) for _, part in parts])
+            queries_of_group = _group(queries, group, groups)
+            out, sums = _merged([part.forward(queries_of_group, scale) for _, part in parts])
             _group(output, group, groups).copy_(out)
             _group(total, group, groups).copy_(sums)
         ctx.save_for_backward(queries, output, total, *flat)
@@ -226,18 +223,20 @@ class _ByParts(torch.autograd.Function):
         parts = _parts(queries, flat, ctx.window)
         groups = queries.shape[1] // parts[0][1].key.shape[1]
         of_queries = torch.zeros_like(queries, memory_format=torch.contiguous_format)
-        found: list[Tensor | None] = [None] * len(flat)
+        gradients: list[Tensor | None] = [None] * len(flat)
         for group in range(groups):
-            its, own, out, sums = (
+            queries_of_group, gradient_of_group, out, sums = (
                 _group(tensor, group, groups) for tensor in (queries, gradient, output, total)
             )
             for number, part in parts:
-                mine, key, value = part.backward(own, its, out, sums, ctx.scale)
-                _group(of_queries, group, groups).add_(mine)
+                query_gradient, key, value = part.backward(
+                    gradient_of_group, queries_of_group, out, sums, ctx.scale
+                )
+                _group(of_queries, group, groups).add_(query_gradient)
                 for place, its_gradient in ((number, key), (number + 1, value)):
-                    there = found[place]
-                    found[place] = its_gradient if there is None else there.add_(its_gradient)
-        return None, None, of_queries, *found
+                    earlier = gradients[place]
+                    gradients[place] = its_gradient if earlier is None else earlier.add_(its_gradient)
+        return None, None, of_queries, *gradients
 
 
 def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
@@ -246,25 +245,23 @@ def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
 
 
 def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, _Part]]:
-    """The parts that any query sees, each with the place of its key."""
     lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
     positions, documents = queries.shape[2], lefts[-1][2]
     start = sum(key.shape[2] for key, *_ in lefts[:-1])
-    found, first = [], 0
-    for number, left in enumerate(lefts):
-        key, value, _, seen = left
-        count, own = key.shape[2], number == len(lefts) - 1
+    parts, first = [], 0
+    for number, saved in enumerate(lefts):
+        key, value, _, seen = saved
+        count, is_own = key.shape[2], number == len(lefts) - 1
         inside = window is None or start + positions - window <= first
         if inside or first + count - 1 > start - window:
-            whole = inside and documents is None and seen is None
-            mask = None if whole else _mask(queries, start, first, left, documents, window)
-            found.append((4 * number, _Part(key, value, own, mask)))
+            unmasked = inside and documents is None and seen is None
+            mask = None if unmasked else _mask(queries, start, first, saved, documents, window)
+            parts.append((4 * number, _Part(key, value, is_own, mask)))
         first += count
-    return found
+    return parts
 
 
 def _merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs of parts as one, and the log-sum-exp over all."""
     if len(parts) == 1:
         return parts[0]
     total = torch.stack([sums for _, sums in parts]).logsumexp(0)

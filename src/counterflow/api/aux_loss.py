@@ -23,11 +23,11 @@ from .torch_internals import in_backward, never_compiled
 
 @dataclass(slots=True)
 class Collected:
-    """What was added in a run.
+    """Losses that layers added in a run.
 
     Attributes:
-        graph: whether what is added has to have a graph.
-        by_stage: whether stages take from it what their layers added.
+        graph: True if an added loss must have a graph.
+        by_stage: True if stages take the losses of their layers from it.
         terms: sums by name.
     """
 
@@ -105,23 +105,23 @@ def added_losses() -> Iterator[dict[str, Tensor]]:
     Yields:
         The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.
     """
-    with collecting() as found:
-        yield found.terms
+    with collecting() as collected:
+        yield collected.terms
 
 
 @contextmanager
 def collecting(*, graph: bool = False, by_stage: bool = False) -> Iterator[Collected]:
-    """Around runs: what they add is collected; arguments as of ``Collected``."""
-    found = Collected(graph, by_stage)
-    token = COLLECTED.set(found)
+    """Context that collects the losses which layers add; arguments as of ``Collected``."""
+    collected = Collected(graph, by_stage)
+    token = COLLECTED.set(collected)
     try:
-        yield found
+        yield collected
     finally:
         COLLECTED.reset(token)
 
 
 def forgets_added() -> Callable[[], None]:
-    """What forgets, of a run that does not count, all that is added from here on."""
+    """Return a function that drops all losses added from here on, for a run that does not count."""
     collected = COLLECTED.get()
     if collected is None:
         return lambda: None
@@ -135,6 +135,6 @@ def forgets_added() -> Callable[[], None]:
 
 
 def was_added() -> bool:
-    """Whether anything was added to what is collected now."""
-    found = COLLECTED.get()
-    return found is not None and bool(found.terms)
+    """True if any loss was added to the current collection."""
+    collected = COLLECTED.get()
+    return collected is not None and bool(collected.terms)

@@ -1,4 +1,4 @@
-"""What a layer leaves to the next slice of its micro-batch: keys and values, a recurrent state, an edge.
+"""State that a layer passes on to the next slice of its micro-batch: keys and values, a recurrence, an edge.
 
 A ``Carry`` is held by the layer. In a pipeline with slices it waits in none: a layer's state goes through the
 stage beside its value, as what a skip connection has does (``runtime/stages/skips.py``), from the run of one
@@ -50,8 +50,8 @@ class Carry(nn.Module):
     def __init__(self) -> None:
         _keep_out_of_compiled_code()
         super().__init__()
-        self._given: Any = NOTHING
-        self._left: Any = NOTHING
+        self._incoming: Any = NOTHING
+        self._outgoing: Any = NOTHING
         self._versions: list[int] = []
         self._runs = self._expected = False
         """Whether this run is one of a slice, and whether any will be."""
@@ -59,7 +59,7 @@ class Carry(nn.Module):
         """Whether a state may be put together anew, as no gradient goes back to its parts."""
 
     def take(self, otherwise: Any = None) -> Any:
-        """What the slice before left; ``otherwise`` if this is the first one, or the whole sequence.
+        """State from the slice before; ``otherwise`` if this is the first one, or the whole sequence.
 
         Raises:
             ConfigError: a user's own checkpoint asks for it again in the backward.
@@ -78,32 +78,30 @@ class Carry(nn.Module):
 
     @property
     def sliced(self) -> bool:
-        """Whether this run of the layer is one of a slice."""
+        """True if this run of the layer is one of a slice."""
         return self._runs
 
     @property
     def expects_slices(self) -> bool:
-        """Whether the layer is trained in slices; it may be evaluated in whole sequences."""
+        """True if the layer is trained in slices; it may be evaluated in whole sequences."""
         return self._expected
 
     @property
     def joins(self) -> bool:
-        """Whether what slices leave may be put together, as nothing is saved for a backward."""
+        """True if the states of slices may be concatenated, as nothing is saved for a backward."""
         return self._joins
 
     # -- kept out of compiled code, which would take what it finds for constants
 
-    def _apart(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function whose work depends on what earlier slices left."""
+    def _uncompiled(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     def _within(
         self, enter: Callable[[], AbstractContextManager[dict[str, Any]]], function: Callable[..., Any],
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call a function, which may be compiled, within a context that gives further arguments."""
-        with enter() as beside:
-            return function(*args, **{**kwargs, **beside})
+        with enter() as further:
+            return function(*args, **{**kwargs, **further})
 
     def _take(self, otherwise: Any) -> Any:
         if not self._runs and in_backward():
@@ -111,11 +109,11 @@ class Carry(nn.Module):
                 "a carried state is taken in a torch.utils.checkpoint, which would take it again in the "
                 "backward, when it is another slice's; take it before, and hand it in"
             )
-        return otherwise if self._given is NOTHING else self._given
+        return otherwise if self._incoming is NOTHING else self._incoming
 
     def _leave(self, state: Any) -> None:
         if self._runs:
-            self._left, self._versions = state, versions(state)
+            self._outgoing, self._versions = state, versions(state)
 
     # -- for the stage
 
@@ -123,9 +121,9 @@ class Carry(nn.Module):
         """Note whether the layer is going to be trained in slices."""
         self._expected = expected
 
-    def begin(self, given: Any, *, joins: bool = False) -> None:
-        """A slice runs; ``given`` is what the one before left, or ``NOTHING``."""
-        self._given, self._left, self._versions = given, NOTHING, []
+    def begin(self, state: Any, *, joins: bool = False) -> None:
+        """A slice runs; ``state`` is what the one before left, or ``NOTHING``."""
+        self._incoming, self._outgoing, self._versions = state, NOTHING, []
         self._runs, self._joins = True, joins
 
     def end(self) -> Any:
@@ -134,21 +132,21 @@ class Carry(nn.Module):
         Raises:
             ConfigError: what it left was changed in place.
         """
-        left, before = self._left, self._versions
-        self._given, self._left, self._versions, self._runs = NOTHING, NOTHING, [], False
+        state, before = self._outgoing, self._versions
+        self._incoming, self._outgoing, self._versions, self._runs = NOTHING, NOTHING, [], False
         self._joins = False
-        if left is not NOTHING and versions(left) != before:
+        if state is not NOTHING and versions(state) != before:
             raise ConfigError(
                 "a carried state was changed in place after it was left to the next slice; leave a copy"
             )
-        return left
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies begin without a state."""
         return {
             **self.__dict__,
-            "_given": None,
-            "_left": None,
+            "_incoming": None,
+            "_outgoing": None,
             "_versions": [],
             "_runs": False,
             "_joins": False,
@@ -158,12 +156,12 @@ class Carry(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """``NOTHING`` is another object in every process."""
         _keep_out_of_compiled_code()
-        self.__dict__.update({**state, "_given": NOTHING, "_left": NOTHING})
+        self.__dict__.update({**state, "_incoming": NOTHING, "_outgoing": NOTHING})
 
 
 @functools.cache
 def _keep_out_of_compiled_code() -> None:
     """``torch.compile`` leaves what depends on slices alone; said with the first one, as it takes seconds."""
-    for name in ("_take", "_leave", "_apart"):
+    for name in ("_take", "_leave", "_uncompiled"):
         setattr(Carry, name, torch.compiler.disable(getattr(Carry, name)))
     setattr(Carry, "_within", torch.compiler.disable(Carry._within, recursive=False))  # noqa: B010, SLF001

@@ -33,12 +33,12 @@ class SliceOf(NamedTuple):
     """The target of which a slice is a part.
 
     Attributes:
-        whole: the target of the whole sequence.
+        target: the target of the whole sequence.
         start: the slice's first position in it.
         dim: the dimension of the positions.
     """
 
-    whole: Tensor
+    target: Tensor
     start: int
     dim: int
 
@@ -57,7 +57,7 @@ def whole_target(target: Tensor) -> Tensor:
         target: a tensor of the targets that the loss function was given.
     """
     of: SliceOf | None = getattr(target, SLICE, None)
-    return target if of is None else of.whole
+    return target if of is None else of.target
 
 
 def next_target(target: Tensor, last: float) -> Tensor:
@@ -69,7 +69,7 @@ def next_target(target: Tensor, last: float) -> Tensor:
     """
     of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
     length = target.shape[of.dim]
-    rest = of.whole.narrow(of.dim, of.start + 1, min(length, of.whole.shape[of.dim] - of.start - 1))
+    rest = of.target.narrow(of.dim, of.start + 1, min(length, of.target.shape[of.dim] - of.start - 1))
     if rest.shape[of.dim] == length:
         return rest
     shape = (*target.shape[: of.dim], 1, *target.shape[of.dim + 1 :])

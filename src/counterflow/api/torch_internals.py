@@ -1,4 +1,4 @@
-"""What layers of users need of torch and torch has no public name for: carried states, attention, losses.
+"""Parts of torch without a public name that users' layers need: carried states, attention, losses.
 
 The runtime's own needs are in ``runtime/torch_private.py``.
 """
@@ -19,7 +19,7 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward. Without: a hook on the loss that notes it."""
+    """True if this thread runs a backward. Without: a hook on the loss that notes it."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
 

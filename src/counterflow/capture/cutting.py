@@ -134,7 +134,6 @@ def cuts_of(records: Records) -> list[Cut]:
 
 
 def _costs(record: Record) -> list[float]:
-    """Cost of the steps before each one, and of all."""
     sums = [0.0]
     for step in record.steps:
         cost = record.costs.get(step.module, 0.0) if step.module is not None else 0.0
@@ -163,7 +162,6 @@ def _between(first: Record, second: Record) -> list[tuple[tuple[int, int], tuple
 
 
 def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
-    """Cuts without those wider than others near them, and those with almost no cost before them."""
     narrow = []
     for cut in cuts:
         near = [c for c in cuts if abs(c.cost - cut.cost) <= total * _WINDOW]

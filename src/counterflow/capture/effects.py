@@ -136,7 +136,6 @@ class Effects:
 
 
 def _tensors_of(cache: LruCache) -> Iterator[Tensor]:
-    """Tensors without values in the results of a cache."""
     for entry in gc.get_referents(cache):
         results = entry.values() if type(entry) is dict and entry is not vars(cache) else (entry,)
         for result in results:
@@ -155,7 +154,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _generator_states(mentions: Collection[str]) -> tuple[Any, ...]:
-    """States of the generators of Python and NumPy, as far as the code mentions these."""
     of_python = random.getstate() if any(name.startswith("random") for name in mentions) else None
     of_numpy = None
     if any(name.startswith("numpy.random") for name in mentions):

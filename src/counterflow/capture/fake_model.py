@@ -119,7 +119,6 @@ class FakeModel:
         return fake
 
     def _watch(self, module: nn.Module) -> None:
-        """Make a module of the copy report its calls, and reads of its attributes."""
         if isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)):
             return
         drop_hooks(module)  # these are the user's, who would see the calls

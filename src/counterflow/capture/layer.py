@@ -315,11 +315,6 @@ class CapturedLayer(nn.Module):
 
 
 def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, Tensor]:
-    """A mini-batch in the form of the model's inputs.
-
-    Raises:
-        ConfigError: the mini-batch differs in kind from the example.
-    """
     example = entry.example
     leaves, spec = pytree.tree_flatten(example.call.bound(inputs, kwargs))
     if spec != example.spec:
@@ -356,7 +351,6 @@ def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, 
 
 
 def _freely(tensor: Tensor, free: Mapping[int, int]) -> str:
-    """A shape with a letter for each free size."""
     return (
         "(" + ", ".join(f"any {free[d]}" if d in free else str(n) for d, n in enumerate(tensor.shape)) + ")"
     )

@@ -58,11 +58,6 @@ def _remove(objects: list[Any]) -> list[Any]:
 
 
 def _remove_entries(entries: dict[Any, Any], numbers: set[int]) -> None:
-    """Remove objects with some identities from a dict.
-
-    Raises:
-        ConfigError: the dict has the attributes of an object.
-    """
     owners = [o for o in gc.get_referrers(entries) if getattr(o, "__dict__", None) is entries]
     names = [name for name, value in list(entries.items()) if id(value) in numbers]
     caches = [o for o in gc.get_referrers(entries) if type(o) is LRU_CACHE]

@@ -79,7 +79,6 @@ def layers(
 
 
 def _title(part: Part) -> str:
-    """First and last module of a part."""
     called = [step.module for step in part.steps if step.module is not None]
     if not called:
         return "no module"

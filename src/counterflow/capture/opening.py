@@ -199,11 +199,6 @@ class _Opening:
         return self._freed(record, training=training)
 
     def _refuse_live(self, record: Record) -> None:
-        """Refuse a forward that reads what every forward changes.
-
-        Raises:
-            Unfollowed: it does.
-        """
         reads = Reads(frozenset(record.reads), frozenset(self._opened), frozenset(record.observed))
         state = guards_of(self._model, reads, Environment.current("cpu")).state
         for path, why in state.refused:
@@ -218,7 +213,6 @@ class _Opening:
         return path
 
     def _evaluation(self) -> Record:
-        """A record in evaluation, without gradients, unless the model fails then."""
         try:
             return self._record(training=False)
         except Unfollowed:
@@ -232,7 +226,6 @@ class _Opening:
         return None if self._model.training else True
 
     def _record(self, *, training: bool | None) -> Record:
-        """A record of the opened modules, except those that cannot be."""
         while True:
             try:
                 return self._run({}, training=training)
@@ -267,11 +260,6 @@ class _Opening:
         return recorder
 
     def _freed(self, record: Record, *, training: bool | None) -> Record:
-        """A record in which numbers that depend on free sizes are marked as such.
-
-        Raises:
-            Varies: the model takes another path for other sizes.
-        """
         alternatives = other_sizes(self._example)
         try:
             records = [self._run(sizes, training=training) for sizes in alternatives]
@@ -310,7 +298,6 @@ class _Opening:
         return self._may_trace(path)
 
     def _may_trace(self, path: str) -> bool:
-        """Tell whether nothing but its cost keeps a module from being opened."""
         parents = path.split(".")
         if any(".".join(parents[:n]) in self._closed for n in range(1, len(parents) + 1)):
             return False

@@ -66,12 +66,10 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
 
 
 def _of_example(example: Example, record: Record) -> dict[int, tuple[Ref, int]]:
-    """An input and its dimension for each group of free sizes."""
     return {group: (ref, dim) for index, ref in record.inputs.items() for dim, group in example.free[index]}
 
 
 def _used(example: Example, record: Record) -> frozenset[str]:
-    """Names of the keyword arguments from which the model's output is computed."""
     numbers = pytree.tree_unflatten(list(range(len(example.leaves))), example.spec)
     alive = set(record.output.refs)
     for step in reversed(record.steps):
@@ -85,7 +83,6 @@ def _used(example: Example, record: Record) -> frozenset[str]:
 
 
 def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tuple[Ref, int]]:
-    """For some groups, a tensor among these with a dimension of that size."""
     return {
         size.groups[0]: (ref, dim)
         for ref in reversed(refs)
@@ -96,7 +93,6 @@ def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tu
 
 
 def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
-    """Source of the weights' dtype for a layer."""
     dtype = main_dtype(model)
     for name in held_names(part):
         tensor = dict(model.named_parameters()).get(name)

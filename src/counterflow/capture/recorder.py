@@ -160,7 +160,6 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Contexts around the forward."""
         enabled = self._autocast is not None
         autocast = torch.autocast(DEVICE.type, self._autocast or torch.bfloat16, enabled)
         self._saved = {label: dict(vars(instance)) for label, instance in self._observed.items()}
@@ -174,7 +173,6 @@ class Recorder(TorchFunctionMode):
             self._record.observed.add((label, name))
 
     def _refuse_observed(self) -> None:
-        """Refuse a forward that changes an attribute of an object around the model, and reads it."""
         for label, name in self._record.observed:
             now, before = vars(self._observed[label]).get(name, ABSENT), self._saved[label].get(name, ABSENT)
             if not same(now, before):
@@ -203,7 +201,6 @@ class Recorder(TorchFunctionMode):
         return True
 
     def _inputs(self) -> list[Any]:
-        """Fake tensors for the example's, in the sizes of this run."""
         leaves: list[Any] = list(self._example.leaves)
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -396,7 +393,6 @@ class Recorder(TorchFunctionMode):
         return {path: attributes_of(module) for path, module in modules if path in self._opened}
 
     def _leave(self, module: nn.Module) -> None:
-        """Note the attributes with which a module, and those in it, is left."""
         self._states_after |= {id(submodule): state_of(submodule) for submodule in module.modules()}
 
     def _refuse_switched(self, path: str, module: nn.Module) -> None:

@@ -235,7 +235,6 @@ class Recording:
         del self._variants[slot][:-_VARIANTS]
 
     def _of_evaluation(self, model: nn.Module, slot: Slot, environment: Environment) -> Variant | None:
-        """The record of evaluation for steps in evaluation mode, unless gradients make a difference."""
         evaluation = self.current[Slot.EVALUATION]
         if slot is not Slot.TRAINING or any(module.training for module in model.modules()):
             return None
@@ -278,11 +277,6 @@ class Recording:
         return variant
 
     def _recut(self, model: nn.Module, record: Record, slot: Slot) -> list[Part]:
-        """Steps by layer, with what crossed between these layers in training or in evaluation.
-
-        Raises:
-            Uncut: there are no such places.
-        """
         for variant in (self.current[slot], self.current[1 - slot]):
             try:
                 places = places_of(record, variant.parts, variant.crossings)
@@ -299,7 +293,6 @@ class Recording:
         return Reads(names, frozenset(self._opened), frozenset(record.observed))
 
     def _assume_training(self) -> None:
-        """Let the first record, of a model in evaluation mode, be that of the model in training mode."""
         variant = self.current[Slot.TRAINING]
         for path, name in variant.reads.attributes:
             if name == "training":
@@ -309,11 +302,6 @@ class Recording:
     def _refuse_replaced(
         self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
     ) -> dict[str, Any]:
-        """Modules and buffers that layers have to hold in place of others, by name.
-
-        Raises:
-            ConfigError: something with weights was replaced, or a hook would not run.
-        """
         before = self.current[slot].guards
         now = guards_of(model, self.current[slot].reads, environment)
         hooks = [
@@ -351,11 +339,6 @@ class Recording:
         return replaced
 
     def _refuse_foreign(self, model: nn.Module, number: int, part: Part, names: Sequence[str]) -> None:
-        """Refuse a layer that would use what another stage may hold.
-
-        Raises:
-            ConfigError: it would.
-        """
         for name in held_names(part):
             if not name.startswith("constant ") and name not in self._names[number]:
                 raise self._refusal(names, f"layer {number} would use {name!r}, which it did not before")

@@ -63,7 +63,6 @@ def _call(step: Step) -> tuple[object, object]:
 
 
 def _windows(steps: Sequence[Step], parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """For each layer but the last, the minimum and maximum number of steps before its end."""
     homes: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         for step in part.steps:

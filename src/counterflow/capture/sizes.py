@@ -96,7 +96,6 @@ def merged(records: Sequence[Record], sizes: Sequence[Mapping[int, int]]) -> Rec
 
 
 def _varying(records: Sequence[Record]) -> set[str]:
-    """Paths of all opened modules whose own steps differ between records."""
     by_record = []
     for record in records:
         calls: dict[str, list[object]] = {}

@@ -65,7 +65,6 @@ def is_library(name: str | None) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _loads(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of the globals that a function and its inner functions load or store, and all their names."""
     loaded: dict[str, None] = {}
     names = set(code.co_names)
     for instruction in dis.get_instructions(code):
@@ -211,7 +210,6 @@ class Walk:
         self._read(label, getattr(function, "__wrapped__", None), names)
 
     def _read(self, label: str, value: Any, names: frozenset[str]) -> None:
-        """Walk a value that a function loads, whose attributes may be any of some names."""
         if isinstance(value, ModuleType):
             self._token(label, Same(value))
             self.state.mentions.add(value.__name__)
@@ -372,7 +370,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_config(kind: type) -> bool:
-    """Tell whether a class of a library holds settings, as those of transformers do."""
     return kind.__module__.partition(".")[0] in (
         "types",
         "argparse",

@@ -97,7 +97,6 @@ class HostCopies:
         self._table, self._targets = {}, {}
 
     def _copy(self, tensors: Mapping[str, Tensor], keys: Collection[str]) -> Any:
-        """Copy some tensors on the current stream; return the event after them, if there are any."""
         with torch.no_grad():
             for key in keys:
                 self._targets[key].copy_(tensors[key], non_blocking=True)
@@ -111,7 +110,6 @@ class HostCopies:
 
 
 def _targets(tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
-    """Host memory for tensors of these shapes, in few pieces."""
     targets: dict[str, Tensor] = {}
     sizes = {key: -(-tensor.nbytes // _ALIGNED) * _ALIGNED for key, tensor in tensors.items()}
     remaining, begin = sum(sizes.values()), 0

@@ -299,7 +299,7 @@ def folder_of(run: str, root: Path | None = None) -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder in a place where everybody may make some; an existing one must belong to this user alone.
+    """Make a folder where everybody may make one; an existing one must belong to this user alone.
 
     Raises:
         ConfigError: the folder does not.
@@ -355,7 +355,6 @@ def _read_part(path: Path, part: Part) -> dict[str, Any]:
 
 
 def _machine(folder: Path) -> str:
-    """Identity of a machine: the memory in which its workers' files are."""
     status = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {status.st_dev} {status.st_ino}"

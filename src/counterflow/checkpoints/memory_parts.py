@@ -12,7 +12,7 @@ from counterflow.runtime.parameters.local_state import LOSS_SCALE
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 
-from .state import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, kept_of
+from .state import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, state_name
 
 Part = tuple[int, ...]
 """A part of a stage: (stage,) is the state that all its holders have, (stage, rank) the state that only this
@@ -38,7 +38,7 @@ def parts_of(pipeline: Pipeline, keys: Iterable[str]) -> dict[Part, list[str]]:
     }
     keys_of_part |= {(stage,): keys_of_part.get((stage,), []) for stage in pipeline.stages}
     for key in keys:
-        entry = kept_of(key)
+        entry = state_name(key)
         replicated = entry.kind in {AVERAGED, LOSS_SCALE}
         parts_of_key = [(int(entry.of),)] if replicated else parts.get(entry.kind, {}).get(str(entry.of), ())
         for part in parts_of_key:

@@ -21,7 +21,7 @@ from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import CHECKPOINT, INDEX, METADATA, DamagedError, Index, complete
-from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, kept_of, load, name_in_file, wanted
+from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, load, name_in_file, state_name, wanted
 
 
 def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:
@@ -208,9 +208,9 @@ class Checkpoint:
         """Optimiser state of each parameter, by its name."""
         self.verify()
         state: dict[str, dict[str, Any]] = {}
-        numbers = self.objects(key for key in self.index.objects if kept_of(key).kind == OPTIMIZER)
+        numbers = self.objects(key for key in self.index.objects if state_name(key).kind == OPTIMIZER)
         for key in (*numbers, *self.index.tensors):
-            kind, name, slot = kept_of(key)
+            kind, name, slot = state_name(key)
             if kind == OPTIMIZER:
                 slots = state.setdefault(str(name), {})
                 if slot is not None:

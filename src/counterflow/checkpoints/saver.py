@@ -230,7 +230,7 @@ class Saver:
         return None
 
     def _earlier(self) -> str:
-        """The end of a message about a checkpoint that is not written: whether there are earlier ones."""
+        """End of a message about a checkpoint that is not written: whether there are earlier ones."""
         return "; earlier ones are whole" if complete(self.root) else "; there is no earlier one"
 
     # -- in a thread
@@ -279,7 +279,6 @@ class Saver:
             raise CounterflowError("others write there by now, or the run has ended")
 
     def _complete(self, step: int, written: Mapping[str, Written]) -> None:
-        """Write the index last, and rename the draft."""
         draft, folder = self.root / draft_of(step, self._mark), self.root / name_of(step)
         self._check(draft)
         index = Index(**self._index, files=dict(written))
@@ -332,7 +331,7 @@ class Saver:
 
 
 def _packed(objects: Mapping[str, Any]) -> bytes:
-    """Objects other than tensors as bytes that torch reads without code execution.
+    """Bytes of objects other than tensors, which torch reads without code execution.
 
     Raises:
         ConfigError: reading an object would execute code.

@@ -40,20 +40,20 @@ MODEL, AVERAGE, OPTIMIZER, OPTIONS = "model", "ema", "optimizer", "options"
 SCHEDULER, AVERAGED = "scheduler", "averaged"
 
 
-def key_of(kept: StateName) -> str:
+def key_of(name: StateName) -> str:
     """Key of a part of the state.
 
     >>> key_of(StateName("optimizer", "0.weight", "exp_avg")), key_of(StateName("optimizer", "0.weight"))
     ('optimizer/0.weight/exp_avg', 'options/0.weight')
     """
-    if kept.kind == RESIDUAL:
-        return f"{RESIDUAL}/{kept.of}/{kept.slot}"
-    if kept.kind != OPTIMIZER:
-        return f"{kept.kind}/{kept.of}"
-    return f"{OPTIONS}/{kept.of}" if kept.slot is None else f"{OPTIMIZER}/{kept.of}/{kept.slot}"
+    if name.kind == RESIDUAL:
+        return f"{RESIDUAL}/{name.of}/{name.slot}"
+    if name.kind != OPTIMIZER:
+        return f"{name.kind}/{name.of}"
+    return f"{OPTIONS}/{name.of}" if name.slot is None else f"{OPTIMIZER}/{name.of}/{name.slot}"
 
 
-def kept_of(key: str) -> StateName:
+def state_name(key: str) -> StateName:
     """The part of the state with a key."""
     kind, _, of = key.partition("/")
     if kind in (OPTIMIZER, RESIDUAL):
@@ -67,18 +67,18 @@ def kept_of(key: str) -> StateName:
 def first_names(pipeline: Pipeline) -> dict[str, str]:
     """First names by every further name of a weight of the model; the same on all workers."""
     weights = pipeline.weights
-    found = {full: first for names in weights.names for full, first in names if full != first}
-    for first, every in weights.aliases.items():
-        found |= {name: found.get(first, first) for name in every if name != first}
-    return found
+    firsts = {full: first for names in weights.names for full, first in names if full != first}
+    for first, further in weights.aliases.items():
+        firsts |= {name: firsts.get(first, first) for name in further if name != first}
+    return firsts
 
 
 def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State of this worker: tensors unchanged, including DTensors, and other objects."""
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Any] = {}
-    for kept, value in _entries(pipeline):
-        key = key_of(kept)
+    for entry, value in _entries(pipeline):
+        key = key_of(entry)
         if isinstance(value, Tensor):
             tensors[key] = value.detach()
             dtype_name(value.dtype, key)
@@ -88,24 +88,23 @@ def at_hand(pipeline: Pipeline) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _entries(pipeline: Pipeline) -> Iterator[tuple[StateName, Any]]:
-    """State of this worker by first names, with the class of each optimiser in addition to its options."""
     weights, first = pipeline.weights, first_names(pipeline)
     classes = {
         name: type(optimizer).__name__
         for stage, optimizer in weights.optimizers.items()
         for name in weights.updated_names(stage).values()
     }
-    for kept, value in weights.saved.entries():
-        if kept.kind == MODEL:
-            yield kept._replace(of=first.get(str(kept.of), kept.of)), value
-        elif _is_options(kept):
-            yield kept, {"optimizer": classes[str(kept.of)], "options": value}
+    for entry, value in weights.saved.entries():
+        if entry.kind == MODEL:
+            yield entry._replace(of=first.get(str(entry.of), entry.of)), value
+        elif _is_options(entry):
+            yield entry, {"optimizer": classes[str(entry.of)], "options": value}
         else:
-            yield kept, value
+            yield entry, value
 
 
-def _is_options(kept: StateName) -> bool:
-    return kept.kind == OPTIMIZER and kept.slot is None
+def _is_options(entry: StateName) -> bool:
+    return entry.kind == OPTIMIZER and entry.slot is None
 
 
 def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
@@ -124,7 +123,7 @@ def name_in_file(key: str) -> str:
     >>> name_in_file("optimizer/0.weight/exp_avg"), name_in_file("ema/0.weight")
     ('0.weight.exp_avg', '0.weight.ema')
     """
-    kind, of, slot = kept_of(key)
+    kind, of, slot = state_name(key)
     slot = kind if kind == AVERAGE else f"{RESIDUAL}.{slot}" if kind == RESIDUAL else slot
     return str(of) if slot is None else f"{of}.{slot}"
 
@@ -135,7 +134,7 @@ def file_of(key: str, rank: int, *, tensor: bool) -> str:
     >>> file_of("ema/0.weight", 1, tensor=True), file_of("scheduler/0", 1, tensor=False)
     ('ema-1.safetensors', 'objects-1.pt')
     """
-    return f"{kept_of(key).kind}-{rank}.safetensors" if tensor else f"objects-{rank}.pt"
+    return f"{state_name(key).kind}-{rank}.safetensors" if tensor else f"objects-{rank}.pt"
 
 
 _WHAT = {OPTIMIZER: "options of the optimiser for ", AVERAGE: "average of "}
@@ -158,77 +157,76 @@ def wanted(
     Raises:
         ConfigError: the checkpoint lacks something, or a shape differs.
     """
-    mine, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[StateName, str]()
+    entries, first, stored = dict(_entries(pipeline)), first_names(pipeline), dict[StateName, str]()
     for key in (*index.tensors, *index.objects):
-        kind, of, slot = kept_of(key)
+        kind, of, slot = state_name(key)
         for name in (str(of), *index.aliases.get(str(of), ())) if training or kind == MODEL else ():
-            own = StateName(kind, first.get(name, name), slot)
-            if kind in BY_STAGE or own in mine or own._replace(slot=None) in mine:
-                stored[own] = key
+            entry = StateName(kind, first.get(name, name), slot)
+            if kind in BY_STAGE or entry in entries or entry._replace(slot=None) in entries:
+                stored[entry] = key
     if training:
-        _refuse_other_residuals(pipeline, mine, stored, index)
+        _refuse_other_residuals(pipeline, entries, stored, index)
     averaged = any(key.startswith(f"{AVERAGE}/") for key in index.tensors)
     needed = {MODEL, OPTIMIZER, *([AVERAGE] if averaged else [])} if training else {MODEL}
-    for kept in mine:
-        if kept.kind in needed and kept.slot is None and kept not in stored:
+    for entry in entries:
+        if entry.kind in needed and entry.slot is None and entry not in stored:
             raise ConfigError(
-                f"{place}: has no {_WHAT.get(kept.kind, '')}{kept.of!r}; load it into the model that it was "
-                "made of, with the same optimiser"
+                f"{place}: has no {_WHAT.get(entry.kind, '')}{entry.of!r}; load it into the model that it "
+                "was made of, with the same optimiser"
             )
     tensors = {}
-    for own, key in stored.items():
+    for entry, key in stored.items():
         if key in index.tensors:
-            weight = index.tensors.get(f"{MODEL}/{kept_of(key).of}")
-            like = mine[own if own.slot is None else StateName(MODEL, own.of)]
-            tensors[key_of(own)] = _empty(own, index.tensors[key], weight, like, place)
-    keys = {key_of(own): key for own, key in stored.items()}
+            weight = index.tensors.get(f"{MODEL}/{state_name(key).of}")
+            like = entries[entry if entry.slot is None else StateName(MODEL, entry.of)]
+            tensors[key_of(entry)] = _empty(entry, index.tensors[key], weight, like, place)
+    keys = {key_of(entry): key for entry, key in stored.items()}
     dtypes = Counter(
         (dtype_of(index.tensors[keys[key]], place), tensor.dtype) for key, tensor in tensors.items()
     )
     for pair, count in dtypes.items():
-        there, here = (str(dtype).removeprefix("torch.") for dtype in pair)
-        if there != here:
+        stored_dtype, pipeline_dtype = (str(dtype).removeprefix("torch.") for dtype in pair)
+        if stored_dtype != pipeline_dtype:
             _LOG.warning(
-                "%s: %d tensors are %s there and %s in this pipeline: converted", place, count, there, here
+                "%s: %d tensors are %s there and %s in this pipeline: converted",
+                place,
+                count,
+                stored_dtype,
+                pipeline_dtype,
             )
     return tensors, keys
 
 
 def _refuse_other_residuals(
-    pipeline: Pipeline, mine: Iterable[StateName], stored: Mapping[StateName, str], index: Index
+    pipeline: Pipeline, entries: Iterable[StateName], stored: Mapping[StateName, str], index: Index
 ) -> None:
-    """Refuse residuals of weights that other workers hold than those that wrote the checkpoint.
-
-    Raises:
-        ConfigError: they are.
-    """
     saved: dict[str, list[str]] = {}
     for key in index.tensors:
-        kept = kept_of(key)
-        if kept.kind == RESIDUAL:
-            saved.setdefault(str(kept.of), []).append(str(kept.slot))
+        entry = state_name(key)
+        if entry.kind == RESIDUAL:
+            saved.setdefault(str(entry.of), []).append(str(entry.slot))
     holders = {name: group.ranks for group in pipeline.weights.holdings.every() for name in group.residuals}
-    for kept in mine if saved else ():
-        if kept.kind == RESIDUAL:
-            first = str(kept_of(stored[kept]).of) if kept in stored else str(kept.of)
-            refuse_other_ranks(str(kept.of), saved.get(first, ()), holders[str(kept.of)], str(kept.slot))
+    for entry in entries if saved else ():
+        if entry.kind == RESIDUAL:
+            first = str(state_name(stored[entry]).of) if entry in stored else str(entry.of)
+            refuse_other_ranks(str(entry.of), saved.get(first, ()), holders[str(entry.of)], str(entry.slot))
 
 
-def _empty(own: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
+def _empty(entry: StateName, stored: Stored, weight: Stored | None, like: Tensor, place: str) -> Tensor:
     """An empty tensor for a stored one, with the layout of another tensor if the shapes are equal.
 
     Optimiser state in the dtype of the stored weight gets the dtype of the pipeline's weight.
     """
-    if own.kind == MODEL and stored.shape != tuple(like.shape):
+    if entry.kind == MODEL and stored.shape != tuple(like.shape):
         raise ConfigError(
-            f"{place}: {own.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; load it into "
-            "the model that it was made of"
+            f"{place}: {entry.of} has shape {stored.shape}, {tuple(like.shape)} in the pipeline; load it "
+            "into the model that it was made of"
         )
-    dtype = torch.float32 if own.kind == RESIDUAL else like.dtype
-    if own.kind == OPTIMIZER:
-        theirs = dtype_of(stored, place)
-        follows = weight is not None and stored.dtype == weight.dtype and theirs.is_floating_point
-        dtype = dtype if follows and stored.shape else theirs
+    dtype = torch.float32 if entry.kind == RESIDUAL else like.dtype
+    if entry.kind == OPTIMIZER:
+        stored_dtype = dtype_of(stored, place)
+        follows = weight is not None and stored.dtype == weight.dtype and stored_dtype.is_floating_point
+        dtype = dtype if follows and stored.shape else stored_dtype
     if is_dtensor(like) and stored.shape == tuple(like.shape):
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     return torch.empty(stored.shape, dtype=dtype)
@@ -249,27 +247,29 @@ def load(
     Raises:
         ConfigError: a part is missing or does not fit.
     """
-    entries = {kept_of(key): value for key, value in state.items()}
-    model = {str(kept.of): value for kept, value in entries.items() if kept.kind == MODEL}
-    model |= {name: model[its] for name, its in first_names(pipeline).items() if its in model}
+    entries = {state_name(key): value for key, value in state.items()}
+    model = {str(entry.of): value for entry, value in entries.items() if entry.kind == MODEL}
+    model |= {name: model[first] for name, first in first_names(pipeline).items() if first in model}
     pipeline.weights.saved.load_state_dict(model)
     if not training:
         return
-    mine, others = dict(_entries(pipeline)), {kept: v for kept, v in entries.items() if kept.kind != MODEL}
-    begins = {kept: others.pop(kept) for kept in entries if _is_options(kept)}
-    for kept, value in begins.items():
-        theirs, ours = value["optimizer"], mine.get(kept, value)["optimizer"]
-        if theirs != ours:
+    local, training_entries = (
+        dict(_entries(pipeline)),
+        {entry: v for entry, v in entries.items() if entry.kind != MODEL},
+    )
+    options_entries = {entry: training_entries.pop(entry) for entry in entries if _is_options(entry)}
+    for entry, value in options_entries.items():
+        stored_class, local_class = value["optimizer"], local.get(entry, value)["optimizer"]
+        if stored_class != local_class:
             raise ConfigError(
-                f"{place}: contains the state of {theirs}, not of {ours}; give the same optimiser, or load "
-                "the "
-                "weights only"
+                f"{place}: contains the state of {stored_class}, not of {local_class}; give the same "
+                "optimiser, or load the weights only"
             )
-    options_of = {kept: value["options"] for kept, value in begins.items()}
-    found = assembled({**options_of, **others}.items())
-    if AVERAGED in found:
-        found.setdefault(AVERAGE, {})  # also if this pipeline has no place for it, which is logged
-    pipeline.weights.saved.load_training_state(found, options=options)
+    options_of = {entry: value["options"] for entry, value in options_entries.items()}
+    training_state = assembled({**options_of, **training_entries}.items())
+    if AVERAGED in training_state:
+        training_state.setdefault(AVERAGE, {})  # also if this pipeline has no place for it, which is logged
+    pipeline.weights.saved.load_training_state(training_state, options=options)
 
 
 def dtype_of(stored: Stored, place: str) -> torch.dtype:
@@ -278,9 +278,9 @@ def dtype_of(stored: Stored, place: str) -> torch.dtype:
     Raises:
         ConfigError: the dtype is unknown.
     """
-    found = DTYPES.get(stored.dtype)
-    if found is None:
+    dtype = DTYPES.get(stored.dtype)
+    if dtype is None:
         raise ConfigError(
             f"{place}: has a tensor of dtype {stored.dtype[:20]!r}, which this Counterflow does not support"
         )
-    return found
+    return dtype

@@ -1,4 +1,4 @@
-"""How a flag of a command and a form of the page ask for the fields of a record.
+"""Flags of a command and forms of the page for the fields of a record.
 
 Invariant: this is stated where the field is defined, so a record, its flags and its form cannot differ. Legal
 values are checked by the record, not here.
@@ -13,8 +13,8 @@ from counterflow.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How a field is asked for.
+class FieldSpec:
+    """Presentation of a field on the command line and the page.
 
     Attributes:
         about: meaning of the field, as a sentence.
@@ -37,41 +37,41 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedField:
+class CliField:
     """A field and how it is asked for."""
 
     record: type
     field: str
     default: Any
-    asked: Asked
+    spec: FieldSpec
 
     @property
     def name(self) -> str:
         """Name of the option."""
-        return self.asked.name or self.field
+        return self.spec.name or self.field
 
 
-def asked(default: Any, about: str, kind: Any = str, **more: Any) -> Any:
-    """A field of a dataclass that people may give; ``more`` are other attributes of ``Asked``.
+def cli_field(default: Any, about: str, kind: Any = str, **more: Any) -> Any:
+    """A field of a dataclass that people may give; ``more`` are other attributes of ``FieldSpec``.
 
     A field whose default is ``MISSING`` of ``dataclasses`` is required.
     """
-    return field(default=default, metadata={"asked": Asked(about, kind, **more)})
+    return field(default=default, metadata={"cli_field": FieldSpec(about, kind, **more)})
 
 
-def asked_fields(*records: type) -> dict[str, AskedField]:
+def cli_fields(*records: type) -> dict[str, CliField]:
     """The fields of these dataclasses that people may give, by option name.
 
     Raises:
         ConfigError: two fields have the same option name.
     """
-    found: dict[str, AskedField] = {}
+    by_name: dict[str, CliField] = {}
     for record in records:
-        for each in fields(record):
-            if "asked" not in each.metadata:
+        for item in fields(record):
+            if "cli_field" not in item.metadata:
                 continue
-            one = AskedField(record, each.name, each.default, each.metadata["asked"])
-            if one.name in found:
-                raise ConfigError(f"{one.name}: two fields of {record.__name__} and others have this name")
-            found[one.name] = one
-    return found
+            cli = CliField(record, item.name, item.default, item.metadata["cli_field"])
+            if cli.name in by_name:
+                raise ConfigError(f"{cli.name}: two fields of {record.__name__} and others have this name")
+            by_name[cli.name] = cli
+    return by_name

@@ -15,10 +15,10 @@ def titled(title: str, *parts: str) -> str:
     return f"<div><p><b>{escape(title)}</b></p>{''.join(parts)}</div>"
 
 
-def said(text: str) -> str:
+def preformatted(text: str) -> str:
     """A text that may have several lines.
 
-    >>> said("a < b")
+    >>> preformatted("a < b")
     '<pre>a &lt; b</pre>'
     """
     return f"<pre>{escape(text)}</pre>"

@@ -36,7 +36,7 @@ Count = Annotated[int | float, BeforeValidator(exact)]
 """A number that is usually whole."""
 
 
-def said(text: str, *places: str) -> Any:
+def describe(text: str, *places: str) -> Any:
     """Meaning of a key, for the page, and where its value is found if not under the key's own name.
 
     Args:
@@ -48,13 +48,15 @@ def said(text: str, *places: str) -> Any:
 
 def reads(*places: str) -> ConfigDict:
     """Setting of a model whose keys are attributes of the record, or of these attributes of the record."""
-    names = AliasGenerator(validation_alias=lambda key: _choices(key, *(f"{one}.{key}" for one in places)))
+    names = AliasGenerator(
+        validation_alias=lambda key: _choices(key, *(f"{place}.{key}" for place in places))
+    )
     return ConfigDict(alias_generator=names)
 
 
 def _choices(*places: str) -> AliasChoices:
     """Places of a value; numbers in them are indices."""
-    paths = ([int(part) if part.isdigit() else part for part in one.split(".")] for one in places)
+    paths = ([int(part) if part.isdigit() else part for part in place.split(".")] for place in places)
     return AliasChoices(*(AliasPath(str(first), *rest) for first, *rest in paths))
 
 
@@ -64,15 +66,15 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True, populate_by_name=True)
 
     @classmethod
-    def of(cls, **found: Any) -> Self:
+    def of(cls, **values: Any) -> Self:
         """A model of this class that reads the named records."""
-        return cls.model_validate(SimpleNamespace(**found))
+        return cls.model_validate(SimpleNamespace(**values))
 
 
 class Result(Part):
     """Output of a command. Keys that do not apply are omitted."""
 
-    format: Annotated[Literal[1], said("the version of this form")] = 1
+    format: Annotated[Literal[1], describe("the version of this form")] = 1
 
 
 def result_of(doc: str, base: type[Result], *records: type, **more: Any) -> type[Result]:
@@ -89,7 +91,7 @@ def result_of(doc: str, base: type[Result], *records: type, **more: Any) -> type
         known = meanings(record)
         for name, kind in get_type_hints(record).items():
             if kind not in records:
-                fields[name] = Annotated[kind, said(known[name])]
+                fields[name] = Annotated[kind, describe(known[name])]
     model: type[Result] = create_model("Shown", __base__=base, __doc__=doc, **fields, **more)
     return model
 
@@ -100,8 +102,8 @@ def meanings(shown: type) -> dict[str, str]:
         named = {name: field.description for name, field in shown.model_fields.items()}
     else:
         text = (inspect.getdoc(shown) or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
-        told = {name: " ".join(about.split()).rstrip(".") for name, about in _ATTRIBUTE.findall(text)}
-        named = {name: _NONE.sub("null", told.get(name, "")) for name in get_type_hints(shown)}
+        attributes = {name: " ".join(about.split()).rstrip(".") for name, about in _ATTRIBUTE.findall(text)}
+        named = {name: _NONE.sub("null", attributes.get(name, "")) for name in get_type_hints(shown)}
     return {name: about or name.replace("_", " ") for name, about in named.items()}
 
 
@@ -111,20 +113,19 @@ _NONE = re.compile(r"\bNone\b")
 
 def sections(*shown: type) -> dict[type, str]:
     """For each model, and each model inside it, a table of its keys, for the page."""
-    found: dict[type, str] = {}
+    by_model: dict[type, str] = {}
     waiting = list(shown)
-    for one in waiting:
-        if one not in found:
-            about = " ".join((inspect.getdoc(one) or "").partition("\n\nAttributes:")[0].split())
-            rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings(one).items())
+    for model in waiting:
+        if model not in by_model:
+            about = " ".join((inspect.getdoc(model) or "").partition("\n\nAttributes:")[0].split())
+            rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings(model).items())
             lines = [f"### {about}", "", "| key | meaning |", "|---|---|", *rows]
-            found[one] = "\n".join(lines).replace("``", "`")
-            waiting += [part for kind in get_type_hints(one).values() for part in _parts(kind)]
-    return found
+            by_model[model] = "\n".join(lines).replace("``", "`")
+            waiting += [part for kind in get_type_hints(model).values() for part in _parts(kind)]
+    return by_model
 
 
 def _parts(kind: Any) -> list[type]:
-    """The models and records in an annotation."""
     if isinstance(kind, type) and (issubclass(kind, Part) or dataclasses.is_dataclass(kind)):
         return [kind]
     return [part for inner in get_args(kind) for part in _parts(inner)]

@@ -1,4 +1,4 @@
-"""What a record of options is: fields with a meaning and legal values, which errors and config files say.
+"""Records of options: fields with a meaning and legal values, which errors and config files say.
 
 Invariant: torch is not imported.
 """
@@ -42,11 +42,11 @@ class Options(BaseModel):
 
     if not TYPE_CHECKING:
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **values: Any) -> None:
             try:
-                super().__init__(**given)
+                super().__init__(**values)
             except ValidationError as error:
-                raise ConfigError(_wrong(type(self), error, given)) from None
+                raise ConfigError(_wrong(type(self), error, values)) from None
 
         def __setattr__(self, name: str, value: object) -> None:
             kind = type(self).__name__
@@ -66,7 +66,7 @@ class Options(BaseModel):
         return {
             name: getattr(self, name)
             for name, info in type(self).model_fields.items()
-            if not said(info, "may_differ")
+            if not metadata(info, "may_differ")
         }
 
     def but(self, **changed: Any) -> Self:
@@ -74,7 +74,7 @@ class Options(BaseModel):
         return self.model_copy(update=changed)
 
 
-def said(info: FieldInfo, what: str) -> Any:
+def metadata(info: FieldInfo, what: str) -> Any:
     """Metadata of a field that ``option`` recorded."""
     extra = info.json_schema_extra
     return extra.get(what) if isinstance(extra, Mapping) else None
@@ -86,20 +86,19 @@ def phrase(info: FieldInfo) -> str:
     return text[0].lower() + text[1:-1] if text.endswith(".") else text
 
 
-def _wrong(kind: type[Options], error: ValidationError, given: Mapping[str, Any]) -> str:
-    """The first error, as a message."""
-    found = error.errors()[0]
-    name, cause = str(found["loc"][0]), found.get("ctx", {}).get("error")
+def _wrong(kind: type[Options], error: ValidationError, values: Mapping[str, Any]) -> str:
+    details = error.errors()[0]
+    name, cause = str(details["loc"][0]), details.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
-    if found["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden":
         return f"{name}: {kind.__name__} has no such option{hint(name, kind.model_fields)}"
     info = kind.model_fields[name]
-    return f"{name} = {given[name]!r}: must be {said(info, 'legal')} ({phrase(info)})"
+    return f"{name} = {values[name]!r}: must be {metadata(info, 'legal')} ({phrase(info)})"
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What is said after the name of an unknown option."""
+    """Hint that follows the name of an unknown option in an error."""
     options = [*known]
     near = difflib.get_close_matches(name, options, n=1)
     return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(options)}"

@@ -1,4 +1,4 @@
-"""Whether layers run in a check of how a mini-batch is cut, and not for their results.
+"""Flag of runs that check how a mini-batch is cut, and whose results do not count.
 
 Captured layers then accept sizes that differ though they are the same in their example: to find that they are
 the same by coincidence is what the check is for.

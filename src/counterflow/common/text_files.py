@@ -38,7 +38,6 @@ def read_text(path: Path | str, if_folder: str, *, place: str = "", if_missing: 
 
 
 def _limited(path: Path, place: str) -> bytes:
-    """The contents of a file that is not too large."""
     data = bytearray()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

@@ -52,7 +52,6 @@ def shown(value: object) -> str:
 
 
 def _begin(value: object, depth: int = 3) -> object:
-    """The first parts of a value, as many as are shown."""
     if isinstance(value, int) and abs(value) > 10**_SHOWN:
         return f"a number of {value.bit_length():,} bits"
     if isinstance(value, (str, PurePath)):
@@ -63,7 +62,7 @@ def _begin(value: object, depth: int = 3) -> object:
 
 
 def has_only_legal_numbers(values: object) -> bool:
-    """Whether all whole numbers fit in TOML's 64 bits; tomllib also reads longer ones."""
+    """True if all whole numbers fit in TOML's 64 bits; tomllib also reads longer ones."""
     if isinstance(values, Mapping):
         return all(has_only_legal_numbers(value) for value in values.values())
     if isinstance(values, list):
@@ -72,7 +71,6 @@ def has_only_legal_numbers(values: object) -> bool:
 
 
 def _plain(value: object) -> bool | float | str | list[object]:
-    """The value as types that tomlkit knows."""
     if isinstance(value, (str, PurePath)):
         text = str(value)
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):

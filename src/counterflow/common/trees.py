@@ -38,10 +38,10 @@ def each_tensor(tree: Any) -> list[Tensor]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place (torch: ``_version``); inference mode does not count that."""
+    """Number of changes of a tensor in place (torch: ``_version``); inference mode does not count them."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def versions(tree: Any) -> list[int]:
-    """How often each tensor in a tree was changed in place."""
+    """Number of changes in place of each tensor in a tree."""
     return [version_of(tensor) for tensor in tensors_in(tree)]

@@ -6,7 +6,7 @@ when something is shown.
 
 from __future__ import annotations
 
-from counterflow.common.html import said, table, titled
+from counterflow.common.html import preformatted, table, titled
 from counterflow.errors import ScheduleError
 from counterflow.program.check import check
 from counterflow.schedule.ir import Schedule
@@ -35,7 +35,7 @@ def html_of(schedule: Schedule) -> str:
     try:
         check(schedule)
     except ScheduleError as error:
-        return titled(f"{schedule} is wrong", said(str(error)), _orders(schedule))
+        return titled(f"{schedule} is wrong", preformatted(str(error)), _orders(schedule))
     return titled(str(schedule), svg_of(simulate(schedule)) or "")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from counterflow.common.cli_fields import AskedField
+from counterflow.common.cli_fields import CliField
 from counterflow.schedule import registry
 from counterflow.simulation import ByteCosts
 from counterflow.simulation.cost_texts import COSTS
@@ -47,18 +47,18 @@ def costs() -> list[dict[str, Any]]:
             "name": name,
             "field": cost.field,
             "label": _LABELS.get(name, name.replace("_", " ")),
-            "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), cost.asked.about),
+            "help": re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", " "), cost.spec.about),
             "group": _group(cost),
-            "kind": _KINDS.get(cost.asked.kind, "word"),
-            "words": _words(cost.asked.kind),
+            "kind": _KINDS.get(cost.spec.kind, "word"),
+            "words": _words(cost.spec.kind),
             "usual": _usual(name, cost),
         }
         for name, cost in COSTS.items()
     ]
 
 
-def _usual(name: str, cost: AskedField) -> str:
-    if cost.asked.metavar == "BYTES":
+def _usual(name: str, cost: CliField) -> str:
+    if cost.spec.metavar == "BYTES":
         return "300MB"
     if isinstance(cost.default, (int, float)):
         return f"{cost.default:g}"
@@ -70,10 +70,10 @@ _KINDS = {str: "text", float: "number", int: "number", bool: "flag"}
 """How the page sends a cost of this kind."""
 
 
-def _group(cost: AskedField) -> str:
+def _group(cost: CliField) -> str:
     if cost.record is ByteCosts:
         return "bytes"
-    return "seconds" if cost.asked.metavar == "SECONDS" else "modes"
+    return "seconds" if cost.spec.metavar == "SECONDS" else "modes"
 
 
 def _words(kind: Any) -> list[list[str]]:

@@ -57,7 +57,7 @@ def _form(kind: type) -> Any:
 if TYPE_CHECKING:
     RequestCosts = _Costs
 else:
-    _FIELDS = {name: (_form(cost.asked.kind) | None, None) for name, cost in COSTS.items()}
+    _FIELDS = {name: (_form(cost.spec.kind) | None, None) for name, cost in COSTS.items()}
     RequestCosts = create_model("RequestCosts", __base__=_Costs, **_FIELDS)
 
 

@@ -23,7 +23,15 @@ from torch import Tensor
 from counterflow.checkpoints import files
 from counterflow.checkpoints.index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of
 from counterflow.checkpoints.reader import Checkpoint
-from counterflow.checkpoints.state import MODEL, OPTIMIZER, OPTIONS, SCHEDULER, file_of, kept_of, name_in_file
+from counterflow.checkpoints.state import (
+    MODEL,
+    OPTIMIZER,
+    OPTIONS,
+    SCHEDULER,
+    file_of,
+    name_in_file,
+    state_name,
+)
 from counterflow.common.json_models import Result, result_of
 from counterflow.errors import ConfigError, CounterflowError
 
@@ -109,7 +117,6 @@ def convert(
 
 
 def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, is_run: bool) -> None:
-    """Refuse what a folder of torchtitan cannot be made of."""
     if not is_run:
         raise ConfigError(f"{source}: is not the checkpoint of a run; convert it to one first")
     for present, flag in (
@@ -355,11 +362,11 @@ def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Co
         keys |= dict.fromkeys(further, keys[first]) if first in keys else {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in checkpoint.objects(
-        k for k in checkpoint.index.objects if kept_of(k).kind == OPTIMIZER
+        k for k in checkpoint.index.objects if state_name(k).kind == OPTIMIZER
     ).items():
-        options[str(kept_of(key).of)] = value["options"]
+        options[str(state_name(key).of)] = value["options"]
     for key in checkpoint.index.tensors:
-        kind, name, slot = kept_of(key)
+        kind, name, slot = state_name(key)
         if kind == OPTIMIZER and slot is not None:
             keys[f"{dcp_folder.OPTIMIZERS[0]}.state.{name}.{slot}"] = key
     stored = checkpoint.index.tensors
@@ -382,7 +389,6 @@ def _into_torchtitan(checkpoint: Checkpoint, weights: Table, target: Path) -> Co
 
 @contextlib.contextmanager
 def _draft(target: Path) -> Iterator[Path]:
-    """A draft of the target, until it is complete."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
-from counterflow.common.json_models import Result, said
+from counterflow.common.json_models import Result, describe
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import interface, world
 
@@ -62,8 +62,8 @@ class Finding:
 class Doctor(Result):
     """`counterflow doctor`."""
 
-    version: Annotated[str, said("version of Counterflow")]
-    ok: Annotated[bool, said("whether nothing is wrong")]
+    version: Annotated[str, describe("version of Counterflow")]
+    ok: Annotated[bool, describe("whether nothing is wrong")]
     findings: list[Finding]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from counterflow.common.json_models import Part, Result, reads, said
+from counterflow.common.json_models import Part, Result, reads, describe
 from counterflow.planning.plan_report import PlanShown
 from counterflow.planning.prediction import Parts
 from counterflow.planning.search.search_result import Plan
@@ -37,17 +37,17 @@ class Reproducible(Result):
 class RowShown(Part):
     """One quantity of one scheme; numbers are the minimum and the maximum over the workers."""
 
-    scheme: Annotated[str, said("the scheme with the options that matter")]
-    quantity: Annotated[str, said("what is counted, with its unit")]
-    setting: Annotated[str, said("micro-batches, and the times where they matter")]
-    source: Annotated[str, said("source of the formula")]
-    formula: Annotated[str, said("formula as published")]
-    relation: Annotated[str, said("relation: =, ≤ or →", "relation.value")]
-    value: Annotated[list[float] | None, _Ends, said("value of the formula at the setting; null: none")]
-    measured: Annotated[list[float], _Ends, said("value by the simulator")]
-    difference: Annotated[list[float] | None, _Ends, said("measured minus value")]
-    deviates: Annotated[bool, said("whether the measured value differs; for a bound, exceeds it")]
-    notes: Annotated[list[str], said("keys of the table's notes that say why")]
+    scheme: Annotated[str, describe("the scheme with the options that matter")]
+    quantity: Annotated[str, describe("what is counted, with its unit")]
+    setting: Annotated[str, describe("micro-batches, and the times where they matter")]
+    source: Annotated[str, describe("source of the formula")]
+    formula: Annotated[str, describe("formula as published")]
+    relation: Annotated[str, describe("relation: =, ≤ or →", "relation.value")]
+    value: Annotated[list[float] | None, _Ends, describe("value of the formula at the setting; null: none")]
+    measured: Annotated[list[float], _Ends, describe("value by the simulator")]
+    difference: Annotated[list[float] | None, _Ends, describe("measured minus value")]
+    deviates: Annotated[bool, describe("whether the measured value differs; for a bound, exceeds it")]
+    notes: Annotated[list[str], describe("keys of the table's notes that say why")]
 
 
 class TableShown(Result):
@@ -66,61 +66,63 @@ class ValueShown(Part):
 
     model_config = reads("row", "row.published")
 
-    scheme: Annotated[str, said("the competitor whose value it is", "row.published.label")]
-    over: Annotated[str, said("the competitor it is compared with; empty: none")]
-    quantity: Annotated[str, said("quantity that is compared", "row.published.quantity.value")]
-    runs: Annotated[list[str], said("runs of the value")]
-    source: Annotated[str, said("section of the paper")]
-    configurations: Annotated[list[str], said("planned configurations of each competitor, one text each")]
-    stated: Annotated[str | None, _AsText, said("configuration that the paper states of the first run")]
-    published: Annotated[float | None, said("null: an order or a configuration", "row.published.value")]
-    order: Annotated[list[str], said("published order; empty: none", "row.published.order")]
-    predicted: Annotated[float | None, said("with what the paper states; null: no number, or nothing fits")]
-    predicted_order: Annotated[str, said("predicted order, for people", "row.order")]
-    free: Annotated[float | None, said("value with the configurations that the planner chooses itself")]
-    difference: Annotated[
-        float | None, said("relative difference; of an efficiency, that of the lost shares")
+    scheme: Annotated[str, describe("the competitor whose value it is", "row.published.label")]
+    over: Annotated[str, describe("the competitor it is compared with; empty: none")]
+    quantity: Annotated[str, describe("quantity that is compared", "row.published.quantity.value")]
+    runs: Annotated[list[str], describe("runs of the value")]
+    source: Annotated[str, describe("section of the paper")]
+    configurations: Annotated[list[str], describe("planned configurations of each competitor, one text each")]
+    stated: Annotated[str | None, _AsText, describe("configuration that the paper states of the first run")]
+    published: Annotated[float | None, describe("null: an order or a configuration", "row.published.value")]
+    order: Annotated[list[str], describe("published order; empty: none", "row.published.order")]
+    predicted: Annotated[
+        float | None, describe("with what the paper states; null: no number, or nothing fits")
     ]
-    use: Annotated[str, said("fit: a constant was fitted on it; test", "row.published.use.value")]
-    verdict: Annotated[str, said("hit; miss, cause shown; miss; without inputs", "row.verdict.value")]
-    cause: Annotated[str, said("cause of a miss, for people")]
-    change: Annotated[str, said("change of the description that shows the cause")]
-    varied: Annotated[float | None, said("predicted value with that change")]
-    needs: Annotated[str, said("what the paper does not say, but the prediction rests on")]
+    predicted_order: Annotated[str, describe("predicted order, for people", "row.order")]
+    free: Annotated[float | None, describe("value with the configurations that the planner chooses itself")]
+    difference: Annotated[
+        float | None, describe("relative difference; of an efficiency, that of the lost shares")
+    ]
+    use: Annotated[str, describe("fit: a constant was fitted on it; test", "row.published.use.value")]
+    verdict: Annotated[str, describe("hit; miss, cause shown; miss; without inputs", "row.verdict.value")]
+    cause: Annotated[str, describe("cause of a miss, for people")]
+    change: Annotated[str, describe("change of the description that shows the cause")]
+    varied: Annotated[float | None, describe("predicted value with that change")]
+    needs: Annotated[str, describe("what the paper does not say, but the prediction rests on")]
 
 
 class MissingShown(Part):
     """A published value that is not predicted."""
 
     what: str
-    value: Annotated[str, said("what the paper publishes")]
-    needs: Annotated[str, said("what is unknown")]
-    source: Annotated[str, said("section of the paper")]
+    value: Annotated[str, describe("what the paper publishes")]
+    needs: Annotated[str, describe("what is unknown")]
+    source: Annotated[str, describe("section of the paper")]
 
 
 class FormShown(Part):
     """The papers' closed form of a step."""
 
     seconds: float
-    source: Annotated[str, said("source of the form")]
-    difference: Annotated[float | None, said("its seconds over the simulated ones, minus 1")]
+    source: Annotated[str, describe("source of the form")]
+    difference: Annotated[float | None, describe("its seconds over the simulated ones, minus 1")]
 
 
 class PlanOfFigure(PlanShown):
     """A plan of a figure."""
 
-    closed_form: Annotated[FormShown | None, said("the papers' closed form; null: none")]
-    parts: Annotated[Parts, said("parts of the step's seconds")]
+    closed_form: Annotated[FormShown | None, describe("the papers' closed form; null: none")]
+    parts: Annotated[Parts, describe("parts of the step's seconds")]
 
 
 class EntryShown(Part):
     """A scheme in one run."""
 
-    scheme: Annotated[str, said("name of the scheme in the paper")]
+    scheme: Annotated[str, describe("name of the scheme in the paper")]
     run: str
-    samples_per_second: Annotated[float | None, said("null: nothing fits")]
-    plan: Annotated[PlanOfFigure | None, said("the best plan with what the paper states")]
-    free: Annotated[PlanOfFigure | None, said("the best plan in the paper's space")]
+    samples_per_second: Annotated[float | None, describe("null: nothing fits")]
+    plan: Annotated[PlanOfFigure | None, describe("the best plan with what the paper states")]
+    free: Annotated[PlanOfFigure | None, describe("the best plan in the paper's space")]
 
 
 class FigureShown(Result):
@@ -131,13 +133,13 @@ class FigureShown(Result):
     name: str
     title: str
     setting: str
-    statements: Annotated[list[str], said("what the paper says of the setting")]
+    statements: Annotated[list[str], describe("what the paper says of the setting")]
     assumptions: list[str]
     tolerance: float
     rows: list[ValueShown]
-    missing: Annotated[list[MissingShown], said("published values without a prediction")]
+    missing: Annotated[list[MissingShown], describe("published values without a prediction")]
     schemes: list[EntryShown]
-    constants: Annotated[dict[str, str], BeforeValidator(dict), said("origins of numbers")]
+    constants: Annotated[dict[str, str], BeforeValidator(dict), describe("origins of numbers")]
     summary: str
 
 

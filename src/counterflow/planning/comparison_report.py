@@ -7,35 +7,36 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import Options, Part, Result, said
+from counterflow.common.json_models import Options, Part, Result, describe
 
 
 class ComparedShown(Part):
     """A schedule of a comparison."""
 
-    name: Annotated[str, said("the scheme, with the options that differ from their defaults")]
-    scheme: Annotated[str, said("scheme; `computed`: a computed order")]
-    options: Annotated[Options, said("all options", "schedule.options")]
-    synchronous: Annotated[bool, said("false: it computes with older weights")]
-    stages: Annotated[int, said("number of stages of the model", "schedule.stages")]
-    step: Annotated[float, said("seconds of one mini-batch; F if no seconds were given")]
-    bubble_ratio: Annotated[float, said("share of a step in which a worker is idle")]
+    name: Annotated[str, describe("the scheme, with the options that differ from their defaults")]
+    scheme: Annotated[str, describe("scheme; `computed`: a computed order")]
+    options: Annotated[Options, describe("all options", "schedule.options")]
+    synchronous: Annotated[bool, describe("false: it computes with older weights")]
+    stages: Annotated[int, describe("number of stages of the model", "schedule.stages")]
+    step: Annotated[float, describe("seconds of one mini-batch; F if no seconds were given")]
+    bubble_ratio: Annotated[float, describe("share of a step in which a worker is idle")]
     activations: Annotated[
-        float, said("maximum activations of a worker, in units of its share of the model for one micro-batch")
+        float,
+        describe("maximum activations of a worker, in units of its share of the model for one micro-batch"),
     ]
-    weights: Annotated[float, said("maximum copies of a worker's share of the model, versions counted")]
-    peak_bytes: Annotated[float | None, said("maximum bytes of a worker; null: no bytes were given")]
-    proved: Annotated[bool | None, said("whether no order of these stages is better; null: not computed")]
+    weights: Annotated[float, describe("maximum copies of a worker's share of the model, versions counted")]
+    peak_bytes: Annotated[float | None, describe("maximum bytes of a worker; null: no bytes were given")]
+    proved: Annotated[bool | None, describe("whether no order of these stages is better; null: not computed")]
     lower_bound: Annotated[
-        float | None, said("lower bound of all orders of these stages; null: not computed")
+        float | None, describe("lower bound of all orders of these stages; null: not computed")
     ]
 
 
 class LeftOut(Part):
     """A scheme without a schedule of this size."""
 
-    scheme: Annotated[str, said("scheme", "0")]
-    reason: Annotated[str, said("why", "1")]
+    scheme: Annotated[str, describe("scheme", "0")]
+    reason: Annotated[str, describe("why", "1")]
 
 
 class ComparisonShown(Result):
@@ -43,7 +44,9 @@ class ComparisonShown(Result):
 
     workers: int
     micro_batches: int
-    costs_of: Annotated[str, said("worker: costs are those of a worker's share; model: of the whole model")]
-    rows: Annotated[list[ComparedShown], said("schedules within the limits, fastest first")]
-    too_large: Annotated[list[ComparedShown], said("schedules beyond the limits, smallest first")]
+    costs_of: Annotated[
+        str, describe("worker: costs are those of a worker's share; model: of the whole model")
+    ]
+    rows: Annotated[list[ComparedShown], describe("schedules within the limits, fastest first")]
+    too_large: Annotated[list[ComparedShown], describe("schedules beyond the limits, smallest first")]
     left_out: list[LeftOut]

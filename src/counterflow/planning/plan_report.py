@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from counterflow.common.json_models import Options, Part, Result, reads, said
+from counterflow.common.json_models import Options, Part, Result, describe, reads
 
 from .by_length import AtLength
 from .orders import Orders
@@ -24,12 +24,12 @@ from .why import BreakEven, Why
 
 def chosen(text: str, name: str) -> Any:
     """A key of a configuration: a prediction's, or a candidate's that was not simulated."""
-    return said(text, f"prediction.configuration.{name}", f"candidate.{name}")
+    return describe(text, f"prediction.configuration.{name}", f"candidate.{name}")
 
 
 def predicted(text: str, name: str) -> Any:
     """A key of a prediction."""
-    return said(text, f"prediction.{name}")
+    return describe(text, f"prediction.{name}")
 
 
 def _runs(nodes: Sequence[Any]) -> list[Any]:
@@ -40,7 +40,7 @@ class NodesShown(Part):
     """Adjacent nodes of one kind."""
 
     kind: str
-    nodes: Annotated[int, said("number of nodes")]
+    nodes: Annotated[int, describe("number of nodes")]
 
 
 class ConfigurationShown(Part):
@@ -76,26 +76,26 @@ class MemoryShown(Part):
     """A worker's memory at its peak, in a plan."""
 
     weights_bytes: Annotated[
-        float, said("weights, gradients and optimiser state of all copies and versions", "weights")
+        float, describe("weights, gradients and optimiser state of all copies and versions", "weights")
     ]
     activations_bytes: Annotated[
-        float, said("saved for backwards, and memory of recomputation", "activations")
+        float, describe("saved for backwards, and memory of recomputation", "activations")
     ]
-    buffers_bytes: Annotated[float, said("messages in flight", "buffers")]
+    buffers_bytes: Annotated[float, describe("messages in flight", "buffers")]
     workspace_bytes: Annotated[
-        float, said("additional memory of the largest op; 0: not profiled", "workspace")
+        float, describe("additional memory of the largest op; 0: not profiled", "workspace")
     ]
     gradients_bytes: Annotated[
-        float, said("part of `weights_bytes` that is gradients; 0: not profiled", "gradients")
+        float, describe("part of `weights_bytes` that is gradients; 0: not profiled", "gradients")
     ]
     optimizer_bytes: Annotated[
-        float, said("part of `weights_bytes` that is optimiser state; 0: not profiled", "optimizer")
+        float, describe("part of `weights_bytes` that is optimiser state; 0: not profiled", "optimizer")
     ]
     casts_bytes: Annotated[
-        float, said("part of `weights_bytes` that is weights cast to another precision", "casts")
+        float, describe("part of `weights_bytes` that is weights cast to another precision", "casts")
     ]
     communicators_bytes: Annotated[
-        float, said("communicators; 0: the cluster does not give their size", "communicators")
+        float, describe("communicators; 0: the cluster does not give their size", "communicators")
     ]
 
 
@@ -146,9 +146,9 @@ class LargerShown(PlanShown):
 class TooLargeShown(ConfigurationShown):
     """A configuration that does not fit."""
 
-    needed_bytes: Annotated[float, said("minimum memory on its fullest worker")]
-    worker_usable_bytes: Annotated[float, said("memory that this worker can use", "usable_bytes")]
-    worker: Annotated[int, said("number of this worker")]
+    needed_bytes: Annotated[float, describe("minimum memory on its fullest worker")]
+    worker_usable_bytes: Annotated[float, describe("memory that this worker can use", "usable_bytes")]
+    worker: Annotated[int, describe("number of this worker")]
 
 
 class RejectedShown(Part):
@@ -156,32 +156,34 @@ class RejectedShown(Part):
 
     scheme: str
     candidates: int
-    too_large: Annotated[int, said("candidates that do not fit the memory, unless known to be slower")]
+    too_large: Annotated[int, describe("candidates that do not fit the memory, unless known to be slower")]
     slower_by_bound: Annotated[
-        int, said("candidates that cannot be as fast as the best found, and were not simulated", "slower")
+        int, describe("candidates that cannot be as fast as the best found, and were not simulated", "slower")
     ]
     simulated: int
     closest_too_large: Annotated[
-        TooLargeShown | None, said("the smallest candidate that does not fit", "closest")
+        TooLargeShown | None, describe("the smallest candidate that does not fit", "closest")
     ]
 
 
 class WhyShown(Part):
     """Reasons that the best plan is the best."""
 
-    parts_seconds: Annotated[Parts, said("parts of the best plan's step", "parts")]
-    limit: Annotated[str | None, said("the largest part other than compute")]
+    parts_seconds: Annotated[Parts, describe("parts of the best plan's step", "parts")]
+    limit: Annotated[str | None, describe("the largest part other than compute")]
     second: Annotated[
         str | None,
-        said("scheme of the second-best plan, which has another scheme", "second.play.configuration.scheme"),
+        describe(
+            "scheme of the second-best plan, which has another scheme", "second.play.configuration.scheme"
+        ),
     ] = None
     second_parts_seconds: Annotated[
-        Parts | None, said("parts of the second-best plan's step", "second_parts")
+        Parts | None, describe("parts of the second-best plan's step", "second_parts")
     ]
     second_wins_if: Annotated[
-        list[BreakEven], said("changes that would make the second-best plan win", "break_evens")
+        list[BreakEven], describe("changes that would make the second-best plan win", "break_evens")
     ]
-    in_more_memory: Annotated[LargerShown | None, said("a faster plan that does not fit")]
+    in_more_memory: Annotated[LargerShown | None, describe("a faster plan that does not fit")]
 
 
 class OrderShown(PredictionShown):
@@ -189,48 +191,49 @@ class OrderShown(PredictionShown):
 
     placement_of: Annotated[
         str,
-        said(
+        describe(
             "scheme of the plan with the same placement and micro-batches",
             "named.play.configuration.scheme",
         ),
     ]
-    split: Annotated[bool, said("whether its backwards are split")]
+    split: Annotated[bool, describe("whether its backwards are split")]
     objective: Annotated[
-        str, said("the objective: makespan, or steady without a barrier", "synthesis.objective")
+        str, describe("the objective: makespan, or steady without a barrier", "synthesis.objective")
     ]
     lower_bound_seconds: Annotated[
-        float, said("lower bound of the step over all orders of these ops within the memory", "bound_seconds")
+        float,
+        describe("lower bound of the step over all orders of these ops within the memory", "bound_seconds"),
     ]
     reason: Annotated[
         str,
-        said(
+        describe(
             "why the bound holds, for people; in seconds of ops, messages and syncs", "synthesis.bound.reason"
         ),
     ]
-    gap: Annotated[float, said("maximum share of the step that a better order could save")]
-    method: Annotated[str, said("method that found the order")]
-    recut: Annotated[bool, said("whether layers were moved between stages")]
+    gap: Annotated[float, describe("maximum share of the step that a better order could save")]
+    method: Annotated[str, describe("method that found the order")]
+    recut: Annotated[bool, describe("whether layers were moved between stages")]
 
 
 class OrdersShown(Part):
     """Orders computed for the best plans."""
 
-    gain: Annotated[float, said("share of the best named plan's step that the best order saves; 0: none")]
-    named: Annotated[PlanShown, said("the best named plan")]
-    orders: Annotated[list[OrderShown], said("computed orders, best first", "computed")]
-    omitted: Annotated[list[Omission], said("orders that were not computed, and why", "omissions")]
-    stopped: Annotated[bool, said("whether the search was interrupted")]
+    gain: Annotated[float, describe("share of the best named plan's step that the best order saves; 0: none")]
+    named: Annotated[PlanShown, describe("the best named plan")]
+    orders: Annotated[list[OrderShown], describe("computed orders, best first", "computed")]
+    omitted: Annotated[list[Omission], describe("orders that were not computed, and why", "omissions")]
+    stopped: Annotated[bool, describe("whether the search was interrupted")]
 
 
 class AtLengthShown(Part):
     """The best plans at a length of the sequence."""
 
-    positions: Annotated[int, said("positions of a sample's sequence")]
-    whole: Annotated[PlanShown | None, said("the best plan without slices; null: none fits", "unsliced")]
-    sliced: Annotated[PlanShown | None, said("the best plan with slices; null: none fits")]
-    slices_win: Annotated[bool, said("whether slices are faster, or alone fit")]
+    positions: Annotated[int, describe("positions of a sample's sequence")]
+    whole: Annotated[PlanShown | None, describe("the best plan without slices; null: none fits", "unsliced")]
+    sliced: Annotated[PlanShown | None, describe("the best plan with slices; null: none fits")]
+    slices_win: Annotated[bool, describe("whether slices are faster, or alone fit")]
     faster: Annotated[
-        float | None, said("how many times as fast slices are; null: one of the two does not fit")
+        float | None, describe("how many times as fast slices are; null: one of the two does not fit")
     ]
 
 
@@ -239,28 +242,30 @@ class Planned(Result):
 
     model_config = reads("result")
 
-    model: Annotated[str, said("name of the model", "task.model.name")]
-    profile: Annotated[str, said("name of the profile", "task.profile.name")]
-    cluster: Annotated[str, said("name of the cluster", "task.cluster.name")]
-    mini_batch: Annotated[int, said("samples of an update, over all replicas")]
-    usable_bytes: Annotated[float, said("memory of a device without the reserve")]
+    model: Annotated[str, describe("name of the model", "task.model.name")]
+    profile: Annotated[str, describe("name of the profile", "task.profile.name")]
+    cluster: Annotated[str, describe("name of the cluster", "task.cluster.name")]
+    mini_batch: Annotated[int, describe("samples of an update, over all replicas")]
+    usable_bytes: Annotated[float, describe("memory of a device without the reserve")]
     layout: Annotated[
         str | None,
-        said("the best plan's stages as Megatron-LM's `--pipeline-model-parallel-layout`; null: it has none"),
+        describe(
+            "the best plan's stages as Megatron-LM's `--pipeline-model-parallel-layout`; null: it has none"
+        ),
     ]
-    best: Annotated[list[PlanShown], said("the best plans: one, or the number given by `--top`")]
-    schemes: Annotated[list[PlanShown], said("the best plan of each scheme", "result.of_schemes")]
+    best: Annotated[list[PlanShown], describe("the best plans: one, or the number given by `--top`")]
+    schemes: Annotated[list[PlanShown], describe("the best plan of each scheme", "result.of_schemes")]
     rejected: Annotated[
-        list[RejectedShown], said("numbers of candidates by outcome, by scheme", "result.rejections")
+        list[RejectedShown], describe("numbers of candidates by outcome, by scheme", "result.rejections")
     ]
     omitted: Annotated[
-        list[Omission], said("parts of the space without candidates, and why", "result.omissions")
+        list[Omission], describe("parts of the space without candidates, and why", "result.omissions")
     ]
     why: WhyShown
-    synthesized: Annotated[OrdersShown | None, said("computed orders, with `--synthesize`")]
+    synthesized: Annotated[OrdersShown | None, describe("computed orders, with `--synthesize`")]
     by_length: Annotated[
         list[AtLengthShown],
-        said("plans at other lengths of the sequence, with `--by-length`; otherwise empty"),
+        describe("plans at other lengths of the sequence, with `--by-length`; otherwise empty"),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from counterflow.common.html import said, table, titled
+from counterflow.common.html import preformatted, table, titled
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import Recompute, Sync
@@ -197,7 +197,7 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         """The figures in a notebook."""
-        return titled(self.schedule, ranking([self]), *map(said, self.notes))
+        return titled(self.schedule, ranking([self]), *map(preformatted, self.notes))
 
 
 def choices(configuration: Configuration) -> str:

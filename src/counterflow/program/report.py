@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import reads, said
+from counterflow.common.json_models import describe, reads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.report import Sized
 
@@ -16,9 +16,9 @@ class Checked(Sized):
 
     model_config = reads("schedule", "report")
 
-    op_count: Annotated[int, said("ops of all workers")]
-    ok: Annotated[bool, said("whether all rules hold")]
-    rules: Annotated[list[RuleResult], said("result of each rule", "report.results")]
+    op_count: Annotated[int, describe("ops of all workers")]
+    ok: Annotated[bool, describe("whether all rules hold")]
+    rules: Annotated[list[RuleResult], describe("result of each rule", "report.results")]
 
 
 def checked(schedule: Schedule, report: Report) -> Checked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import Options, Part, Result, reads, said
+from counterflow.common.json_models import Options, Part, Result, describe, reads
 
 
 class OpShown(Part):
@@ -12,20 +12,20 @@ class OpShown(Part):
 
     kind: Annotated[
         str,
-        said(
+        describe(
             "F forward, B backward, I input gradient, W weight gradients, R recomputation",
             "op.kind.value",
             "kind.value",
         ),
     ]
-    stage: Annotated[int, said("from 0")]
-    pipe: Annotated[int, said("from 0")]
+    stage: Annotated[int, describe("from 0")]
+    pipe: Annotated[int, describe("from 0")]
     micro_batches: Annotated[
-        list[int], said("numbers of the micro-batches that are computed together, from 0")
+        list[int], describe("numbers of the micro-batches that are computed together, from 0")
     ]
-    part: Annotated[int, said("number of the part, from 0")]
-    parts: Annotated[int, said("number of parts into which the work on the micro-batch is divided")]
-    version: Annotated[int, said("updates that the weights have seen")]
+    part: Annotated[int, describe("number of the part, from 0")]
+    parts: Annotated[int, describe("number of parts into which the work on the micro-batch is divided")]
+    version: Annotated[int, describe("updates that the weights have seen")]
 
 
 class Scheduled(Result):
@@ -33,9 +33,9 @@ class Scheduled(Result):
 
     model_config = reads("schedule")
 
-    scheme: Annotated[str, said("name of the scheme")]
-    options: Annotated[Options, said("the scheme's options")]
-    workers: Annotated[int, said("workers of one pipeline group")]
+    scheme: Annotated[str, describe("name of the scheme")]
+    options: Annotated[Options, describe("the scheme's options")]
+    workers: Annotated[int, describe("workers of one pipeline group")]
 
 
 class Sized(Scheduled):
@@ -43,16 +43,16 @@ class Sized(Scheduled):
 
     stages: int
     pipes: int
-    micro_batches: Annotated[int, said("micro-batches of one update")]
+    micro_batches: Annotated[int, describe("micro-batches of one update")]
 
 
 class OptionShown(Part):
     """An option of a scheme."""
 
     name: str
-    legal: Annotated[str, said("legal range, for people")]
+    legal: Annotated[str, describe("legal range, for people")]
     required: bool
-    default: Annotated[int | str | bool | None, said("default", "usual")]
+    default: Annotated[int | str | bool | None, describe("default", "usual")]
     help: str
 
 
@@ -62,8 +62,8 @@ class SchemeShown(Part):
     name: str
     aliases: list[str]
     summary: str
-    source: Annotated[str, said("publication")]
-    synchronous: Annotated[bool, said("whether a flush comes before each update")]
+    source: Annotated[str, describe("publication")]
+    synchronous: Annotated[bool, describe("whether a flush comes before each update")]
     directions: str
     options: list[OptionShown]
 

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from counterflow.common.cli_fields import asked_fields
+from counterflow.common.cli_fields import cli_fields
 from counterflow.errors import ConfigError
 
 from .costs import Costs
 from .op_costs import MOST_COST, ByteCosts
 
-COSTS = asked_fields(Costs, ByteCosts)
+COSTS = cli_fields(Costs, ByteCosts)
 """Costs that people may give, by the names of flags and of the page's forms."""
 
 Named = Callable[[str], str]
@@ -37,8 +37,8 @@ def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
     """
     found = dict(texts)
     for name, value in texts.items():
-        if isinstance(value, str) and COSTS[name].asked.kind is str:
-            found[name] = (bytes_of if COSTS[name].asked.metavar == "BYTES" else numbers_of)(
+        if isinstance(value, str) and COSTS[name].spec.kind is str:
+            found[name] = (bytes_of if COSTS[name].spec.metavar == "BYTES" else numbers_of)(
                 name, value, named
             )
     return found

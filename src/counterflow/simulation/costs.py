@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
 
@@ -80,62 +80,66 @@ class Costs:
         ConfigError: a cost is negative or not a number.
     """
 
-    forward: PerStage = asked(
+    forward: PerStage = cli_field(
         1.0, "Time of a forward of one micro-batch. Default 1.", metavar="SECONDS", divided=0.0
     )
-    backward: PerStage = asked(2.0, "Time of a backward. Default 2.", metavar="SECONDS", divided=0.0)
-    input_gradient: PerStage | None = asked(
+    backward: PerStage = cli_field(2.0, "Time of a backward. Default 2.", metavar="SECONDS", divided=0.0)
+    input_gradient: PerStage | None = cli_field(
         None,
         "Time of the input gradient of a split backward. Default half of --backward.",
         metavar="SECONDS",
         divided=0.0,
     )
-    weight_gradients: PerStage | None = asked(
+    weight_gradients: PerStage | None = cli_field(
         None,
         "Time of its weight gradients. Default the rest of --backward.",
         metavar="SECONDS",
         name="weight_gradient",
         divided=0.0,
     )
-    attention: PerStage = asked(
+    attention: PerStage = cli_field(
         0.0,
         "Share of a forward and of a backward that is attention, of which later slices have more. Default 0.",
         metavar="SHARE",
         divided=None,
     )
-    overhead: PerStage = asked(
+    overhead: PerStage = cli_field(
         0.0, "Time that each op takes in addition, however short its slice. Default 0.", metavar="SECONDS"
     )
-    p2p: PerLink = asked(0.0, "Time of one message between two workers. Default 0.", float, metavar="SECONDS")
+    p2p: PerLink = cli_field(
+        0.0, "Time of one message between two workers. Default 0.", float, metavar="SECONDS"
+    )
     p2p_per_byte: PerLink = 0.0
     message_bytes: PerStage = 0.0
     skip_bytes: PerStage = 0.0
-    link: Link | str = asked(
+    link: Link | str = cli_field(
         "one-at-a-time",
         "one-at-a-time (the default): messages queue for a link, each way; infinite: no message waits.",
         Link,
         metavar="MODE",
     )
     ways: Sequence[Sequence[int]] | None = None
-    overlap: bool = asked(True, "Whether a worker continues while its message travels. Default: yes.", bool)
-    sync: PerStage = asked(
+    overlap: bool = cli_field(
+        True, "Whether a worker continues while its message travels. Default: yes.", bool
+    )
+    sync: PerStage = cli_field(
         0.0, "Time of summing gradients over copies. Default 0.", metavar="SECONDS", divided=0.0
     )
     sync_crossings: Crossings | None = None
-    sync_mode: Sync | str = asked(
+    sync_mode: Sync | str = cli_field(
         Sync.EAGER_OPT,
         "When gradients are summed over copies. end: after all ops; eager: once they exist; eager-opt (the "
         "default): once they exist and the worker is idle.",
         Sync,
         metavar="MODE",
     )
-    sync_slowdown: float = asked(
+    sync_slowdown: float = cli_field(
         0.0,
         "Share by which compute is slower while gradients of its worker are summed. Default 0.",
         float,
         metavar="SHARE",
     )
-    agreement: float = asked(
+    agreement: float = cli_field(
         0.0,
         "Time of the workers' agreement on loss and gradient norm before the update. Default 0.",
         float,
@@ -143,8 +147,10 @@ class Costs:
     )
     ties: Ties = ()
     statistics: PerStage = 0.0
-    replicas: int = asked(1, "W: copies of the pipeline group, whose gradients are summed. Default 1.", int)
-    recompute: Recompute | str = asked(
+    replicas: int = cli_field(
+        1, "W: copies of the pipeline group, whose gradients are summed. Default 1.", int
+    )
+    recompute: Recompute | str = cli_field(
         Recompute.NONE,
         "stage or layer save less and add a forward to each backward, stage as an op of its own before it; "
         "none is the default.",

@@ -60,7 +60,7 @@ def _divided(record: Record, share: float, unit: CostsOf) -> Record:
     """The record with each divided field multiplied by a share."""
     changed: dict[str, Any] = {}
     for each in fields(record):
-        asked = each.metadata.get("asked")
+        asked = each.metadata.get("cli_field")
         value = getattr(record, each.name)
         if asked is None or asked.divided is None or value is None:
             continue

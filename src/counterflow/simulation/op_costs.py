@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import add, mul
 from typing import TYPE_CHECKING, Protocol
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Workload
 from counterflow.schedule.modes import Recompute
@@ -155,54 +155,54 @@ class ByteCosts:
         state_gradients: bytes of these gradients; None: as many as of the state.
     """
 
-    weights: PerStage = asked(
+    weights: PerStage = cli_field(
         0.0, "Bytes of one version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
     )
-    gradients: PerStage | None = asked(
+    gradients: PerStage | None = cli_field(
         None,
         "Bytes of gradients. Default: those of the weights.",
         metavar="BYTES",
         name="gradient_bytes",
         divided=0.0,
     )
-    optimizer: PerStage = asked(
+    optimizer: PerStage = cli_field(
         0.0, "Bytes of optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0
     )
-    activations: PerStage = asked(
+    activations: PerStage = cli_field(
         0.0,
         "What a forward of one micro-batch saves for its backward.",
         metavar="BYTES",
         name="activation_bytes",
         divided=0.0,
     )
-    inputs: PerStage = asked(
+    inputs: PerStage = cli_field(
         0.0,
         "Input of one micro-batch: what --recompute stage saves.",
         metavar="BYTES",
         name="input_bytes",
     )
-    kept_for_weights: PerStage | None = asked(
+    kept_for_weights: PerStage | None = cli_field(
         None,
         "What a split backward keeps from the input gradient to the weight gradients. Default: all of "
         "--activation-bytes.",
         metavar="BYTES",
         divided=0.0,
     )
-    layers: PerStage = asked(
+    layers: PerStage = cli_field(
         1.0, "Number of layers: --recompute layer saves the input of each.", metavar="NUMBER", divided=1.0
     )
     layer_inputs: PerStage | None = None
     largest_layer: PerStage | None = None
     beyond_inputs: PerStage | None = None
     casts: PerStage = 0.0
-    state: PerStage = asked(
+    state: PerStage = cli_field(
         0.0,
         "What slices of one micro-batch leave to later ones (keys and values), a part of --activation-bytes.",
         metavar="BYTES",
         name="state_bytes",
         divided=0.0,
     )
-    slice_state: PerStage = asked(
+    slice_state: PerStage = cli_field(
         0.0,
         "What each slice of a micro-batch leaves to the next one however short it is (a recurrent state).",
         metavar="BYTES",

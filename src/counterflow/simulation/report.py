@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from counterflow.common.json_models import Count, Part, reads, said
+from counterflow.common.json_models import Count, Part, describe, reads
 from counterflow.schedule.report import OpShown, Sized
 
 from .result import Bubbles, Simulation, SyncSpan
 
 TimeUnit = Annotated[
     Literal["s", "F"],
-    said("s: seconds; F: times of a forward, if no seconds were given", "simulation.costs.time_unit"),
+    describe("s: seconds; F: times of a forward, if no seconds were given", "simulation.costs.time_unit"),
 ]
 
 
@@ -34,29 +34,31 @@ class OpPlayed(OpShown):
 class MessagePlayed(Part):
     """A message on its link, in `time_unit`."""
 
-    sender: Annotated[int, said("a worker")]
-    receiver: Annotated[int, said("a worker")]
+    sender: Annotated[int, describe("a worker")]
+    receiver: Annotated[int, describe("a worker")]
     start: float
     end: float
-    maker: Annotated[OpShown, said("the op whose product it carries")]
-    taker: Annotated[OpShown, said("the op that needs it")]
+    maker: Annotated[OpShown, describe("the op whose product it carries")]
+    taker: Annotated[OpShown, describe("the op that needs it")]
 
 
 class FormulaShown(Part):
     """A formula of a paper beside the simulated value."""
 
-    source: Annotated[str, said("paper, with the equation, table or section")]
-    quantity: Annotated[str, said("what the value is, such as makespan or bubble ratio")]
-    formula: Annotated[str, said("formula as published")]
-    value: Annotated[float, said("value of the formula; times in `time_unit`")]
+    source: Annotated[str, describe("paper, with the equation, table or section")]
+    quantity: Annotated[str, describe("what the value is, such as makespan or bubble ratio")]
+    formula: Annotated[str, describe("formula as published")]
+    value: Annotated[float, describe("value of the formula; times in `time_unit`")]
     simulated: Annotated[
-        float | None, said("the same by the simulator; null: too few periods to determine it")
+        float | None, describe("the same by the simulator; null: too few periods to determine it")
     ]
     difference: Annotated[
         float | None,
-        said("value over simulated, minus 1; null: simulated is 0 or null, and the value is not"),
+        describe("value over simulated, minus 1; null: simulated is 0 or null, and the value is not"),
     ]
-    unmet: Annotated[list[str], said("what the formula assumes and this schedule or its costs do not meet")]
+    unmet: Annotated[
+        list[str], describe("what the formula assumes and this schedule or its costs do not meet")
+    ]
 
 
 class Simulated(Sized):
@@ -65,43 +67,44 @@ class Simulated(Sized):
     model_config = reads("simulation", "simulation.schedule")
 
     costs: Annotated[
-        dict[str, Any], said("forward, backward, p2p, and other costs that were given, by the flags' names")
+        dict[str, Any],
+        describe("forward, backward, p2p, and other costs that were given, by the flags' names"),
     ]
     time_unit: TimeUnit
-    makespan: Annotated[float, said("time until the last op, sync and agreement have ended")]
+    makespan: Annotated[float, describe("time until the last op, sync and agreement have ended")]
     steady_step: Annotated[
         float | None,
-        said(
+        describe(
             "time that a step adds if steps follow each other without a barrier; null: too few periods to "
             "determine it"
         ),
     ]
     steady_step_clipped: Annotated[
-        float | None, said("steady step if updates wait for the gradient norm of all stages")
+        float | None, describe("steady step if updates wait for the gradient norm of all stages")
     ]
-    bubble_ratio: Annotated[float, said("idle time over makespan, mean of the workers")]
-    busy: Annotated[list[float], said("by worker: compute time")]
-    idle: Annotated[list[float], said("by worker: time without an op to run")]
-    bubbles: Annotated[list[Bubbles], said("by worker: its idle time by cause, in `time_unit`")]
-    spans: Annotated[list[float], said("by worker: first start to last end")]
-    peak_activations: Annotated[list[Count], said("by worker: maximum forwards stashed at once")]
-    weight_copies: Annotated[list[int], said("by worker: maximum stages held, versions counted")]
+    bubble_ratio: Annotated[float, describe("idle time over makespan, mean of the workers")]
+    busy: Annotated[list[float], describe("by worker: compute time")]
+    idle: Annotated[list[float], describe("by worker: time without an op to run")]
+    bubbles: Annotated[list[Bubbles], describe("by worker: its idle time by cause, in `time_unit`")]
+    spans: Annotated[list[float], describe("by worker: first start to last end")]
+    peak_activations: Annotated[list[Count], describe("by worker: maximum forwards stashed at once")]
+    weight_copies: Annotated[list[int], describe("by worker: maximum stages held, versions counted")]
     steady_bubble_ratio: Annotated[
         float | None,
-        said(
+        describe(
             "for asynchronous schemes: bubble ratio after the warm-up and before the drain; null: no such "
             "part"
         ),
     ]
     peak_bytes: Annotated[
-        list[Count], said("by worker: maximum bytes; if bytes were given", "peak_bytes")
+        list[Count], describe("by worker: maximum bytes; if bytes were given", "peak_bytes")
     ] = _NONE
-    ops: Annotated[list[OpPlayed], said("with `--timeline`", "ops")] = _NONE
-    gradient_syncs: Annotated[list[SyncSpan], said("with `--timeline`, in `time_unit`")] = _NONE
-    messages: Annotated[list[MessagePlayed], said("with `--messages`", "messages")] = _NONE
-    formulas: Annotated[list[FormulaShown], said("with `--formulas`; empty: none applies", "formulas")] = (
-        _NONE
-    )
+    ops: Annotated[list[OpPlayed], describe("with `--timeline`", "ops")] = _NONE
+    gradient_syncs: Annotated[list[SyncSpan], describe("with `--timeline`, in `time_unit`")] = _NONE
+    messages: Annotated[list[MessagePlayed], describe("with `--messages`", "messages")] = _NONE
+    formulas: Annotated[
+        list[FormulaShown], describe("with `--formulas`; empty: none applies", "formulas")
+    ] = _NONE
 
 
 def simulated(

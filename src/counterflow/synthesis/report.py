@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import Count, said
+from counterflow.common.json_models import Count, describe
 from counterflow.schedule.report import Sized
 from counterflow.simulation.report import TimeUnit
 
@@ -13,20 +13,22 @@ class Synthesized(Sized):
     """`counterflow synthesize`."""
 
     time_unit: TimeUnit
-    objective: Annotated[str, said("the objective: `makespan` or `steady`")]
-    makespan: Annotated[float, said("time until the last op, sync and agreement have ended")]
-    steady: Annotated[float, said("time that a step adds if steps follow each other without a barrier")]
-    lower_bound: Annotated[float, said("lower bound of the objective over all orders within the limits")]
-    reason: Annotated[str, said("why the bound holds, for people", "bound.reason")]
-    gap: Annotated[float, said("maximum share of the objective that could be saved")]
-    proved: Annotated[bool, said("whether no order is better")]
-    method: Annotated[str, said("method that found the order")]
+    objective: Annotated[str, describe("the objective: `makespan` or `steady`")]
+    makespan: Annotated[float, describe("time until the last op, sync and agreement have ended")]
+    steady: Annotated[float, describe("time that a step adds if steps follow each other without a barrier")]
+    lower_bound: Annotated[float, describe("lower bound of the objective over all orders within the limits")]
+    reason: Annotated[str, describe("why the bound holds, for people", "bound.reason")]
+    gap: Annotated[float, describe("maximum share of the objective that could be saved")]
+    proved: Annotated[bool, describe("whether no order is better")]
+    method: Annotated[str, describe("method that found the order")]
     named: Annotated[
         str | None,
-        said("the best published scheme of this workload within the limits; null: none", "named.0", "named"),
+        describe(
+            "the best published scheme of this workload within the limits; null: none", "named.0", "named"
+        ),
     ]
-    named_value: Annotated[float | None, said("objective of that scheme", "named.1", "named")]
-    gain: Annotated[float | None, said("share of that objective that was saved")]
-    peak: Annotated[list[Count], said("by worker: maximum forwards stashed at once")]
-    idle: Annotated[list[float], said("by worker: time without an op to run")]
-    stopped: Annotated[bool, said("whether the search was interrupted")]
+    named_value: Annotated[float | None, describe("objective of that scheme", "named.1", "named")]
+    gain: Annotated[float | None, describe("share of that objective that was saved")]
+    peak: Annotated[list[Count], describe("by worker: maximum forwards stashed at once")]
+    idle: Annotated[list[float], describe("by worker: time without an op to run")]
+    stopped: Annotated[bool, describe("whether the search was interrupted")]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from counterflow.common.json_models import Part, Result, result_of, said
+from counterflow.common.json_models import Part, Result, describe, result_of
 from counterflow.schedule.ir import OptionValue
 
 Numbers = dict[str, float]
@@ -156,7 +156,7 @@ class Summary:
     as_ran_seconds: float | None = None
 
 
-_FOLDER = Annotated[str, said("of the results")]
+_FOLDER = Annotated[str, describe("of the results")]
 
 Prepared = result_of(
     "`counterflow train --dry-run`.",
@@ -164,7 +164,7 @@ Prepared = result_of(
     About,
     folder=_FOLDER,
     least_bytes=Annotated[
-        list[int], said("by worker: weights, gradients and optimiser state; activations come on top")
+        list[int], describe("by worker: weights, gradients and optimiser state; activations come on top")
     ],
 )
 
@@ -196,10 +196,10 @@ class RunResult(NamedTuple):
 class KeyShown(Part):
     """A key of a config."""
 
-    key: Annotated[str, said("the key with its section: `train.steps`")]
-    default: Annotated[Any, said("null if another key or the data decides")]
-    about: Annotated[str, said("meaning of the key")]
-    legal: Annotated[str, said("legal values")]
+    key: Annotated[str, describe("the key with its section: `train.steps`")]
+    default: Annotated[Any, describe("null if another key or the data decides")]
+    about: Annotated[str, describe("meaning of the key")]
+    legal: Annotated[str, describe("legal values")]
 
 
 class Keys(Result):

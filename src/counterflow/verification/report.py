@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import result_of, said
+from counterflow.common.json_models import describe, result_of
 from counterflow.schedule.report import Scheduled
 
 from .agreement import Agreement
@@ -13,5 +13,5 @@ Verified = result_of(
     "`counterflow verify`: largest relative errors. Its `workers` are those of all replicas.",
     Scheduled,
     Agreement,
-    ok=Annotated[bool, said("whether everything agrees")],
+    ok=Annotated[bool, describe("whether everything agrees")],
 )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import typer
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.planning.comparison import STAGES_A_WORKER, Compared, Comparison
 from counterflow.planning.comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
@@ -24,12 +24,14 @@ class ModelSize(OptionRecord):
 
     panel: ClassVar[str] = "Size, the same for all schemes"
 
-    workers: int = asked(MISSING, "Number of workers.", metavar="P")
-    micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
-    schemes: list[str] | None = asked(
+    workers: int = cli_field(MISSING, "Number of workers.", metavar="P")
+    micro_batches: int = cli_field(MISSING, "Micro-batches of a mini-batch.", metavar="N")
+    schemes: list[str] | None = cli_field(
         None, "Only this scheme; may be repeated.", metavar="NAME", name="scheme"
     )
-    stages_a_worker: int = asked(STAGES_A_WORKER, "Maximum stages of one pipe on a worker.", metavar="NUMBER")
+    stages_a_worker: int = cli_field(
+        STAGES_A_WORKER, "Maximum stages of one pipe on a worker.", metavar="NUMBER"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,12 @@ class WorkerLimits(OptionRecord):
 
     panel: ClassVar[str] = "Limits of each worker"
 
-    peak: float | None = asked(
+    peak: float | None = cli_field(
         None,
         "Maximum activations, in units of one micro-batch of a worker's share; 1F1B stashes P.",
         metavar="NUMBER",
     )
-    memory: str | None = asked(
+    memory: str | None = cli_field(
         None, "Maximum bytes of a worker; needs --weight-bytes and the others below.", metavar="BYTES"
     )
 
@@ -61,18 +63,18 @@ class ListingOptions(OptionRecord):
 
     panel: ClassVar[str] = "Output"
 
-    seconds: float = asked(
+    seconds: float = cli_field(
         20.0,
         "Time limit, in seconds, for computed orders, which are listed with the schemes; 0: compute none.",
         least=0.0,
     )
-    moves: int | None = asked(
+    moves: int | None = cli_field(
         None,
         "Search budget in moves, instead of --seconds: the same orders on every machine.",
         least=0,
     )
-    all_options: bool = asked(False, "List every option of every scheme, not only its best.", name="all")
-    out: Path | None = asked(None, "Draw the table into FILE: .png, .svg or .pdf.", metavar="FILE")
+    all_options: bool = cli_field(False, "List every option of every scheme, not only its best.", name="all")
+    out: Path | None = cli_field(None, "Draw the table into FILE: .png, .svg or .pdf.", metavar="FILE")
 
 
 def compare(

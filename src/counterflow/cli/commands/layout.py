@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
 from counterflow.schedule.layouts import Kind, Layout, rederive
@@ -27,13 +27,13 @@ class LayoutChanges(OptionRecord):
 
     panel: ClassVar[str] = "Re-derive it for another model or cluster; what is not given stays"
 
-    layers: int | None = asked(None, "Transformer layers of the model.", metavar="N")
-    mtp: int | None = asked(None, "Layers for multi-token prediction.", metavar="N")
-    stages: int | None = asked(None, "Stages of all ranks together.", metavar="D")
-    pp: int | None = asked(
+    layers: int | None = cli_field(None, "Transformer layers of the model.", metavar="N")
+    mtp: int | None = cli_field(None, "Layers for multi-token prediction.", metavar="N")
+    stages: int | None = cli_field(None, "Stages of all ranks together.", metavar="D")
+    pp: int | None = cli_field(
         None, "Pipeline ranks. Alone, the stages stay and are shared out over the ranks.", metavar="P"
     )
-    vpp: int | None = asked(None, "Virtual stages of each rank, with --pp or --stages.", metavar="V")
+    vpp: int | None = cli_field(None, "Virtual stages of each rank, with --pp or --stages.", metavar="V")
 
 
 _NAMES = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.planning.by_length import AtLength, plans_by_length
 from counterflow.planning.cost.device_placement import Arrangement
@@ -34,11 +34,11 @@ class Inputs(OptionRecord):
 
     panel: ClassVar[str] = "Input: an example, files, or both; a file replaces that part of the example"
 
-    example: str | None = asked(None, "A run of a paper; --list names them.", metavar="NAME")
-    model: Path | None = asked(None, "Layers of the model, by kind.", metavar="FILE")
-    profile: Path | None = asked(None, "What each kind of layer costs on a device.", metavar="FILE")
-    cluster: Path | None = asked(None, "Nodes, devices, memory and links of the cluster.", metavar="FILE")
-    mini_batch: int | None = asked(None, "Samples of one update, over all replicas.", metavar="SAMPLES")
+    example: str | None = cli_field(None, "A run of a paper; --list names them.", metavar="NAME")
+    model: Path | None = cli_field(None, "Layers of the model, by kind.", metavar="FILE")
+    profile: Path | None = cli_field(None, "What each kind of layer costs on a device.", metavar="FILE")
+    cluster: Path | None = cli_field(None, "Nodes, devices, memory and links of the cluster.", metavar="FILE")
+    mini_batch: int | None = cli_field(None, "Samples of one update, over all replicas.", metavar="SAMPLES")
 
     def task(self) -> PlanningTask:
         """The planning task.
@@ -63,11 +63,13 @@ class Ordering(OptionRecord):
 
     panel: ClassVar[str] = "Computed orders"
 
-    synthesize: bool = asked(False, "Compute orders for the best plans; a faster order is listed as a plan.")
-    seconds: float | None = asked(
+    synthesize: bool = cli_field(
+        False, "Compute orders for the best plans; a faster order is listed as a plan."
+    )
+    seconds: float | None = cli_field(
         None, "Search time limit, in seconds, for all orders. Default 30.", least=0.0
     )
-    moves: int | None = asked(
+    moves: int | None = cli_field(
         None,
         "Search budget of each order in moves, instead of --seconds: the same result on every machine.",
         least=0,
@@ -96,22 +98,22 @@ class Results(OptionRecord):
 
     panel: ClassVar[str] = "Output"
 
-    top: int | None = asked(
+    top: int | None = cli_field(
         None, "Show the N best plans of all, not the best of every scheme.", metavar="N", least=1
     )
-    out: Path | None = asked(
+    out: Path | None = cli_field(
         None, "Write the best plan as a config for 'counterflow train'.", metavar="PLAN.toml"
     )
-    save_inputs: Path | None = asked(
+    save_inputs: Path | None = cli_field(
         None, "Write model.toml, profile.toml and cluster.toml there, to edit; plan nothing.", metavar="DIR"
     )
-    by_length: bool = asked(
+    by_length: bool = cli_field(
         False, "Also plan other lengths of the sequence: from which one slices win, and by what."
     )
-    layout: bool = asked(
+    layout: bool = cli_field(
         False, "Print only the best plan's layout, for Megatron-LM's --pipeline-model-parallel-layout."
     )
-    listed: bool = asked(False, "List the examples.", name="list")
+    listed: bool = cli_field(False, "List the examples.", name="list")
 
 
 def plan(

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
@@ -37,26 +37,26 @@ class DrawingOptions(OptionRecord):
 
     panel: ClassVar[str] = "Output"
 
-    out: list[Path] | None = asked(
+    out: list[Path] | None = cli_field(
         None,
         "Draw into FILE: .png .svg .pdf .html .trace.json (Perfetto), or write it as torch's .csv; "
         "may be repeated. Default: draw in the terminal.",
         metavar="FILE",
     )
-    compare: str | None = asked(
+    compare: str | None = cli_field(
         None,
         "A second schedule on the same time axis: a scheme, which takes the same options as far as it has "
         "them; a file; or a scheme with options of its own in quotes. Beside a run: predicted (the "
         "default), or another run.",
         metavar="OTHER",
     )
-    form: FileFormat | None = asked(
+    form: FileFormat | None = cli_field(
         None, "Print the schedule instead, as a schedule file (json) or torch's (csv).", name="format"
     )
-    memory: bool = asked(
+    memory: bool = cli_field(
         False, "Also draw each worker's memory over time: bytes if any are given, else activations."
     )
-    messages: bool = asked(False, "Also draw every message as an arrow; needs --out.")
+    messages: bool = cli_field(False, "Also draw every message as an arrow; needs --out.")
 
 
 def show(

@@ -149,7 +149,7 @@ def _paid(result: Simulation, costs: CostOptions) -> str:
         del paid["backward"]  # nothing takes so long
     for name, value in paid.items():
         word = words.get(name, name.replace("_", " "))
-        metavar = COSTS[name].asked.metavar
+        metavar = COSTS[name].spec.metavar
         if metavar == "SECONDS":
             shown.append(f"{word} {numbers(value)} {unit}")
         elif metavar == "BYTES":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.planning.inputs.input_files import load_cluster, load_model, load_profile
 from counterflow.planning.orders import play_one_by_one
@@ -35,20 +35,20 @@ class WorkloadOptions(OptionRecord):
 
     panel: ClassVar[str] = "Workload"
 
-    placement: str = asked(
+    placement: str = cli_field(
         MISSING,
         "straight: stage s on worker s; loop: on s mod workers; vee: down and up again; wave: several of "
         "these; two-way: one pipe down and one up. Or your own: the worker of each stage, 0,1,1,0, with / "
         "between pipes; or a JSON file with such lists, or a schedule.",
         metavar="NAME|TABLE|FILE",
     )
-    micro_batches: int = asked(MISSING, "Micro-batches of a mini-batch.", metavar="N")
-    workers: int | None = asked(None, "Number of workers; a table of your own states it.", metavar="P")
-    chunks: int | None = asked(None, "Stages on each worker, for loop. Default 2.")
-    waves: int | None = asked(None, "Down-and-up passes, for wave. Default 2.")
-    pairs: int | None = asked(None, "Pairs of pipes, for two-way. Default 1.")
-    split: bool = asked(True, "Split each backward into input gradient and weight gradients.")
-    slices: str = asked(
+    micro_batches: int = cli_field(MISSING, "Micro-batches of a mini-batch.", metavar="N")
+    workers: int | None = cli_field(None, "Number of workers; a table of your own states it.", metavar="P")
+    chunks: int | None = cli_field(None, "Stages on each worker, for loop. Default 2.")
+    waves: int | None = cli_field(None, "Down-and-up passes, for wave. Default 2.")
+    pairs: int | None = cli_field(None, "Pairs of pipes, for two-way. Default 1.")
+    split: bool = cli_field(True, "Split each backward into input gradient and weight gradients.")
+    slices: str = cli_field(
         "1", "Slices of the sequence of each micro-batch, or their lengths.", metavar="NUMBER|LENGTHS"
     )
 
@@ -81,12 +81,12 @@ class Limits(OptionRecord):
 
     panel: ClassVar[str] = "Limits: one number for all workers (4), or one a worker (4,4,3,3)"
 
-    peak: str | None = asked(
+    peak: str | None = cli_field(
         None,
         "Maximum activations that a worker stashes, until their weight gradients are computed.",
         metavar="NUMBER",
     )
-    memory: str | None = asked(
+    memory: str | None = cli_field(
         None, "Maximum bytes of a worker; needs the bytes of stages, or a profile.", metavar="BYTES"
     )
 
@@ -108,18 +108,18 @@ class SearchOptions(OptionRecord):
 
     panel: ClassVar[str] = "Search"
 
-    objective: Objective = asked(
+    objective: Objective = cli_field(
         Objective.MAKESPAN,
         "makespan: of one step; steady: the time a step adds without a barrier.",
         metavar="NAME",
     )
-    seconds: float = asked(30.0, "Search time limit, in seconds.", least=0.0)
-    moves: int | None = asked(
+    seconds: float = cli_field(30.0, "Search time limit, in seconds.", least=0.0)
+    moves: int | None = cli_field(
         None,
         "Search budget in moves, instead of --seconds: the same result on every machine.",
         least=0,
     )
-    seed: int = asked(0, "Seed of the search.", least=0)
+    seed: int = cli_field(0, "Seed of the search.", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +130,10 @@ class ProfileOptions(OptionRecord):
         "Profile: measured costs instead of the costs above, in the files of 'counterflow plan'"
     )
 
-    model: Path | None = asked(None, "Layers of the model.", metavar="FILE")
-    profile: Path | None = asked(None, "Costs of its layers.", metavar="FILE")
-    cluster: Path | None = asked(None, "Devices and links.", metavar="FILE")
-    micro_batch_size: int | None = asked(None, "Samples of a micro-batch.", metavar="SAMPLES")
+    model: Path | None = cli_field(None, "Layers of the model.", metavar="FILE")
+    profile: Path | None = cli_field(None, "Costs of its layers.", metavar="FILE")
+    cluster: Path | None = cli_field(None, "Devices and links.", metavar="FILE")
+    micro_batch_size: int | None = cli_field(None, "Samples of a micro-batch.", metavar="SAMPLES")
 
     def play(self, workload: Workload, costs: CostOptions) -> Play | None:
         """The measured costs of a model's stages, cut into balanced stages; None if no files are given.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.runtime.transport.kinds import kind_of, kinds
@@ -55,42 +55,42 @@ class Running(OptionRecord):
 
     panel: ClassVar[str] = "Run"
 
-    replicas: int = asked(1, "W: copies of the pipeline group.", least=1)
-    recompute: Recompute = asked(Recompute.NONE, "What each backward recomputes.")
-    sync: Sync = asked(Sync.EAGER_OPT, "When gradients of copies are summed.", name="sync_mode")
-    barrier: bool = asked(
+    replicas: int = cli_field(1, "W: copies of the pipeline group.", least=1)
+    recompute: Recompute = cli_field(Recompute.NONE, "What each backward recomputes.")
+    sync: Sync = cli_field(Sync.EAGER_OPT, "When gradients of copies are summed.", name="sync_mode")
+    barrier: bool = cli_field(
         True,
         "End each step on all workers before the next begins; without a barrier nothing is clipped.",
     )
-    transport: TransportName = asked(
+    transport: TransportName = cli_field(
         TransportName(STRICT_LOCAL.name), "; ".join(f"{kind}: {kind.about}" for kind in kinds()) + "."
     )
-    gradient_compression: Sums | None = asked(
+    gradient_compression: Sums | None = cli_field(
         None,
         "Sum gradients in this form in the pipeline; one process sums in float32, so errors of the form are "
         "accepted: 5 % for bfloat16, 40 % for int8.",
     )
-    dtype: Dtype | None = asked(
+    dtype: Dtype | None = cli_field(
         None,
         "Precision of weights. Default float64; with --bfloat16, --float16 or --gradient-compression "
         "float32.",
     )
-    bfloat16: LowerPrecision | None = asked(
+    bfloat16: LowerPrecision | None = cli_field(
         None, "Compute layers in bfloat16, in one process too, by one of these two options of a Pipeline."
     )
-    float16: LowerPrecision | None = asked(
+    float16: LowerPrecision | None = cli_field(
         None,
         "Compute layers in float16, with losses scaled by torch's GradScaler in one process. One of the same "
         "two options.",
     )
-    steps: int | None = asked(
+    steps: int | None = cli_field(
         None,
         "Updates to compare. Default 3; asynchronous: 3 more than the warm-up, and a flush before the "
         "last 2.",
         least=1,
         most=1000,
     )
-    seed: int = asked(0, "Seed of weights, data and dropout.")
+    seed: int = cli_field(0, "Seed of weights, data and dropout.")
 
     @property
     def lower(self) -> tuple[str, LowerPrecision] | None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import typer
 
-from counterflow.common.cli_fields import AskedField, asked_fields
+from counterflow.common.cli_fields import CliField, cli_fields
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -99,16 +99,16 @@ class OptionRecord(OptionGroup):
     def parameters(cls) -> list[inspect.Parameter]:
         """All flags as parameters."""
         kinds = get_type_hints(cls)
-        return [_own_flag(field, kinds[field.field], cls.panel) for field in asked_fields(cls).values()]
+        return [_own_flag(field, kinds[field.field], cls.panel) for field in cli_fields(cls).values()]
 
     @classmethod
     def pop_from(cls, values: dict[str, Any]) -> Self:
         """Remove the record's options from ``values`` and return them as a record."""
-        return cls(**{field.field: values.pop(name) for name, field in asked_fields(cls).items()})
+        return cls(**{field.field: values.pop(name) for name, field in cli_fields(cls).items()})
 
 
-def _own_flag(field: AskedField, kind: Any, panel: str) -> inspect.Parameter:
-    about, has_default = field.asked, field.default is not MISSING
+def _own_flag(field: CliField, kind: Any, panel: str) -> inspect.Parameter:
+    about, has_default = field.spec, field.default is not MISSING
     option = typer.Option(
         *_names(field),
         help=about.about,
@@ -182,13 +182,13 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def asked_flag(field: AskedField, panel: str) -> Any:
+def cli_flag(field: CliField, panel: str) -> Any:
     """The flag of a field that people may give; its value is None if it was not given."""
-    about = field.asked
+    about = field.spec
     return Annotated[about.kind | None, _option(panel, about.about, *_names(field), metavar=about.metavar)]
 
 
-def _names(field: AskedField) -> tuple[str, ...]:
+def _names(field: CliField) -> tuple[str, ...]:
     name = flag(field.name)
     return (f"{name}/--no-{name[2:]}" if field.default is True else name,)
 
@@ -220,9 +220,7 @@ class CostOptions(Flags):
         """Every cost, annotated for typer."""
         about = f"What costs are given for: {_UNITS} Default {cls.unit}."
         costs_of = Annotated[CostsOf | None, _option(cls.panels[Costs], about, "--costs-of", metavar="UNIT")]
-        costs = {
-            name: asked_flag(field, cls.panels[field.record]) for name, field in cost_texts.COSTS.items()
-        }
+        costs = {name: cli_flag(field, cls.panels[field.record]) for name, field in cost_texts.COSTS.items()}
         return {**costs, "costs_of": costs_of}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from counterflow.common.cli_fields import asked_fields
+from counterflow.common.cli_fields import cli_fields
 from counterflow.errors import ConfigError
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.inputs.model import Model
@@ -15,9 +15,9 @@ from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.modes import parse_mode
 from counterflow.schedule.scheme import OptionType
 
-from .flags import Flags, asked_flag, plain_value
+from .flags import Flags, cli_flag, plain_value
 
-_FIELDS = asked_fields(Constraints)
+_FIELDS = cli_fields(Constraints)
 
 _PANEL = "Limits on plans: each may be repeated; without one, everything is tried"
 
@@ -28,7 +28,7 @@ class PlanLimits(Flags):
     @classmethod
     def flags(cls) -> dict[str, Any]:
         """Every constraint of the planner."""
-        return {name: asked_flag(field, _PANEL) for name, field in _FIELDS.items()}
+        return {name: cli_flag(field, _PANEL) for name, field in _FIELDS.items()}
 
     def constraints(self, model: Model) -> Constraints:
         """The constraints as the planner accepts them.

@@ -173,7 +173,7 @@ class TorchFolder:
 
 
 class _Reading(DefaultLoadPlanner):
-    """Fills tensors, and keeps what is none."""
+    """Planner that fills tensors, and keeps objects that are none."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -239,7 +239,7 @@ def write(
 
 
 class _Writing(DefaultSavePlanner):
-    """Plans with empty tensors, and reads each one when it is written."""
+    """Planner with empty tensors, each of which is read when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from counterflow.common import toml
-from counterflow.common.json_models import Result, said
+from counterflow.common.json_models import Result, describe
 from counterflow.errors import ConfigError, hint
 from counterflow.schedule.layouts import Kind, Layout
 from counterflow.schedule.layouts.layout import Stage
@@ -76,9 +76,9 @@ class Translated:
 class TranslatedShown(Result):
     """`counterflow layout --torchtitan`."""
 
-    sections: Annotated[dict[str, dict[str, Any]], said("keys by section of our config")]
-    layout: Annotated[str | None, said("the stages; null: the number of layers is not known")]
-    notes: Annotated[list[str], said("what was left out or means something else here")]
+    sections: Annotated[dict[str, dict[str, Any]], describe("keys by section of our config")]
+    layout: Annotated[str | None, describe("the stages; null: the number of layers is not known")]
+    notes: Annotated[list[str], describe("what was left out or means something else here")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from counterflow.common.cli_fields import asked
+from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.layouts import Layout
@@ -42,34 +42,34 @@ class Constraints:
         slices: only these numbers of slices of a micro-batch's sequence; 1: it is whole.
     """
 
-    schemes: tuple[str, ...] | None = asked(
+    schemes: tuple[str, ...] | None = cli_field(
         None, "Only this scheme.", list[str], metavar="NAME", name="scheme"
     )
-    stale: bool = asked(False, "Also try asynchronous schemes, which use old weights.", bool)
-    depths: tuple[int, ...] | None = asked(
+    stale: bool = cli_field(False, "Also try asynchronous schemes, which use old weights.", bool)
+    depths: tuple[int, ...] | None = cli_field(
         None, "Only this many workers per replica.", list[int], metavar="D", name="workers"
     )
-    samples: tuple[int, ...] | None = asked(
+    samples: tuple[int, ...] | None = cli_field(
         None,
         "Only micro-batches of this many samples.",
         list[int],
         metavar="SAMPLES",
         name="micro_batch_size",
     )
-    more_samples: tuple[int, ...] = asked(
+    more_samples: tuple[int, ...] = cli_field(
         (),
         "Also try this size, in addition to powers of two.",
         list[int],
         metavar="SAMPLES",
         name="also_micro_batch_size",
     )
-    recompute: tuple[Recompute, ...] = asked(
+    recompute: tuple[Recompute, ...] = cli_field(
         tuple(Recompute), "Only none, stage or layer.", list[Recompute], metavar="MODE"
     )
-    sync: tuple[Sync, ...] = asked(
+    sync: tuple[Sync, ...] = cli_field(
         tuple(Sync), "Only end, eager or eager-opt.", list[Sync], metavar="MODE", name="sync_mode"
     )
-    arrangements: tuple[Arrangement, ...] = asked(
+    arrangements: tuple[Arrangement, ...] = cli_field(
         tuple(Arrangement),
         "Only this arrangement of workers on nodes: pipeline-inside (the workers of a replica), "
         "replicas-inside (the replicas of a worker) or copies-inside (all copies of a stage).",
@@ -77,7 +77,7 @@ class Constraints:
         metavar="NAME",
         name="arrangement",
     )
-    zero_stages: tuple[int, ...] = asked(
+    zero_stages: tuple[int, ...] = cli_field(
         (0, 1),
         "Only this ZeRO stage. 0: every holder of a weight has its optimiser state; 1: one holder has it, "
         "updates the weight and sends it to the others.",
@@ -85,7 +85,7 @@ class Constraints:
         metavar="STAGE",
         name="zero_stage",
     )
-    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = asked(
+    options: tuple[tuple[str, tuple[OptionValue, ...]], ...] = cli_field(
         (),
         "Only this value of a scheme's option: of all schemes that have it (pairs=1), or of one "
         "(chimera.pairs=1); see 'counterflow schemes'.",
@@ -93,27 +93,27 @@ class Constraints:
         metavar="NAME=VALUE",
         name="option",
     )
-    tensor_parallel: tuple[int, ...] = asked(
+    tensor_parallel: tuple[int, ...] = cli_field(
         (1,),
         "Tensor parallelism: T devices of a node share the work of every layer. Default 1.",
         list[int],
         metavar="T",
     )
-    cuts: Cuts = asked(
+    cuts: Cuts = cli_field(
         Cutting.BALANCED,
         "How layers are cut into stages: balanced (the default): by cost, or evenly if that is faster; even: "
         "equally many blocks each; "
         "the first layer of each stage but the first; or a layout of Megatron-LM (Et*3|(tt|)*5,L).",
         metavar="RULE",
     )
-    slices: tuple[int, ...] | None = asked(
+    slices: tuple[int, ...] | None = cli_field(
         None,
         "Only this many slices of a micro-batch's sequence. Default: 1, and 2, 4 and 8 where the profile "
         "knows what slices cost.",
         list[int],
         metavar="NUMBER",
     )
-    more_updates: bool = asked(
+    more_updates: bool = cli_field(
         False,
         "Also try several updates in a mini-batch, for schemes that update after every micro-batch.",
         bool,

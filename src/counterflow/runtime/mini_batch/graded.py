@@ -237,7 +237,7 @@ def in_float32(tree: Any) -> Any | None:
         found = tensor.float()
         of: SliceOf | None = getattr(tensor, SLICE, None)
         if of is not None:
-            setattr(found, SLICE, of._replace(whole=of.whole.float()))
+            setattr(found, SLICE, of._replace(target=of.target.float()))
         return found
 
     return pytree.tree_map_only(Tensor, lift, tree)

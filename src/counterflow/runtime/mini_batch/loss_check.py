@@ -311,7 +311,7 @@ class LossCheck:
         for own, given, sequence in zip(*trees, strict=False):
             of: SliceOf | None = getattr(given, SLICE, None)
             if of is not None:
-                setattr(own, SLICE, of._replace(whole=sequence))
+                setattr(own, SLICE, of._replace(target=sequence))
         return found
 
     def _join(self, member: _Member, *, decided: bool) -> None:
@@ -386,7 +386,7 @@ def points(samples: int) -> list[int]:
 
 def _sequence(target: Tensor) -> Tensor:
     of: SliceOf | None = getattr(target, SLICE, None)
-    return target if of is None else of.whole
+    return target if of is None else of.target
 
 
 def _copied(target: Any) -> Any:

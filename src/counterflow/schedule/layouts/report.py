@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from counterflow.common.json_models import Part, Result, said
+from counterflow.common.json_models import Part, Result, describe
 
 from .layout import Kind
 from .rederived import Rederived
@@ -13,34 +13,34 @@ from .rederived import Rederived
 class StageShown(Part):
     """A stage of a layout."""
 
-    stage: Annotated[int, said("from 0")]
-    rank: Annotated[int, said("its pipeline rank in Megatron-LM: `stage` modulo `pp`")]
-    chunk: Annotated[int, said("which virtual stage of that rank: `stage` over `pp`, from 0")]
-    layers: Annotated[str, said("their letters; empty: it has none")]
-    embedding: Annotated[int, said("embeddings")]
-    transformer: Annotated[int, said("transformer layers")]
-    mtp: Annotated[int, said("MTP layers")]
-    loss: Annotated[int, said("heads with the loss")]
+    stage: Annotated[int, describe("from 0")]
+    rank: Annotated[int, describe("its pipeline rank in Megatron-LM: `stage` modulo `pp`")]
+    chunk: Annotated[int, describe("which virtual stage of that rank: `stage` over `pp`, from 0")]
+    layers: Annotated[str, describe("their letters; empty: it has none")]
+    embedding: Annotated[int, describe("embeddings")]
+    transformer: Annotated[int, describe("transformer layers")]
+    mtp: Annotated[int, describe("MTP layers")]
+    loss: Annotated[int, describe("heads with the loss")]
 
 
 class LayoutShown(Result):
     """`counterflow layout`."""
 
-    layout: Annotated[str, said("for Megatron-LM's `--pipeline-model-parallel-layout`, and for `cuts`")]
-    given: Annotated[str, said("the layout that was given, in its shortest form")]
-    changed: Annotated[bool, said("whether the stages are others than those given")]
-    pp: Annotated[int, said("pipeline ranks")]
-    vpp: Annotated[int, said("virtual stages of each rank")]
-    layers: Annotated[int, said("transformer layers")]
-    mtp: Annotated[int, said("MTP layers")]
-    usual_layers: Annotated[int, said("transformer layers of a usual stage of the layout that was given")]
-    embedding_layers: Annotated[int, said("transformer layers that the embedding counts as")]
+    layout: Annotated[str, describe("for Megatron-LM's `--pipeline-model-parallel-layout`, and for `cuts`")]
+    given: Annotated[str, describe("the layout that was given, in its shortest form")]
+    changed: Annotated[bool, describe("whether the stages are others than those given")]
+    pp: Annotated[int, describe("pipeline ranks")]
+    vpp: Annotated[int, describe("virtual stages of each rank")]
+    layers: Annotated[int, describe("transformer layers")]
+    mtp: Annotated[int, describe("MTP layers")]
+    usual_layers: Annotated[int, describe("transformer layers of a usual stage of the layout that was given")]
+    embedding_layers: Annotated[int, describe("transformer layers that the embedding counts as")]
     loss_layers: Annotated[
-        int, said("transformer layers that the loss, and MTP layers in its stage, count as")
+        int, describe("transformer layers that the loss, and MTP layers in its stage, count as")
     ]
-    mtp_layers: Annotated[int, said("transformer layers that MTP layers in stages of their own count as")]
+    mtp_layers: Annotated[int, describe("transformer layers that MTP layers in stages of their own count as")]
     cuts: Annotated[
-        list[int] | None, said("layers at which stages begin after the first; null: some are empty")
+        list[int] | None, describe("layers at which stages begin after the first; null: some are empty")
     ]
     stages: list[StageShown]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 
-from counterflow.common.options import option, phrase, said
+from counterflow.common.options import metadata, option, phrase
 
 AUTO = "auto"
 """``train.resume``: resume in the run's own folder. ``pipeline.transport``: choose by the machine."""
@@ -62,15 +62,15 @@ class Section(BaseModel):
     def keys_known(cls) -> dict[str, Key]:
         """Every key of the table."""
         return {
-            name: Key(phrase(info), str(said(info, "legal")))
+            name: Key(phrase(info), str(metadata(info, "legal")))
             for name, info in cls.model_fields.items()
-            if not said(info, "no_key")
+            if not metadata(info, "no_key")
         }
 
     def values(self) -> dict[str, Any]:
         """The keys that have a value, in the order of the file."""
         fields = type(self).model_fields.items()
-        present = {name: getattr(self, name) for name, info in fields if not said(info, "no_key")}
+        present = {name: getattr(self, name) for name, info in fields if not metadata(info, "no_key")}
         return {name: value for name, value in present.items() if value is not None}
 
     def about(self, key: str) -> str:
