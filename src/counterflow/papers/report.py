@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from counterflow.common.json_models import Part, Result, reads, describe
+from counterflow.common.json_models import Part, Result, describe, reads
 from counterflow.planning.plan_report import PlanShown
 from counterflow.planning.prediction import Parts
 from counterflow.planning.search.search_result import Plan

@@ -30,7 +30,7 @@ def extra_state_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> model.register_buffer("mean", torch.zeros(2))
-    >>> unlisted_names(model, [{"weight": "0.weight", "bias": "0.bias"}])
+    >>> extra_state_names(model, [{"weight": "0.weight", "bias": "0.bias"}])
     ['mean']
     """
     if not isinstance(model, nn.Module):
