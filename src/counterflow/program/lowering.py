@@ -370,9 +370,6 @@ def _at_the_end(
 
 
 def _gathers(ends: Ends) -> Iterator[Action]:
-    """Actions that turn a step's gradients into those of the update, with the losses and norms of all
-    workers.
-    """
     late = (
         ends.wait_for_norm and ends.hooks
     )  # the norm is that of the hooks' gradients, after the division by the loss's weight

@@ -204,7 +204,6 @@ def steps(program: Program, ends: Ends) -> Segments:
 
 
 def _gathering(program: Program, reported: range, known: range) -> Program:
-    """Lists with reports of loss and norm of some periods at their end, and waits for those of others."""
     gathers: list[Action] = [StartGather(k, k, k) for k in reported]
     gathers += [WaitGather(k, k, k) for k in known]
     return replace(program, actions=tuple((*row, *gathers) for row in program.actions))

@@ -57,7 +57,7 @@ def owners(sizes: Iterable[tuple[float, Sequence[int]]]) -> list[int]:
     """For each set of holders, a heap of what each had when it was last looked at; never more than it has
     now.
     """
-    owners_found = [0] * len(entries)
+    owner_of = [0] * len(entries)
     for index in sorted(range(len(entries)), key=lambda i: (-entries[i][0], i)):
         size, holders = entries[index][0], tuple(entries[index][1])
         if holders not in least:
@@ -66,6 +66,6 @@ def owners(sizes: Iterable[tuple[float, Sequence[int]]]) -> list[int]:
         heap = least[holders]
         while heap[0][0] < owned[heap[0][1]]:
             heapreplace(heap, (owned[heap[0][1]], heap[0][1]))
-        owners_found[index] = owner = heap[0][1]
+        owner_of[index] = owner = heap[0][1]
         owned[owner] += size
-    return owners_found
+    return owner_of

@@ -204,7 +204,6 @@ class RunConfig(Section):
             )
 
     def _refuse_empty_or_huge_micro_batches(self, schedule: Schedule) -> None:
-        """Refuse empty micro-batches or halves of them, and mini-batches that fit into no memory."""
         samples, positions = self.train.samples, self.model.positions
         parts = schedule.workload.sample_parts
         least = parts * schedule.micro_batches

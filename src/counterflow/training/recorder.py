@@ -229,7 +229,6 @@ class Recorder:
         return summary
 
     def _samples_per_second(self, updates: int) -> float:
-        """Samples per second of the updates of this start; of those timed after its end if it has none."""
         samples, steps = self.job.about.samples, updates - self.job.first_step
         if steps:
             return steps * samples / self.training_seconds

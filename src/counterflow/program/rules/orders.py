@@ -36,8 +36,8 @@ def complete(subject: Subject) -> Iterator[str]:
             elif op.kind.gives is not None and counts[op] == 1:
                 first = makers.setdefault((op.kind.gives, op[1:]), op.kind)
                 if first is not op.kind:
-                    gradient = op.kind.gives.value
-                    yield f"{place} makes an {gradient} that {op._replace(kind=first)} makes too"
+                    product = op.kind.gives.value
+                    yield f"{place} makes an {product} that {op._replace(kind=first)} makes too"
     for op in sorted(wanted - counts.keys(), key=lambda op: (op.pipe, op.micro_batches, op.stage, op.part)):
         yield f"{op} is in no order, though other stages of pipe {op.pipe} have its micro-batch"
 

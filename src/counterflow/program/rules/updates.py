@@ -174,7 +174,6 @@ def agreed(subject: Subject) -> Iterator[str]:
 
 
 def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Faults unless gathers are waited for in their order, and sums only if they were started."""
     going: deque[StartGather] = deque()
     started = {action for action in actions if isinstance(action, StartSync)}
     for index, action in enumerate(actions):
@@ -190,9 +189,6 @@ def _waited(worker: int, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _flushed(schedule: Schedule, worker: int, actions: Sequence[Action]) -> Iterator[str]:
-    """Faults unless loss and norm are reported once they exist, and gradients are clipped then, before the
-    updates.
-    """
     gathers = [(index, action) for index, action in enumerate(actions) if isinstance(action, WaitGather)]
     clips = [index for index, action in enumerate(actions) if isinstance(action, Clip | DropNonFinite)]
     losses, norms = (

@@ -101,7 +101,6 @@ _LONGEST_PERIOD = 64
 
 
 def _folds(pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """Folds of pieces in a row: the pieces and the repetitions of each group."""
     best: list[tuple[int, int]] = [(0, 0)] * (len(pieces) + 1)  # length of the text, groups in it
     chosen: list[tuple[int, int]] = [(1, 1)] * len(pieces)
     same = [0] * (_LONGEST_PERIOD + 1)  # by period, pieces from here on that equal the one a period later

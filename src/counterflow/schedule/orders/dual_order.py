@@ -51,8 +51,8 @@ def split_in(distance: int, depth: int, micro_batches: int) -> tuple[set[int], s
         done
     )  # among the last backwards, which take turns and end with stage 0
     last = [micro_batches - (halves + 1) // 2 - ahead, micro_batches - halves // 2]
-    zero, last_stage = (set(range(first, micro_batches)) for first in last)
-    return zero, {*range(ahead), *last_stage}
+    stage_0, stage_1 = (set(range(first, micro_batches)) for first in last)
+    return stage_0, {*range(ahead), *stage_1}
 
 
 def passes_split(split: Sequence[Set[int]], micro_batches: int, pipes: int = 1) -> tuple[Pass, ...]:

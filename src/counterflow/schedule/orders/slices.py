@@ -191,7 +191,6 @@ def _by_units(
 
 
 def _advanced(row: Sequence[Op], count: int) -> list[Op]:
-    """Order in which ``count`` more forwards, if that many exist, come before each other op."""
     forwards = [op for op in row if op.kind.whole]
     advanced: list[Op] = []
     done = before = 0

@@ -93,7 +93,6 @@ def _workload(workers: int, micro_batches: int, periods: int = 8, groups: int = 
 
 
 def _stream(workers: int, micro_batches: int, groups: int) -> Iterator[tuple[int, int, int, int]]:
-    """V's of the forward and of the backward of each group and micro-batch of period 0."""
     m, size = micro_batches, workers if groups > 2 else micro_batches
     late = (groups - 2) * size
     for j in range(m):

@@ -146,7 +146,6 @@ _LENGTHS = re.compile(r"[\d+]+")
 
 
 def _is_of_kind(option: Option, value: object) -> bool:
-    """True if a file's value has a type that the option accepts; the scheme checks the value itself."""
     if isinstance(value, str):
         return bool(option.words) or (option.lengths and _LENGTHS.fullmatch(value) is not None)
     return type(value) is {OptionType.FLAG: bool, OptionType.NUMBER: int}.get(option.kind)

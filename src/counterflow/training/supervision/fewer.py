@@ -169,7 +169,6 @@ def leave_out(worker: int | None, needed: int) -> None:
 
 
 def _profile(job: Job) -> Profile:
-    """Costs of layers for one sample, estimated from their operations and the widths of their matrices."""
     positions, hidden = job.bundle.batches.positions, job.config.model.hidden
     costs = operations(job.bundle, job.layers, 1)
     layers = {}

@@ -54,8 +54,10 @@ class Restarts:
         more: the same failure in the same step is no accident.
         """
         failures = [event for event in of_this_start(self.folder) if event["event"] == FAILED]
-        doings = [(event["step"], _words(event["message"])) for event in failures[-2:] if not event["lost"]]
-        if len(doings) > 1 and doings[0] == doings[1]:
+        own_failures = [
+            (event["step"], _words(event["message"])) for event in failures[-2:] if not event["lost"]
+        ]
+        if len(own_failures) > 1 and own_failures[0] == own_failures[1]:
             return f"step {failures[-1]['step']} failed twice in the same way, so it is not tried again"
         count, most = len(failures), self.most
         if count > most:

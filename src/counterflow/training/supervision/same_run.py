@@ -41,7 +41,7 @@ def check_same_run(config: RunConfig, data: str, transport: Transport) -> None:
         ]
         if differing:
             key = differing[0]
-            both = " and ".join(toml.shown(values_of_rank.get(key)) for values_of_rank in (first, row))
+            both = " and ".join(toml.shown(rank_values.get(key)) for rank_values in (first, row))
             said = ": the files differ" if key == _DATA else f" = {both}"
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise ConfigError(
