@@ -12,9 +12,9 @@ import counterflow as cf
 from counterflow.measure.stages.costs import StageCost
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.execution.meters import Kept, SavedBytes
 from counterflow.runtime.graphs import graph_of
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.saved_bytes import SavedBytes, SavedStorage
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -233,10 +233,10 @@ def _is_predicted(
 def test_a_storage_counts_once_and_weights_do_not() -> None:
     weight = torch.ones(10, requires_grad=True)
     count = SavedBytes([weight])
-    held: list[Kept] = []
+    held: list[SavedStorage] = []
     x = torch.ones(10, requires_grad=True)
     y = (x * weight) * x[:5].sum()
-    count.note(graph_of([y]), held)
+    count.count_graph(graph_of([y]), held)
     # x once (it is multiplied, and its slice summed), the product, and the sum.
     assert count.current == 40 + 40 + 4
     count.release(held)

@@ -14,8 +14,8 @@ import counterflow as cf
 from counterflow.execution import Batching
 from counterflow.measure.layer_times import AtLengths
 from counterflow.measure.sequences import LENGTHS, Growth, at_lengths, positions_of_batch
-from counterflow.measure.stages import timing
 from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.subject import StageSubject
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.schedule import schemes
 
@@ -99,7 +99,7 @@ def _measured(slices: int) -> StageCost:
 
 
 def test_stages_in_slices_are_timed_at_three_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_now", lambda _: _CLOCK[0])
+    monkeypatch.setattr(StageSubject, "_now", lambda _: _CLOCK[0])
     whole, cost = (cf.launch(_measured, n, workers=1, transport="local")[0] for n in (1, 2))
     assert (whole.forward_seconds, whole.attention_share, whole.fixed_share) == (8.0, 0.0, 0.0)
     assert (cost.forward_seconds, cost.attention_share, cost.fixed_share) == (8.0, 0.625, 0.125)

@@ -14,7 +14,7 @@ from counterflow.measure.links import Travel, measure_allreduces, measure_messag
 from counterflow.measure.survey import _pairs, _workers_of_each_node
 from counterflow.planning import Configuration, predict
 from counterflow.planning.inputs import input_files
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.stage import LocalStage
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
 from counterflow.runtime.workers.world import current_transport
@@ -88,7 +88,7 @@ def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
 
 def test_what_is_timed_is_what_will_run(config: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
-    monkeypatch.setattr(StageCopy, "compile", lambda self, _: compiled.extend(self.layers))
+    monkeypatch.setattr(LocalStage, "compile", lambda self, _: compiled.extend(self.layers))
     measure(config(model__layers=2), sizes=(1,), workers=1, repeats=1)
     assert not compiled
     measure(config(model__layers=2, pipeline__compile=True), sizes=(1,), workers=1, repeats=1)

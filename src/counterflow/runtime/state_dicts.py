@@ -32,7 +32,7 @@ from .parameters.local_state import BY_STAGE, ParameterState
 from .parameters.weights import Weights
 from .stages.compiled import CompiledLayers
 from .stages.randomness import RandomStreams
-from .stages.stage import StageCopy
+from .stages.stage import LocalStage
 from .transport.base import Transport
 
 _LOG = logging.getLogger("counterflow.runtime.pipeline")
@@ -44,7 +44,7 @@ class States(ABC):
     execution: Execution
     transport: Transport
     ranks: tuple[tuple[int, ...], ...]
-    stages: dict[int, StageCopy]
+    stages: dict[int, LocalStage]
     weights: Weights
     streams: RandomStreams
     steps: int

@@ -30,10 +30,12 @@ from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
 from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeScheduler, Parameters
 from counterflow.runtime.stages.layers import state_names
-from counterflow.runtime.stages.named_layer import LOSS, NamedLayer, loss_layer, materialised
+from counterflow.runtime.stages.materialization import materialised
+from counterflow.runtime.stages.named_layer import LOSS, NamedLayer, loss_layer
 from counterflow.runtime.stages.ownership import copied
-from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
+from counterflow.runtime.stages.randomness import RandomStreams
 from counterflow.runtime.stages.recomputation import mapped
+from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.stage import evaluating
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule

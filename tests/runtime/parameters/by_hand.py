@@ -15,7 +15,7 @@ from counterflow.runtime.parameters.optimizers import MakeOptimizer, MakeSchedul
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.randomness import RandomStreams
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.stage import LocalStage
 from counterflow.runtime.transport.base import Transport
 from counterflow.runtime.transport.local import Hub
 from counterflow.schedule.modes import Recompute
@@ -27,16 +27,16 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def stage_of(number: int, modules: Sequence[nn.Module], first: int = 0) -> StageCopy:
+def stage_of(number: int, modules: Sequence[nn.Module], first: int = 0) -> LocalStage:
     """A stage of some layers, the first of which has number ``first`` in the model."""
     layers = [
         NamedLayer(index, {name: f"{index}.{name}" for name in module.state_dict()}, module)
         for index, module in enumerate(modules, first)
     ]
-    return StageCopy(number, layers, STREAMS, Recompute.NONE)
+    return LocalStage(number, layers, STREAMS, Recompute.NONE)
 
 
-def names_of(*stages: StageCopy) -> Names:
+def names_of(*stages: LocalStage) -> Names:
     """The names of all stages' parameters; those that several have go by the first."""
     firsts: dict[int, str] = {}
     return [

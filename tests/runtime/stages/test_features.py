@@ -14,10 +14,11 @@ from counterflow.runtime.stages.added import Adding
 from counterflow.runtime.stages.features import Feature, Run, composed
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.precision import Autocast
-from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
+from counterflow.runtime.stages.randomness import RandomStreams
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.replays import LayerReplays
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.sample_rows import SampleRows
+from counterflow.runtime.stages.stage import LocalStage
 from counterflow.schedule.modes import Recompute
 
 ROWS = SampleRows(0, 2, 0, 2)
@@ -86,9 +87,9 @@ def test_the_first_layer_takes_keyword_arguments() -> None:
     assert composed(layers(Adds()), [])(Keyworded(None, {"x": 1.0, "more": 3.0}), 3, ROWS) == 4.0
 
 
-def stage(recompute: Recompute = Recompute.NONE, **options: Any) -> StageCopy:
+def stage(recompute: Recompute = Recompute.NONE, **options: Any) -> LocalStage:
     streams = RandomStreams(0, torch.device("cpu"))
-    return StageCopy(1, layers(nn.Linear(2, 2), nn.Dropout(0.5)), streams, recompute, **options)
+    return LocalStage(1, layers(nn.Linear(2, 2), nn.Dropout(0.5)), streams, recompute, **options)
 
 
 def features_of(run: Any) -> list[type]:
@@ -127,7 +128,7 @@ def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
 
 
 def test_precision_is_a_feature_where_it_is_not_plain() -> None:
-    def low(copy: StageCopy) -> Autocast:
+    def low(copy: LocalStage) -> Autocast:
         return Autocast(torch.device("cpu"), torch.bfloat16, copy.parameters(), keeps=True)
 
     assert not any(isinstance(feature, Autocast) for feature in stage().features)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.stages.randomness import RandomStreams, SampleRows
+from counterflow.runtime.stages.randomness import RandomStreams
+from counterflow.runtime.stages.sample_rows import SampleRows
 
 WHOLE, FIRST, SECOND = SampleRows(0, 4, 0, 4), SampleRows(0, 4, 0, 2), SampleRows(0, 4, 2, 4)
 

@@ -202,11 +202,11 @@ def run(
         above = [torch.randn_like(output) for output in outputs]
         if not outputs:
             continue
-        if joints is None:
+        if joints is None or splitting is None:
             torch.autograd.backward(outputs, above)
         else:
             joints.learn(outputs, given)
-            split = SplitBackward(joints.splitting, given, joints)
+            split = SplitBackward(splitting, given, joints)
             split.input_gradient(outputs, above)
             split.weight_gradients()
         gradients += [leaf.grad for leaf in given]

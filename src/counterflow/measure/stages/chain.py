@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.features import Feature
-from counterflow.runtime.stages.randomness import SampleRows
-from counterflow.runtime.stages.recomputation import InputGuard
+from counterflow.runtime.stages.passes import Output
+from counterflow.runtime.stages.sample_rows import SampleRows
+from counterflow.runtime.stages.saved_bytes import SavedBytes
 from counterflow.runtime.stages.skips import Carried
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.stage import LocalStage
 from counterflow.schedule.ir import SkipLink
 
 from .costs import SkipCost
@@ -58,8 +60,7 @@ class Chain:
                 else:
                     taken[stage] = _input_of(stage, made, pipeline.device)
                 if stage < last:
-                    with torch.no_grad():
-                        output = run_of(pipeline, pipeline.stages[stage], rows)(taken[stage])
+                    output = output_of(pipeline.stages[stage], taken[stage], rows, pipeline.steps)
                     takes = any(tensor.requires_grad for tensor in tensors_in(taken[stage]) if stage)
                     mine = Made.of(output, pipeline.stages[stage], takes=takes)
             told = cast("list[Made | None]", pipeline.transport.gather_objects(mine))
@@ -89,7 +90,7 @@ class Made:
     output_bytes: int
 
     @classmethod
-    def of(cls, output: Any, copy: StageCopy, *, takes: bool) -> Made:
+    def of(cls, output: Any, copy: LocalStage, *, takes: bool) -> Made:
         """Outputs of a copy; ``takes`` says whether a gradient is computed for its inputs."""
         place = f"stage {copy.stage}"
 
@@ -160,15 +161,55 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
     )
 
 
-def run_of(
-    pipeline: Pipeline, copy: StageCopy, rows: SampleRows, *outer: Feature, inner: Sequence[Feature] = ()
-) -> Callable[[Any], Any]:
-    """A stage's run as in a step, with everything saved; random state and buffers are restored."""
-    run = copy.run_within([InputGuard(), *outer], inner)
+def output_of(
+    copy: LocalStage, value: Any, rows: SampleRows, step: int, layer_wrappers: Sequence[Feature] = ()
+) -> Any:
+    """Return a stage's output of some rows; random state and buffers are restored.
 
-    def apart(value: Any) -> Any:
-        unchanged = copy.buffers.as_then(copy.buffers.now())
-        with pipeline.streams.step(), copy.precision.computing(), unchanged:
-            return run(value, pipeline.steps, rows)
+    Args:
+        copy: the stage.
+        value: its input.
+        rows: the rows.
+        step: number of the step.
+        layer_wrappers: wrappers of its layers, which need a graph; empty: no graph is made.
+    """
+    outputs: list[Any] = []
 
-    return apart
+    def save(output: Any) -> list[Tensor]:
+        outputs.append(output)
+        return []
+
+    with torch.set_grad_enabled(bool(layer_wrappers)), copy.alone(layer_wrappers=layer_wrappers):
+        copy.begin_evaluation(rows, step, OutputHead(save), NOT_COUNTED).forward([], value)
+    return outputs[0]
+
+
+class OutputHead:
+    """Head of a measured pass.
+
+    Args:
+        tensors_of: returns the tensors of a stage's output that a backward begins with.
+    """
+
+    def __init__(self, tensors_of: Callable[[Any], list[Tensor]]) -> None:
+        self._tensors_of = tensors_of
+
+    def __call__(self, output: Any, *, again: bool = False) -> Output:
+        """Return the tensors of an output, without its structure."""
+        del again
+        return None, self._tensors_of(output)
+
+    @staticmethod
+    def empty() -> Output:
+        """Return no tensors."""
+        return None, []
+
+    @staticmethod
+    def targets() -> list[Tensor]:
+        """Return no targets."""
+        return []
+
+
+NOT_COUNTED: SavedBytes = SavedBytes([])
+"""Count of no bytes, for passes that are timed."""
+NOT_COUNTED.counting = False

@@ -7,19 +7,16 @@ are measured while they share it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.trees import tensors_in
-from counterflow.runtime.execution.meters import SavedBytes
 from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.messages.values import Unit, take_apart
 from counterflow.runtime.mini_batch.losses import read_loss
@@ -28,15 +25,15 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.added import apart as without_added
 from counterflow.runtime.stages.features import Feature, Run
 from counterflow.runtime.stages.named_layer import NamedLayer
-from counterflow.runtime.stages.randomness import SampleRows
 from counterflow.runtime.stages.recomputation import InputGuard
-from counterflow.runtime.stages.split_backward import SplitBackward
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.sample_rows import SampleRows
+from counterflow.runtime.stages.saved_bytes import SavedBytes
+from counterflow.runtime.stages.stage import LocalStage
 
 from ..sequences import Growth, at_lengths
-from .chain import Chain, run_of
+from .chain import NOT_COUNTED, Chain, output_of
 from .costs import StageCost, median_of
-from .workspace import measure_workspace
+from .subject import StageSubject, measure_workspace
 
 
 def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: int = 3) -> list[StageCost]:
@@ -80,7 +77,7 @@ def measure_stages(pipeline: Pipeline, inputs: Any, targets: Any, *, repeats: in
 
 def _measured(
     pipeline: Pipeline,
-    copy: StageCopy,
+    copy: LocalStage,
     whole: Chain,
     shorter: Sequence[Chain],
     *,
@@ -107,13 +104,15 @@ def _measured(
                 return [found.with_added(terms).with_added(added).loss]
         return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
 
+    subject = StageSubject(pipeline, copy, rows, whole, loss)
+
     def outputs_of() -> list[Tensor]:
-        return loss(run(value))
+        return subject.begin(NOT_COUNTED).forward(given, value)[1]
 
     pipeline.weights.attach()
-    run = run_of(pipeline, copy, rows, copy.splitting)
     contexts = ExitStack()
     contexts.enter_context(copy.precision.step())
+    contexts.enter_context(copy.alone(splits=True))
     try:
         cast_to: list[Tensor] = []
         if not copy.precision.plain:
@@ -121,14 +120,15 @@ def _measured(
             constant += cast_to
         lengths = whole, *shorter
         turns = [
-            [_seconds(pipeline, copy, chain, run, loss) for chain in lengths] for _ in range(repeats + 1)
+            [StageSubject(pipeline, copy, rows, chain, loss).seconds() for chain in lengths]
+            for _ in range(repeats + 1)
         ][1:]
         state, slice_state = _state_bytes(pipeline, copy, lengths[:2], rows) if sliced else (0.0, 0.0)
-        saved, beyond_input = (_saved(known, outputs_of) for known in (constant, [*constant, *given]))
-        halves, kept = _split(pipeline, copy, given, outputs_of, repeats)
-        workspace = measure_workspace(copy, pipeline.device, given, outputs_of, copy.precision.backward)
+        saved, beyond_input = (subject.saved_bytes(known) for known in (constant, [*constant, *given]))
+        halves, kept = subject.split_seconds(repeats)
+        workspace = measure_workspace(subject, pipeline.device)
         each = _ByLayer(constant)
-        output = run_of(pipeline, copy, rows, inner=[each])(value)
+        output = output_of(copy, value, rows, pipeline.steps, [each])
         layer_inputs = each.inputs.current
         if target is not None:  # the loss is not computed again
             layer_inputs += _saved(constant, lambda: loss(output))
@@ -168,25 +168,8 @@ def _measured(
     )
 
 
-def _seconds(
-    pipeline: Pipeline,
-    copy: StageCopy,
-    chain: Chain,
-    run: Callable[[Any], Any],
-    loss: Callable[[Any, Any], list[Tensor]],
-) -> tuple[float, float]:
-    """Seconds of a forward of a stage, and of its backward."""
-    start = _now(pipeline)
-    outputs = loss(run(chain.taken[copy.stage]), chain.target if copy.last else None)
-    middle = _now(pipeline)
-    if outputs:
-        with copy.precision.backward():
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    return middle - start, _now(pipeline) - middle
-
-
 def _state_bytes(
-    pipeline: Pipeline, copy: StageCopy, chains: Sequence[Chain], rows: SampleRows
+    pipeline: Pipeline, copy: LocalStage, chains: Sequence[Chain], rows: SampleRows
 ) -> tuple[float, float]:
     """Bytes that the layers of a stage leave to a later slice: those that grow with it, of a whole sequence,
     and the others.
@@ -201,40 +184,13 @@ def _state_bytes(
         return 0.0, 0.0
     found = []
     for chain in chains:
-        with torch.no_grad():
-            output = run_of(pipeline, copy, rows._replace(slices=2))(chain.taken[copy.stage])
+        output = output_of(copy, chain.taken[copy.stage], rows._replace(slices=2), pipeline.steps)
         left = list(tensors_in([output.skips[number] for number in copy.skips.carries]))
         found.append(sum({id(tensor): tensor.nbytes for tensor in left}.values()))
     if len(found) == 1:
         return found[0], 0.0
     growing = (found[0] - found[1]) / (1.0 - chains[1].share)
     return growing, found[0] - growing
-
-
-def _split(
-    pipeline: Pipeline, copy: StageCopy, given: list[Tensor], run: Callable[[], list[Tensor]], repeats: int
-) -> tuple[list[tuple[float, float]], list[Tensor]]:
-    """Seconds of a split backward's halves, and the tensors saved between them."""
-    seconds: list[tuple[float, float]] = []
-    kept: list[Tensor] = []
-    for turn in range(repeats + 2):  # the first graph shows the detach points of others
-        with copy.splitting.joining() as joints:
-            outputs = run()
-        if not outputs:
-            return [(0.0, 0.0)], []
-        joints.learn(outputs, given)
-        split = SplitBackward(copy.splitting, given, joints)
-        start = _now(pipeline)
-        split.input_gradient(outputs, [torch.ones_like(t) for t in outputs], look=turn == 1)
-        middle = _now(pipeline)
-        if turn == 1:
-            kept = split.kept()
-        again = _now(pipeline)
-        split.weight_gradients()
-        seconds.append((middle - start, _now(pipeline) - again))
-        for tensor in given:
-            tensor.grad = None
-    return seconds[2:], kept
 
 
 class _ByLayer(Feature):
@@ -252,7 +208,7 @@ class _ByLayer(Feature):
     def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
         given = list(tensors_in(value))
         for tensor in given:
-            self.inputs.hold(tensor, [])
+            self.inputs.count(tensor, [])
         box: list[Any] = []
 
         def outputs() -> list[Tensor]:
@@ -266,7 +222,7 @@ class _ByLayer(Feature):
 
 def _saved(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> int:
     count = SavedBytes(constant)
-    count.note(graph_of(run()), [])
+    count.count_graph(graph_of(run()), [])
     return count.peak
 
 
@@ -285,12 +241,5 @@ def _in_both(constant: list[Tensor], run: Callable[[], list[Tensor]]) -> list[Te
 def _held(constant: list[Tensor], kept: list[Tensor]) -> int:
     count = SavedBytes(constant)
     for tensor in kept:
-        count.hold(tensor, [])
+        count.count(tensor, [])
     return count.peak
-
-
-def _now(pipeline: Pipeline) -> float:
-    with torch.cuda.device(pipeline.device) if pipeline.device.type == "cuda" else nullcontext():
-        if pipeline.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()

@@ -6,19 +6,12 @@ scratch memory of its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.split_backward import SplitBackward, accumulate
-from counterflow.runtime.stages.stage import StageCopy
+from counterflow.runtime.stages.stage import LocalStage
 
 from .allocations import allocated
 
@@ -48,62 +41,6 @@ class Workspace:
 
 
 NO_WORKSPACE = Workspace()
-
-
-def measure_workspace(
-    copy: StageCopy,
-    device: torch.device,
-    given: Sequence[Tensor],
-    run: Callable[[], list[Tensor]],
-    around_backward: Callable[[], AbstractContextManager[Any]],
-) -> Workspace:
-    """Run a forward and its backward, then again with a split backward.
-
-    Args:
-        copy: the stage, whose split backward has been run before.
-        device: device of the stage.
-        given: the tensors of its input; their gradients are dropped.
-        run: the forward; returns the outputs that take a gradient, or the loss.
-        around_backward: context in which a backward runs.
-    """
-    with allocated(device) as forward:
-        outputs = run()
-    if not outputs:
-        return Workspace(forward.peak)
-    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
-    edges, gradients = [get_gradient_edge(t) for t in outputs], [torch.ones_like(t) for t in outputs]
-    with allocated(device, since=forward.current) as left:
-        outputs.clear()
-    with allocated(device) as backward, around_backward():
-        accumulate(edges, gradients, into=None, direct=device.type == "cpu")
-    _drop(given)
-    with copy.splitting.joining() as joints:
-        outputs = run()
-    joints.learn(outputs, list(given))
-    split = SplitBackward(copy.splitting, list(given), joints)
-    gradients = [torch.ones_like(t) for t in outputs]
-    edges = [get_gradient_edge(t) for t in outputs]
-    saved = pointers(saved_by(graph_of(outputs, more=joints.ends))) | pointers(given)
-    outputs.clear()
-    with allocated(device) as first, around_backward():
-        split.input_gradient(edges, gradients, look=False)
-    _drop(given)
-    kept = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in split.kept()}
-    with allocated(device) as second, around_backward():
-        split.weight_gradients()
-    return Workspace(
-        forward_peak_bytes=forward.peak,
-        kept_output_bytes=max(0, size - (forward.current - left.current)),
-        backward_peak_bytes=backward.peak,
-        input_gradient_peak_bytes=first.peak,
-        weight_gradients_peak_bytes=second.peak,
-        kept_gradient_bytes=sum(size for pointer, size in kept.items() if pointer not in saved),
-    )
-
-
-def _drop(given: Sequence[Tensor]) -> None:
-    for tensor in given:
-        tensor.grad = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +90,7 @@ def measure_update(whole: Pipeline, layers: Pipeline) -> UpdateMemory:
     )
 
 
-def _trained(copy: StageCopy) -> int:
+def _trained(copy: LocalStage) -> int:
     return sum(p.nbytes for p in copy.parameters() if p.requires_grad)
 
 

@@ -28,12 +28,13 @@ from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
 from ..stages.deferred import defer
 from ..stages.embeddings import Setting
-from ..stages.named_layer import LOSS, materialised, place_of
+from ..stages.materialization import materialised
+from ..stages.named_layer import LOSS, place_of
 from ..stages.ownership import Owned
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..torch_private import keeps_buffers
 from ..transport.base import Transport
 from .partition import Model, PartitionedModel
@@ -51,7 +52,7 @@ class LocalStages:
         dims: record of the parallel dimensions.
     """
 
-    stages: dict[int, StageCopy]
+    stages: dict[int, LocalStage]
     owned: Owned
     loss_function: LossFunction | None
     split: tuple[int, ...]
@@ -141,7 +142,7 @@ def local_stages(
     if loss is not None:
         loss_function = loss.module
     stages = {
-        stage: StageCopy(
+        stage: LocalStage(
             stage,
             [by_index[layer.index] for layer in model.layers[stage]],
             streams,
@@ -189,7 +190,7 @@ def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims)
         )
 
 
-def _split(schedule: Schedule, stages: dict[int, StageCopy]) -> tuple[int, ...]:
+def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]:
     """Stages whose backward is split; each of them is prepared for it."""
     split = {op.stage for op in schedule.ops() if op.kind.rest is not None}
     found = tuple(stage for stage, copy in stages.items() if stage in split and copy.trains)
@@ -208,7 +209,7 @@ def _means(model: PartitionedModel, loss_function: LossFunction | None, batching
 
 
 def _sharded(
-    stages: dict[int, StageCopy],
+    stages: dict[int, LocalStage],
     split: tuple[int, ...],
     model: PartitionedModel,
     execution: Execution,

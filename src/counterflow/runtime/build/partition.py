@@ -20,7 +20,8 @@ from ..parameters.shared_buffers import SharedBuffer, shared_buffers
 from ..parameters.extra_state import ExtraState
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
-from ..stages.named_layer import NamedLayer, have_statistics, loss_layer, place_of
+from ..stages.materialization import have_statistics
+from ..stages.named_layer import NamedLayer, loss_layer, place_of
 from ..stages.sharing.watch import SharedObjects, shared_objects
 from ..stages.skip_links import StageSkips, links_of, stage_skips
 

@@ -14,7 +14,6 @@ from counterflow.schedule.modes import Sync
 
 from ..execution.evaluation import EvaluationRunner
 from ..execution.interpreter import Interpreter
-from ..execution.meters import SavedBytes
 from ..execution.runner import Runner
 from ..execution.step import Workers
 from ..mesh.parallel_dims import ParallelDims
@@ -26,6 +25,7 @@ from ..parameters.shared_buffers import SharedBuffers
 from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
 from ..stages.named_layer import LOSS
+from ..stages.saved_bytes import SavedBytes
 from ..stages.sharing.reach import Root
 from ..stages.sharing.watch import ObjectWatch
 from ..transport.base import Transport

@@ -20,7 +20,7 @@ from counterflow.program.actions import Program
 from ..mini_batch.batch import Batch
 from ..parameters.shared_state import SharedState
 from ..stages.attributes import restored_attributes
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from .gathers import Asked, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
 from .step import Evaluation, Workers
@@ -70,7 +70,7 @@ class EvaluationRunner:
         self,
         program: Program,
         make: Callable[..., Interpreter],
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         workers: Workers,
         shared: SharedState,
     ) -> None:

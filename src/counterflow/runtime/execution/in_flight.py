@@ -1,4 +1,4 @@
-"""What of a worker's mini-batches is in flight, and what is counted of it.
+"""Mini-batches and passes of a worker that are in flight.
 
 Invariant: it is empty whenever the pipeline is. It runs nothing.
 """
@@ -6,19 +6,18 @@ Invariant: it is empty whenever the pipeline is. It runs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from torch import Tensor
 
-from ..graphs import graph_of, pointers
+from ..graphs import pointers
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
 from ..mini_batch.batch import Batch, Key
-from ..stages.joints import Joints
+from ..stages.passes import StagePass
+from ..stages.saved_bytes import SavedBytes
 from ..transport.base import Transport
-from .meters import Clock, Kept, SavedBytes
+from .meters import Clock
 from .skips import Once
-from .stash import Stash, Waiting
 
 
 class InFlight:
@@ -48,10 +47,10 @@ class InFlight:
         """Offset in periods by which the current list runs later than it says."""
         self.batches: list[Batch] = []
         """Mini-batches by slot."""
-        self.stashes: dict[Key, Stash] = {}
-        self.waiting: dict[Key, Waiting] = {}
-        self.over: list[Stash] = []
-        """Stashes of finished ops with pending work, which is done after the send and before the next op."""
+        self.passes: dict[Key, StagePass] = {}
+        """Passes whose forward has run and whose last backward op has not."""
+        self.ended: list[tuple[StagePass, Sequence[Tensor]]] = []
+        """Passes to settle after the send and before the next op, and buffers to reuse then."""
         self.messages = MessageQueue(transport, compression)
         self.once = Once()
         self._slots = slots
@@ -68,9 +67,9 @@ class InFlight:
             batches[self._newest] = batch
         if self.saved.counting:
             feeds = [feed for one in batches for feed in one.feeds]
-            self.saved.leave_out(tensor for feed in feeds for tensor in feed.tensors())
+            self.saved.exclude(tensor for feed in feeds for tensor in feed.tensors())
             for feed in feeds:
-                feed.made = self.saved.leave_out_also
+                feed.made = self.saved.exclude_also
 
     def release(self, batch: Batch) -> None:
         """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""
@@ -79,29 +78,19 @@ class InFlight:
         if feeds:
             self.messages.release(pointers(tensor for feed in feeds for tensor in feed.tensors()))
 
+    def end_later(self, unit_pass: StagePass, buffers: Sequence[Tensor] = ()) -> None:
+        """Settle a pass before the next op, when the results of the current one were sent.
+
+        Args:
+            unit_pass: the pass.
+            buffers: receive buffers to reuse.
+        """
+        self.ended.append((unit_pass, buffers))
+
     def end_ops(self) -> None:
-        """Do what the last op left to be done; graphs that were gone through go as well."""
-        for stash in self.over:
-            if stash.outputs:
-                stash.release_outputs()
-            if stash.done:
-                self.messages.give_back(stash.done)
-        self.over.clear()
-
-    def graph_made(
-        self, inputs: list[Tensor], outputs: list[Tensor], held: list[Kept], *, joints: Joints | None
-    ) -> None:
-        """Count what a graph keeps for its backward, if that is counted; see where it may be joined."""
-        if self.saved.counting:
-            self.saved.note(graph_of(outputs, more=joints.ends if joints is not None else ()), held)
-        if joints is not None:
-            joints.learn(outputs, inputs)
-
-    def hold(self, tensors: Sequence[Tensor], held: list[Kept]) -> None:
-        """Count what is kept for a backward, if that is counted."""
-        if self.saved.counting:
-            for tensor in tensors:
-                self.saved.hold(tensor, held)
-
-
-NOTHING = nullcontext()
+        """Settle the passes of the last op, which frees graphs that were traversed."""
+        for unit_pass, buffers in self.ended:
+            unit_pass.settle()
+            if buffers:
+                self.messages.give_back(buffers)
+        self.ended.clear()

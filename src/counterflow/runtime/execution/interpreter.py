@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -23,18 +23,20 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from ..messages.compression import Compression
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction
-from ..stages.stage import StageCopy
+from ..stages.saved_bytes import SavedBytes
+from ..stages.stage import LocalStage
 from ..torch_private import profiling
 from ..transport.base import Transport
 from ..transport.watch import worker_error
 from .addresses import Addresses
-from .backwards import Differentiates, RunBackward, RunWeightGradients
+from .backwards import GradientTask, RunBackward, RunRecomputation, RunWeightGradients
 from .forwards import RunForward
-from .in_flight import NOTHING, InFlight
-from .meters import SavedBytes, clock_of
+from .in_flight import InFlight
+from .meters import clock_of
 from .outputs import Outputs
-from .recomputations import RunRecomputation
 from .tasks import DoOther, ReceiveTask, SendTask, Task, Tasks, Tools
+
+_NOTHING = nullcontext()
 
 TASKS: Mapping[OpKind | type[Action], Callable[[Any, Tools, int], Task]] = {
     OpKind.FORWARD: RunForward,
@@ -71,7 +73,7 @@ class Interpreter:
         worker: int,
         ranks: Sequence[int],
         transport: Transport,
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         loss_function: LossFunction | None,
         compression: Compression | None = None,
         saved: SavedBytes,
@@ -107,7 +109,7 @@ class Interpreter:
         """
         tasks: list[Task] = []
         last_loss: RunForward | None = None
-        last: dict[tuple[int, int], Differentiates] = {}
+        last: dict[tuple[int, int], GradientTask] = {}
         for action in program.actions[self.worker]:
             make = TASKS.get(action.op.kind if isinstance(action, Compute) else type(action))
             if make is None:
@@ -117,7 +119,7 @@ class Interpreter:
             tasks.append(task)
             if isinstance(task, RunForward) and task.copy.last:
                 last_loss = task
-            if isinstance(task, Differentiates) and Product.WEIGHT_GRADIENTS in task.op.kind.makes:
+            if isinstance(task, GradientTask) and Product.WEIGHT_GRADIENTS in task.op.kind.makes:
                 last[task.stage, self.schedule.period_of(task.op)] = task
         for task in last.values():
             task.ends_gradients = True
@@ -158,7 +160,7 @@ class Interpreter:
         named = profiling()
         task: Task | None = None
         try:
-            around = self._precisions[0].step() if self._precisions else NOTHING
+            around = self._precisions[0].step() if self._precisions else _NOTHING
             with torch.set_grad_enabled(batch is None or batch.training), around, collecting(by_stage=True):
                 for task in tasks.local_prefix:
                     status.doing, status.waiting_for, status.since = task.action, None, now()

@@ -1,30 +1,22 @@
-"""What a worker's ops took: when each ran, and the bytes that autograd saves for backward.
+"""Clocks of a worker's ops: when each ran.
 
 Ops are timed by the machine's clock, or by events on a GPU, which are read when they are asked for: to note
 an op costs no wait. Clocks of two machines are not compared.
-
-A storage that autograd saves counts once however many nodes saved it; weights and buffers of the model do not
-count. What a backward frees counts until the backward is over, as in the simulator.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from counterflow.schedule.ir import Op
 
 from ..devices import module_of
-from ..dtensors import parts
-from ..graphs import pointer, pointers, saved_by
 from ..host_copy import holds_host
 
 
@@ -151,91 +143,3 @@ def clock_of(device: torch.device) -> Clock:
         module = module_of(device)
         return EventClock(partial(module.Event, enable_timing=True), partial(module.synchronize, device))
     return HostClock()
-
-
-class Kept:
-    """A storage that is kept, and how many times."""
-
-    __slots__ = ("alive", "pointer", "size", "users")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.pointer = storage.data_ptr()
-        self.size = storage.nbytes()
-        self.alive = StorageWeakRef(storage)
-        self.users = 0
-
-
-class SavedBytes:
-    """The count. What is kept for one unit is noted in a list; ``release`` lets the list go.
-
-    Args:
-        constant: tensors that do not count: parameters and buffers.
-    """
-
-    def __init__(self, constant: Iterable[Tensor]) -> None:
-        self._constant = pointers(constant)
-        self._given: set[int] = set()
-        self._kept: dict[int, Kept] = {}
-        self.counting = True
-        """Whether anything is counted now."""
-        self.current = 0
-        self.peak = 0
-
-    def never(self, tensors: Iterable[Tensor]) -> None:
-        """These do not count either: new versions of parameters."""
-        self._constant |= pointers(tensors)
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """These do not count, but those given before do: the mini-batches in flight are the user's."""
-        self._given = pointers(tensors)
-
-    def leave_out_also(self, tensors: Iterable[Tensor]) -> None:
-        """Neither do these: further copies of such a mini-batch."""
-        self._given |= pointers(tensors)
-
-    def is_constant(self, tensor: Tensor) -> bool:
-        """Whether it has the memory of a parameter or buffer."""
-        if type(tensor) is Tensor:
-            return pointer(tensor) in self._constant
-        return any(pointer(part) in self._constant for part in parts(tensor))
-
-    def holds(self, collected: list[Kept]) -> Callable[[Tensor], None] | None:
-        """What counts a tensor that is kept for backward; None: nothing does now."""
-        return partial(self.hold, collected=collected) if self.counting else None
-
-    def note(self, nodes: Iterable[Node], collected: list[Kept]) -> None:
-        """Count what some nodes save, and note it in ``collected``.
-
-        The graph stays as it is without a count: what hooks pack, a backward would find as another object,
-        and a custom function that adds to ``weight.grad`` itself would add to that of nobody.
-        """
-        for tensor in saved_by(nodes):
-            self.hold(tensor, collected)
-
-    def hold(self, tensor: Tensor, collected: list[Kept]) -> None:
-        """Count a tensor that is kept for backward."""
-        for part in parts(tensor):
-            self._hold(part, collected)
-
-    def _hold(self, tensor: Tensor, collected: list[Kept]) -> None:
-        at, storage = pointer(tensor), tensor.untyped_storage()
-        if not at or at in self._constant or at in self._given:
-            return
-        kept = self._kept.get(at)
-        # What a running backward freed still counts; its memory may be another storage's by now.
-        if kept is None or kept.alive.expired():
-            kept = self._kept[at] = Kept(storage)
-            self.current += kept.size
-            self.peak = max(self.peak, self.current)
-        kept.users += 1
-        collected.append(kept)
-
-    def release(self, collected: list[Kept]) -> None:
-        """What was collected is not kept any more."""
-        for kept in collected:
-            kept.users -= 1
-            if not kept.users:
-                self.current -= kept.size
-                if self._kept.get(kept.pointer) is kept:
-                    del self._kept[kept.pointer]
-        collected.clear()

@@ -1,11 +1,11 @@
-"""What becomes of a stage's output: it goes to the next stage, or the loss is made of it.
+"""Heads of passes: a stage's output is taken apart for the next stage, or the loss is made of it.
 
-Invariant: it runs no layer of a stage but the loss.
+Invariant: no layer of a stage runs here, only the loss function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,21 +15,19 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
 from ..dtensors import whole
-from ..messages.values import Unit, Value, take_apart
+from ..messages.values import Unit, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.added import apart as without_added
 from ..stages.added import taken
-from ..stages.graph_check import check_graph
-from ..stages.joints import Joints
-from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
+from ..stages.sample_rows import SampleRows
+from ..stages.saved_bytes import SavedBytes
 from ..stages.skips import Carried
-from ..stages.stage import StageCopy
-from .meters import SavedBytes
-from .skips import Output, apart
+from ..stages.stage import LocalStage
+from .skips import OpSkips, Output, apart
 
 
 class Outputs:
@@ -47,7 +45,7 @@ class Outputs:
         self._slices = schedule.workload.slices
         self._saved = saved
 
-    def apart(self, copy: StageCopy, output: Any, unit: Unit) -> Output:
+    def apart(self, copy: LocalStage, output: Any, unit: Unit) -> Output:
         """What a stage gives for a unit; None: it has no samples."""
         place, skips = f"stage {copy.stage}", copy.skips
         if skips is None or not (skips.gives or (skips.carries and self._slices > 1)):
@@ -63,35 +61,7 @@ class Outputs:
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
         ]
 
-    def check(
-        self,
-        copy: StageCopy,
-        batch: Batch,
-        value: Value,
-        unit: Unit,
-        graph: tuple[Sequence[Tensor], Sequence[Tensor], Joints | None],
-    ) -> None:
-        """Look at a stage's first graph.
-
-        Args:
-            copy: the stage's.
-            batch: its mini-batch.
-            value: a copy of what the stage ran on, on which it may run once more.
-            unit: of the mini-batch.
-            graph: what went in, what was given, and where it is joined.
-        """
-        inputs, outputs, joints = graph
-
-        def again() -> Sequence[Tensor]:
-            if copy.replays is not None:
-                copy.replays.hold = None
-            with copy.buffers.as_then(copy.buffers.now()):
-                output = copy.forward(value, batch.step, batch.rows[unit])
-                return self.read(copy, batch, output, unit, again=True)[1]
-
-        check_graph(copy, outputs, [*inputs, *each_tensor(batch.targets)], joints, again=again)
-
-    def read(self, copy: StageCopy, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+    def read(self, copy: LocalStage, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if not copy.last:
             return self.apart(copy, output, unit)
@@ -110,7 +80,7 @@ class Outputs:
 
     def _loss_of(
         self,
-        copy: StageCopy,
+        copy: LocalStage,
         batch: Batch,
         output: Any,
         unit: Unit,
@@ -165,7 +135,7 @@ class Outputs:
             batch.enter(entry)
         return found.loss * (entry.by * batch.loss_scale)
 
-    def _loss(self, copy: StageCopy, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
+    def _loss(self, copy: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
         """What the loss function returns.
 
         Raises:
@@ -178,6 +148,39 @@ class Outputs:
             samples = rows.stop - rows.start
             refuse_whole_entries(error, target, batch.target_dims, samples, sum(batch.samples))
             raise
+
+
+class UnitHead:
+    """Head of one unit's pass: its output goes to the next stage, or its loss is made of it.
+
+    Args:
+        outputs: the worker's.
+        copy: the stage.
+        batch: mini-batch of the unit.
+        unit: the unit.
+        skips: skip connections of the op.
+    """
+
+    __slots__ = ("_batch", "_copy", "_outputs", "_skips", "_unit")
+
+    def __init__(self, outputs: Outputs, copy: LocalStage, batch: Batch, unit: Unit, skips: OpSkips) -> None:
+        self._outputs, self._copy, self._batch, self._unit, self._skips = outputs, copy, batch, unit, skips
+
+    def __call__(self, output: Any, *, again: bool = False) -> Output:
+        """Return the output's structure and tensors; values that are made once per mini-batch are sent."""
+        if self._skips.gives and not again:
+            self._skips.give_once(self._batch, self._unit, output and output.skips)
+        return self._outputs.read(self._copy, self._batch, output, self._unit, again=again)
+
+    def empty(self) -> Output:
+        """Return the output of a unit without samples."""
+        if self._skips.gives:
+            self._skips.give_once(self._batch, self._unit, None)
+        return self._outputs.apart(self._copy, None, self._unit)
+
+    def targets(self) -> list[Tensor]:
+        """Return the targets of the mini-batch."""
+        return each_tensor(self._batch.targets)
 
 
 def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:

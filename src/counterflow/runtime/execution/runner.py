@@ -114,7 +114,7 @@ class Runner:
         self._limit = None if most is None else most / math.sqrt(schedule.stages)
         if not self._flushes:
             for stage, copy in weights.stages.items():
-                copy.versions = Versions(stage, copy.parameters, self.interpreter.saved.never)
+                copy.versions = Versions(stage, copy.parameters, self.interpreter.saved.exclude_constants)
         self._gathers = StepGathers(
             workers,
             digests=weights.copies.columns,

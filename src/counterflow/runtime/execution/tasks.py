@@ -18,7 +18,7 @@ from typing_extensions import override
 from counterflow.program.actions import Action, Compute, Message
 
 from ..mini_batch.batch import Batch
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from .addresses import Addresses
 from .in_flight import InFlight
 from .outputs import Outputs
@@ -54,11 +54,11 @@ class Tools:
     in_flight: InFlight
     outputs: Outputs
     addresses: Addresses
-    stages: Mapping[int, StageCopy]
+    stages: Mapping[int, LocalStage]
 
 
 class RunOp(Task):
-    """An op: it takes what it needs, computes, and leaves what others need; its lane is occupied in between.
+    """An op: it receives its input, computes, and publishes its result; it occupies its lane in between.
 
     Args:
         action: what it does.
@@ -98,29 +98,29 @@ class RunOp(Task):
     def run(self) -> None:
         in_flight, transport, clock, op = self._in_flight, self._transport, self._clock, self.op
         transport.stay_near()
-        if in_flight.over:
-            in_flight.end_ops()  # what has time until an op runs
+        if in_flight.ended:
+            in_flight.end_ops()  # work that has time until an op runs
         batch = in_flight.batches[self.slot]
-        taken = self._take(batch)
+        inputs = self._receive(batch)
         begin, versions = clock.begin(), self.copy.versions
         if versions is not None and batch.training:
             versions.use(op.version + in_flight.period_offset)
-        made = self._compute(batch, taken)
+        result = self._compute(batch, inputs)
         clock.end(op, in_flight.period_offset, begin)
         transport.computed()
-        self._leave(batch, taken, made)
+        self._publish(batch, inputs, result)
 
     @abstractmethod
-    def _take(self, batch: Batch) -> Any:
-        """What it runs on, once that is there."""
+    def _receive(self, batch: Batch) -> Any:
+        """Return the op's input; waits until it was received."""
 
     @abstractmethod
-    def _compute(self, batch: Batch, taken: Any) -> Any:
-        """What it makes."""
+    def _compute(self, batch: Batch, inputs: Any) -> Any:
+        """Run the op."""
 
     @abstractmethod
-    def _leave(self, batch: Batch, taken: Any, made: Any) -> None:
-        """Leave what it made for other ops."""
+    def _publish(self, batch: Batch, inputs: Any, result: Any) -> None:
+        """Publish the result for the ops that depend on it."""
 
 
 class _MessageTask(Task):

@@ -21,8 +21,8 @@ from counterflow.errors import ConfigError
 from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
 from ..stages.features import Feature, Run
-from ..stages.randomness import SampleRows
 from ..stages.recomputation import mapped
+from ..stages.sample_rows import SampleRows
 from ..torch_private import children_of, fsdp_groups, whole_parameter
 from ..transport.base import Transport
 from .one_sum import OneSum

@@ -30,7 +30,7 @@ from ..dtensors import is_dtensor
 from ..messages.values import Unit, Value
 from ..stages.features import Run
 from ..stages.named_layer import NamedLayer, place_of
-from ..stages.randomness import SampleRows
+from ..stages.sample_rows import SampleRows
 from ..stages.slice_check import calm
 from .graded import FITS, UNDECIDED, Comparison, Graded, added, as_leaves, compare, leaves_of, rounding_of
 from .loss_check import FirstOfKind, points
@@ -38,7 +38,7 @@ from .losses import Entry
 from .told import Counts
 
 if TYPE_CHECKING:
-    from ..stages.stage import StageCopy
+    from ..stages.stage import LocalStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class _Layer(NamedTuple):
         weights: weights whose gradients are compared.
     """
 
-    copy: StageCopy
+    copy: LocalStage
     layer: NamedLayer
     run: Callable[[Value], tuple[Value, Terms] | None]
     weights: Sequence[Tensor]
@@ -114,7 +114,7 @@ class AddedCheck:
         """The last inputs of one sample, by stage and slice."""
         self._over: set[int] = set()
 
-    def look(self, copy: StageCopy, value: Value, step: int, rows: SampleRows) -> None:
+    def look(self, copy: LocalStage, value: Value, step: int, rows: SampleRows) -> None:
         """Check what a stage adds for a unit.
 
         Args:
@@ -153,7 +153,7 @@ class AddedCheck:
             self._undecided("layers add nothing when they run again")
 
     def _walk(
-        self, copy: StageCopy, values: Sequence[Value], step: int, rows: SampleRows, *, training: bool
+        self, copy: LocalStage, values: Sequence[Value], step: int, rows: SampleRows, *, training: bool
     ) -> bool:
         """Run a stage layer by layer; gives whether any layer adds anything."""
         seen = False
@@ -268,14 +268,14 @@ class AddedCheck:
             )
 
 
-def _ran(copy: StageCopy, run: Run, step: int, rows: SampleRows, value: Value) -> tuple[Value, Terms] | None:
+def _ran(copy: LocalStage, run: Run, step: int, rows: SampleRows, value: Value) -> tuple[Value, Terms] | None:
     with added_losses() as terms:
         output = copy.streams.unless_drawn(lambda: (run(value, step, rows),))
     return None if output is None else (output[0], terms)
 
 
 @contextmanager
-def _still(copy: StageCopy, *, training: bool) -> Iterator[None]:
+def _still(copy: LocalStage, *, training: bool) -> Iterator[None]:
     """Context in which modules note nothing; unless ``training`` they are in evaluation mode."""
     with calm(copy, lambda _: training), copy.streams.kept(), copy.buffers.as_then(copy.buffers.now()):
         yield

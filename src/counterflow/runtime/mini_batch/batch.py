@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..messages.values import Shapes, Unit
-from ..stages.randomness import SampleRows
+from ..stages.sample_rows import SampleRows
 from .added_check import AddedCheck
 from .cut_check import CutCheck
 from .feed import Feed

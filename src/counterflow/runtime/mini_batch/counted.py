@@ -26,7 +26,7 @@ from ..dtensors import whole
 from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.named_layer import LOSS, NamedLayer
-from ..stages.randomness import SampleRows
+from ..stages.sample_rows import SampleRows
 from ..torch_private import LINEAR_CROSS_ENTROPY, whole_call
 from .losses import Found, read_loss
 

@@ -22,7 +22,7 @@ from ..messages.values import Unit
 from .losses import Entry, LossFunction, consistent, counted, elements_in
 
 if TYPE_CHECKING:
-    from ..stages.stage import StageCopy
+    from ..stages.stage import LocalStage
 
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 """Losses that are apart by less, relative to the largest of them, differ by rounding."""
@@ -102,7 +102,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def grade(  # noqa: PLR0917
-    copy: StageCopy,
+    copy: LocalStage,
     function: LossFunction,
     output: Any,
     target: Any,
@@ -136,7 +136,7 @@ def grade(  # noqa: PLR0917
 
 
 @contextmanager
-def _without_gradients(copy: StageCopy) -> Iterator[None]:
+def _without_gradients(copy: LocalStage) -> Iterator[None]:
     """Context in which functions that add to weights' gradients themselves add to others."""
     weights = [weight for weight in copy.parameters() if weight.is_leaf]  # a cast one has no gradient
     gradients = [weight.grad for weight in weights]

@@ -45,7 +45,7 @@ from .losses import LossFunction
 from .samples import Dims, cut, joined, samples_in
 
 if TYPE_CHECKING:
-    from ..stages.stage import StageCopy
+    from ..stages.stage import LocalStage
 
 _LOG = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class LossCheck:
         self._grade: Callable[..., Graded]
         self._joins = True
 
-    def begin(self, copy: StageCopy, function: LossFunction, output: Any, target: Any, samples: int) -> None:
+    def begin(self, copy: LocalStage, function: LossFunction, output: Any, target: Any, samples: int) -> None:
         """Check a unit's loss before it is computed, which may change what it is given.
 
         Raises:

@@ -24,7 +24,7 @@ from .losses import LossFunction, elements_in
 from .samples import Dims, cut, samples_in
 
 if TYPE_CHECKING:
-    from ..stages.stage import StageCopy
+    from ..stages.stage import LocalStage
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Numbers that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
@@ -64,7 +64,7 @@ class PositionCheck:
         self._output_dims, self._target_dims = output_dims, target_dims
 
     def begin(
-        self, copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int
+        self, copy: LocalStage, function: LossFunction, output: Any, target: Any, positions: int
     ) -> None:
         """Begin the check before a slice's loss is computed.
 
@@ -113,7 +113,7 @@ class PositionCheck:
         return found, its, rows.stop - rows.start
 
 
-def _graded(copy: StageCopy, function: LossFunction, output: Any, target: Any, positions: int) -> _Graded:
+def _graded(copy: LocalStage, function: LossFunction, output: Any, target: Any, positions: int) -> _Graded:
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     size = elements_in(output)
     found = copy.loss_apart(function, output, target, positions, graph=True)

@@ -10,7 +10,7 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor
 from ..stages.recomputation import Contents
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..transport.base import Group
 from .names import Names, named_parameters, shared_names
 
@@ -29,7 +29,7 @@ class Changes:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageCopy], names: Names, groups: Mapping[int, Group | None]
+        self, stages: Mapping[int, LocalStage], names: Names, groups: Mapping[int, Group | None]
     ) -> None:
         self._stages, self._names, self._groups = stages, names, groups
         self.held: dict[int, Contents] = {}

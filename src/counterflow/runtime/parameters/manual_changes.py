@@ -15,7 +15,7 @@ from counterflow.errors import ConfigError
 
 from ..doubling import is_doubling
 from ..dtensors import local
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from .digest import digest
 from .replica_digests import tensors_of
 
@@ -32,7 +32,7 @@ class ManualChanges:
         device: the worker's device.
     """
 
-    def __init__(self, stages: Mapping[int, StageCopy], device: torch.device) -> None:
+    def __init__(self, stages: Mapping[int, LocalStage], device: torch.device) -> None:
         self._stages, self._device = stages, device
         self._noted: dict[int, list[tuple[Tensor, int, int]]] = {}
         self._contents: dict[int, Tensor] = {}
@@ -67,7 +67,7 @@ class ManualChanges:
             raise ConfigError(_refusal(copy, next(changed, None)))
 
 
-def _refusal(copy: StageCopy, tensor: Tensor | None) -> str:
+def _refusal(copy: LocalStage, tensor: Tensor | None) -> str:
     names = (
         f"{name!r} of layer {layer.index} ({type(layer.module).__name__})"
         for layer in copy.with_weights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from counterflow.errors import ConfigError
 
 from ..stages.named_layer import NamedLayer
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def shared_names(names: Names) -> dict[str, list[int]]:
     return {name: stages for name, stages in users.items() if len(stages) > 1}
 
 
-def named_parameters(copy: StageCopy, names: Names) -> dict[str, nn.Parameter]:
+def named_parameters(copy: LocalStage, names: Names) -> dict[str, nn.Parameter]:
     """The parameters of a stage at hand, by the name of the first that is the same."""
     its = iter(names[copy.stage])
     return {
@@ -43,7 +43,7 @@ def named_parameters(copy: StageCopy, names: Names) -> dict[str, nn.Parameter]:
     }
 
 
-def named_tensors(copy: StageCopy, names: Names, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(copy: LocalStage, names: Names, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a stage under their first names, and buffers, in the order of ``tensors_of``."""
     first = dict(names[copy.stage])
     for layer in copy.with_weights:
@@ -53,7 +53,7 @@ def named_tensors(copy: StageCopy, names: Names, *, buffers: bool = True) -> Ite
             yield from _buffers_of(layer)
 
 
-def named_buffers(copy: StageCopy) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(copy: LocalStage) -> Iterator[tuple[str, Tensor]]:
     """Buffers of a stage by name; those that are in no state are named by layer."""
     for layer in copy.with_weights:
         yield from _buffers_of(layer)

@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from ..mesh.parallel_dims import REPLICATED, ParallelDims, WeightDims
 from ..mesh.rank_mesh import WORKER
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
 from .compressed_sums import SumCompression
 from .gradients import GradientGroup, unique
@@ -48,7 +48,7 @@ class ParameterPlacement:
 
     def __init__(
         self,
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         names: Names,
         holders: Sequence[Sequence[int]],
         dims: ParallelDims,

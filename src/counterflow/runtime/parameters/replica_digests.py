@@ -18,7 +18,7 @@ from counterflow.schedule.owners import pieces
 from ..dtensors import is_dtensor
 from ..mesh.parallel_dims import ParallelDims
 from ..messages.values import number_of
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
 from .digest import digest
 from .names import Names, named_parameters, shared_names
@@ -28,7 +28,7 @@ Key = tuple[int | str, tuple[int, ...]]
 
 
 def broadcast_initial_weights(
-    stages: Mapping[int, StageCopy],
+    stages: Mapping[int, LocalStage],
     names: Names,
     holders: Sequence[Sequence[int]],
     dims: ParallelDims,
@@ -207,11 +207,11 @@ _WHY_APART = (
 )
 
 
-def _shapes(copy: StageCopy) -> int:
+def _shapes(copy: LocalStage) -> int:
     return number_of(*((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(copy)))
 
 
-def tensors_of(copy: StageCopy, *, buffers: bool = True) -> list[Tensor]:
+def tensors_of(copy: LocalStage, *, buffers: bool = True) -> list[Tensor]:
     """A stage's parameters, and its buffers."""
     found: list[Tensor] = []
     for layer in copy.with_weights:

@@ -18,7 +18,7 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor
 from ..stages.named_layer import NamedLayer, place_of
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 
 _FIRST_STEPS = 4
 """Steps of each worker in which contents are compared, then in steps 4, 8, 16, ..."""
@@ -126,7 +126,7 @@ class SharedBuffers:
     """
 
     def __init__(
-        self, shared: Iterable[SharedBuffer], stages: Mapping[int, StageCopy], *, exact: bool
+        self, shared: Iterable[SharedBuffer], stages: Mapping[int, LocalStage], *, exact: bool
     ) -> None:
         layers = {layer.index: layer for copy in stages.values() for layer in copy.with_weights}
         self._watched: list[_Watched] = []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..transport.base import Group, Pending, Transport
 from .changes import Changes
 
@@ -38,7 +38,7 @@ class Statistics:
 
     def __init__(
         self,
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         groups: Mapping[int, Group | None],
         changes: Changes,
         transport: Transport,

@@ -23,7 +23,7 @@ from ..dtensors import local
 from ..mesh.parallel_dims import ParallelDims
 from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..transport.base import Transport
 from .changes import Changes
 from .compressed_sums import SumCompression
@@ -73,7 +73,7 @@ class Weights:
 
     def __init__(
         self,
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         *,
         names: Names,
         aliases: Mapping[str, Sequence[str]],

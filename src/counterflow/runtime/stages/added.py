@@ -19,7 +19,7 @@ from counterflow.api.aux_loss import COLLECTED, collecting
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Value
 from .features import Feature, Run
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 from .skips import Carried
 
 

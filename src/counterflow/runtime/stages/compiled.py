@@ -25,8 +25,9 @@ from ..messages.values import Value
 from ..torch_private import backend_of, buffers_of, call_of
 from .features import Block, Feature, Run, Runs, called
 from .named_layer import NamedLayer, place_of
-from .randomness import RandomStreams, SampleRows
+from .randomness import RandomStreams
 from .recomputation import Buffers, copied, mapped
+from .sample_rows import SampleRows
 
 _DROPOUTS = (
     nn.Dropout,

@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..messages.values import Keyworded, Value
+from .named_layer import NamedLayer
+from .sample_rows import SampleRows
 
-if TYPE_CHECKING:
-    from .named_layer import NamedLayer
-    from .randomness import SampleRows
-
-Run = Callable[[Value, int, "SampleRows"], Value]
+Run = Callable[[Value, int, SampleRows], Value]
 """What a stage, or a layer, makes of a value in a step; the value has some rows of the mini-batch."""
 
 
@@ -81,7 +78,7 @@ class Block:
     alone: str | None = None
 
 
-Compile = Callable[[Sequence["NamedLayer"]], Run]
+Compile = Callable[[Sequence[NamedLayer]], Run]
 """Makes the compiled run of some layers, without any feature."""
 
 

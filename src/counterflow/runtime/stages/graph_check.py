@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -16,14 +15,12 @@ from counterflow.errors import ConfigError
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
 from .graph_split import variable
+from .interface import RunnableStage
 from .joints import Joints
-
-if TYPE_CHECKING:
-    from .stage import StageCopy
 
 
 def check_graph(
-    copy: StageCopy,
+    copy: RunnableStage,
     outputs: Sequence[Tensor],
     given: Sequence[Tensor],
     joints: Joints | None = None,
@@ -63,7 +60,7 @@ def check_graph(
 
 
 def _refuse_there_before(
-    copy: StageCopy, unknown: Mapping[int, Tensor], again: Callable[[], Sequence[Tensor]]
+    copy: RunnableStage, unknown: Mapping[int, Tensor], again: Callable[[], Sequence[Tensor]]
 ) -> None:
     """Refuse tensors of a stage's graph that are in the graph of another run of it as well."""
     weights = copy.parameters()

@@ -26,7 +26,7 @@ from ..messages.values import Value
 from ..torch_private import whole_call
 from .features import Feature, Run
 from .named_layer import LOSS, NamedLayer
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 
 _NOTHING = nullcontext()
 

@@ -7,7 +7,7 @@ stage that go past all of its layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -16,9 +16,6 @@ from counterflow.common.trees import versions
 
 from .graph_split import Walked, below, is_seam, variable
 from .recomputation import Replay, mapped, same_tensors
-
-if TYPE_CHECKING:
-    from .split_backward import Splitting
 
 NODES_A_PIECE = 24
 """Minimum number of nodes in a piece of a graph: entering autograd costs as much as visiting this many."""
@@ -31,10 +28,17 @@ class Joint(NamedTuple):
     leaves: tuple[Tensor, ...]
 
 
+class DetachedLayers(Protocol):
+    """Facts about a stage's graphs that detach points read and learn."""
+
+    joined: frozenset[int] | None
+    """Layers with a detach point before them; None: not known yet."""
+
+
 class Joints:
     """Detach points of one forward's graph, from the input on; recorded while the stage's layers run."""
 
-    def __init__(self, splitting: Splitting) -> None:
+    def __init__(self, splitting: DetachedLayers) -> None:
         self.splitting = splitting
         self.found: list[Joint] = []
         self.replays: list[Replay] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,25 @@ from ..devices import autocast_type
 from ..messages.values import Value
 from ..torch_private import parameters_of, set_version_counters
 from .features import Feature, Run
-from .randomness import SampleRows
+from .named_layer import NamedLayer
 from .recomputation import mapped
+from .sample_rows import SampleRows
 from .skips import Carried
-
-if TYPE_CHECKING:
-    from .named_layer import NamedLayer
-    from .stage import StageCopy
+from .versions import Versions
 
 _NOTHING = nullcontext()
+
+
+class CastStage(Protocol):
+    """The part of a stage whose precision is another than its weights'."""
+
+    stage: int
+    last: bool
+    layers: tuple[NamedLayer, ...]
+    versions: Versions | None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters, each once."""
 
 
 class Precision(Feature):
@@ -159,7 +169,7 @@ class Cast(Precision):
 
     plain = False
 
-    def __init__(self, copy: StageCopy, dtype: torch.dtype) -> None:
+    def __init__(self, copy: CastStage, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._copy = copy
         self._casts: dict[int, dict[int, Tensor]] = {}
@@ -273,7 +283,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 def precision_of(
     execution: Execution, device: torch.device, *, shards: bool
-) -> Callable[[StageCopy], Precision]:
+) -> Callable[[CastStage], Precision]:
     """What makes the precision in which a stage's layers run.
 
     Args:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +23,8 @@ from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
 from .features import Feature, Run
-
-if TYPE_CHECKING:
-    from .named_layer import NamedLayer
-
-
-class SampleRows(NamedTuple):
-    """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas.
-
-    Of their sequence it is number ``slice`` of ``slices``, with ``positions`` of the ``whole`` one's; both
-    are 0 where this worker is not given the mini-batch.
-    """
-
-    micro_batch: int
-    samples: int
-    start: int
-    stop: int
-    slice: int = 0
-    slices: int = 1
-    positions: int = 0
-    whole: int = 0
-
+from .named_layer import NamedLayer
+from .sample_rows import SampleRows
 
 _NOTHING = nullcontext()
 

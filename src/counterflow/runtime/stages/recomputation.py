@@ -25,7 +25,7 @@ from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .counters import summed
 from .features import Feature, Run
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 
 Contents = tuple[Tensor | None, ...]
 """Contents of buffers at one time."""

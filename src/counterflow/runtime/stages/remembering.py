@@ -20,7 +20,7 @@ from ..messages.values import Value
 from .carrying import carries_in, carrying
 from .features import Feature, Run
 from .named_layer import NamedLayer
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 
 
 class Remembering(Feature):

@@ -5,8 +5,8 @@ Invariant: a layer runs again in the same precision, with the random numbers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from counterflow.common.trees import tensors_in, versions
 from ..messages.values import Value
 from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
-from .randomness import SampleRows
 from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors
+from .sample_rows import SampleRows
+from .saved_bytes import SavedBytes, SavedStorage
 
 
 class LayerReplays(Feature):
@@ -52,6 +53,26 @@ class LayerReplays(Feature):
             layer.index: (InputGuard(), Buffers([layer.module]), FirstRuns(device)) for layer in layers
         }
         self._watched: list[tuple[InputGuard, Value, list[int], Replay]] = []
+
+    @contextmanager
+    def counted(self, meter: SavedBytes) -> Iterator[None]:
+        """Context of a backward in which the tensors of a recomputed layer count until the next layer's.
+
+        Args:
+            meter: count of the bytes that are saved for backwards.
+        """
+        collected: list[SavedStorage] = []
+
+        def recount() -> Hold:
+            meter.release(collected)
+            return partial(meter.count, collected=collected)
+
+        self.recount = recount
+        try:
+            yield
+        finally:
+            self.recount = None
+            meter.release(collected)
 
     @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:

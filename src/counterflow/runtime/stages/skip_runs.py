@@ -22,7 +22,7 @@ from ..messages.values import Value
 from .carrying import carries_in, carrying
 from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 from .skip_links import LayerSkips, StageSkips, skips_in
 from .skips import Carried, Skip
 

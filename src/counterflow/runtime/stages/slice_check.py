@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,10 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from .features import Run
+from .interface import RunnableStage
 from .named_layer import NamedLayer, place_of
-from .randomness import SampleRows
+from .sample_rows import SampleRows
 from .skips import Carried
-
-if TYPE_CHECKING:
-    from .stage import StageCopy
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ class SliceCheck:
             self._micro_batch = micro_batch
         return self._micro_batch == micro_batch
 
-    def add(self, copy: StageCopy, value: Value, step: int, rows: SampleRows) -> None:
+    def add(self, copy: RunnableStage, value: Value, step: int, rows: SampleRows) -> None:
         """Keep the input of a slice's forward; compare layers when all slices are there.
 
         Args:
@@ -121,7 +119,7 @@ class SliceCheck:
             )  # fmt: skip
             self._compare(copy, slices[:_LEAST], step)
 
-    def _compare(self, copy: StageCopy, slices: Sequence[tuple[Value, SampleRows]], step: int) -> None:
+    def _compare(self, copy: RunnableStage, slices: Sequence[tuple[Value, SampleRows]], step: int) -> None:
         values, rows = [_without(value, self._states) for value, _ in slices], [rows for _, rows in slices]
         whole = None
         norms = {id(module) for module, _ in copy.buffers.norms}  # by what they are given, as in training
@@ -136,7 +134,7 @@ class SliceCheck:
 
     def _compare_layer(
         self,
-        copy: StageCopy,
+        copy: RunnableStage,
         layer: NamedLayer,
         run: Callable[[Value, SampleRows], Value | None],
         inputs: _Slices,
@@ -176,13 +174,13 @@ class SliceCheck:
         return outputs, output
 
 
-def _unless_drawn(copy: StageCopy, run: Run, step: int, value: Value, rows: SampleRows) -> Value | None:
+def _unless_drawn(copy: RunnableStage, run: Run, step: int, value: Value, rows: SampleRows) -> Value | None:
     """What a layer makes; None if it draws random numbers, so that it would be another the next time."""
     return copy.streams.unless_drawn(lambda: run(value, step, rows))
 
 
 @contextmanager
-def calm(copy: StageCopy, trains: Callable[[nn.Module], bool]) -> Iterator[None]:
+def calm(copy: RunnableStage, trains: Callable[[nn.Module], bool]) -> Iterator[None]:
     """Keep in training mode only the modules that ``trains`` names; modes and buffers are restored."""
     modules = [module for layer in copy.layers for module in layer.module.modules()]
     modes = [module.training for module in modules]

@@ -35,8 +35,8 @@ from .graph_split import Division, Shape, Walked, divided, saved_in, slots, vari
 from .hooks_once import Half, HooksOnce
 from .joints import Joint, Joints, enters
 from .named_layer import NamedLayer
-from .randomness import SampleRows
 from .recomputation import Packed, Replay
+from .sample_rows import SampleRows
 
 _MOST_SHAPES = 64
 """Maximum number of shapes of graphs that are known at once."""

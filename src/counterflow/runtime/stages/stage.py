@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,25 +28,31 @@ from .deferred import SUMS, Deferred
 from .features import Feature, Run, blocks, called, composed, layer_run
 from .joints import Joints
 from .named_layer import LOSS, NamedLayer
-from .precision import Precision
-from .randomness import RandomStreams, SampleRows
+from .passes import EmptyPass, GuardedPass, Head, StagePass
+from .precision import CastStage, Precision
+from .randomness import RandomStreams
 from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
 from .remembering import Remembering
 from .replays import LayerReplays
+from .sample_rows import SampleRows
+from .saved_bytes import SavedBytes
 from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
 from .slice_check import SliceCheck
+from .sliced_pass import PassKind
 from .split_backward import Splitting
 from .versions import Versions
 
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
+PLAIN = PassKind()
+
 _LOSS = NamedLayer(LOSS, {}, nn.Identity())
 
 
-class StageCopy:
+class LocalStage:
     """The layers of one stage on one worker.
 
     Its runs (``forward``, ``loss``) are composed of its features, anew whenever it gets or loses one.
@@ -80,7 +86,7 @@ class StageCopy:
         *,
         loss: NamedLayer | None = None,
         last: bool = False,
-        precision: Callable[[StageCopy], Precision] = lambda _: Precision(),
+        precision: Callable[[CastStage], Precision] = lambda _: Precision(),
         skips: StageSkips | None = None,
         means: Means = UNWATCHED,
     ) -> None:
@@ -158,14 +164,36 @@ class StageCopy:
         """What its layers compute the same with in every run of a step."""
         self._plain = _there(self.adding, self._pass_by, *inner, self._skip_runner, self._remembers)
         self._plainly = composed(self.layers, self._plain, self._compiled)
-        self._around = self._within(_there(self.entry, hooks, splitting), _there(self.replays))
+        entry = None if self.entry.changes is False and self.checked else self.entry
+        self._around = self._within(_there(entry, hooks, splitting), _there(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
         self._loss_plainly = layer_run(_LOSS, _of_three, _there(self.means))
         self.loss = layer_run(_LOSS, _of_three, _there(self.means, hooks, self.streams))
 
-    def run_within(self, outer: Sequence[Feature], inner: Sequence[Feature] = ()) -> Run:
-        """Its run within further features; a layer's ``inner`` ones see nothing that only passes it by."""
-        return composed(self.layers, self._within(outer, inner), self._compiled)
+    @contextmanager
+    def alone(self, *, splits: bool = False, layer_wrappers: Sequence[Feature] = ()) -> Iterator[None]:
+        """Within this context passes run beside the steps: nothing is recomputed, buffers and draws stay.
+
+        Args:
+            splits: True if graphs have the detach points of a split backward.
+            layer_wrappers: wrappers of each layer, within all others.
+        """
+        outer = [InputGuard(), *_there(self.splitting if splits else None)]
+        run = composed(self.layers, self._within(outer, layer_wrappers), self._compiled)
+
+        def forward(value: Value, step: int, rows: SampleRows) -> Value:
+            unchanged = self.buffers.as_then(self.buffers.now())
+            with self.streams.step(), self.precision.computing(), unchanged:
+                output = run(value, step, rows)
+            self.forward = forward  # compiled layers that draw have the stage composed again
+            return output
+
+        before = self.forward, self.checked
+        self.forward, self.checked = forward, True
+        try:
+            yield
+        finally:
+            self.forward, self.checked = before
 
     def run_plainly(self, value: Value, step: int, rows: SampleRows, inner: Sequence[Feature] = ()) -> Value:
         """Run the layers with the draws of a step, without recomputation and without a compiler."""
@@ -266,10 +294,57 @@ class StageCopy:
             self.splitting.run_whole(module.one_sum.gathered)
         self._compose()
 
-    def gathered(self) -> AbstractContextManager[None] | None:
-        """Around a backward whose gradients come by other ways than outputs; None: it needs nothing."""
+    def begin(
+        self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, kind: PassKind = PLAIN
+    ) -> StagePass:
+        """Begin the pass of a unit in training.
+
+        Args:
+            rows: samples of the unit.
+            step: number of the step.
+            head: function after the layers.
+            meter: count of the bytes that are saved for backwards.
+            kind: the way in which the unit runs.
+        """
+        if rows.start == rows.stop:
+            return EmptyPass(self, rows, step, head, meter)
+        return kind.begin(self, rows, step, head, meter)
+
+    def begin_evaluation(
+        self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, *, guarded: bool = False
+    ) -> StagePass:
+        """Begin the pass of a unit without gradients.
+
+        Args:
+            rows: samples of the unit.
+            step: number of the step.
+            head: function after the layers.
+            meter: count of the bytes that are saved for backwards.
+            guarded: True if a unit of which a layer fails counts as empty.
+        """
+        if rows.start == rows.stop:
+            return EmptyPass(self, rows, step, head, meter)
+        return (GuardedPass if guarded else StagePass)(self, rows, step, head, meter)
+
+    def around_backward(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
+        """Return the context of a backward; None: it needs none.
+
+        Args:
+            meter: count of the bytes that are saved for backwards.
+        """
+        replays = self.replays if meter.counting else None
         one_sum = None if self.module is None else self.module.one_sum
-        return one_sum.gathered() if one_sum is not None and one_sum.gathers else None
+        gathers = one_sum is not None and one_sum.gathers
+        if self.precision.plain and replays is None and not gathers:
+            return self.streams.backward() if self.streams.shared else None
+        context = ExitStack()
+        if one_sum is not None and gathers:  # gradients come by other ways than outputs
+            context.enter_context(one_sum.gathered())
+        if replays is not None:
+            context.enter_context(replays.counted(meter))
+        context.enter_context(self.streams.backward())
+        context.enter_context(self.precision.backward())
+        return context
 
     def sum_gradients(self) -> None:
         """After a step's last op that makes gradients of weights: sum those that FSDP left whole."""

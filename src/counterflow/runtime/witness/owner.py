@@ -23,9 +23,10 @@ from ..messages.values import Value
 from ..stages.attributes import restored_attributes
 from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer
-from ..stages.randomness import RandomStreams, SampleRows
+from ..stages.randomness import RandomStreams
+from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
-from ..stages.stage import StageCopy
+from ..stages.stage import LocalStage
 from ..torch_private import buffers_of
 from .sketches import CallKey, CallSketch, Sketch, sketches_of
 from .state import Repeats
@@ -115,7 +116,7 @@ class Owner:
         least: minimum of the relative difference that counts as rounding.
     """
 
-    def __init__(self, stages: Mapping[int, StageCopy], streams: RandomStreams, least: float = 0.0) -> None:
+    def __init__(self, stages: Mapping[int, LocalStage], streams: RandomStreams, least: float = 0.0) -> None:
         self._stages, self._streams, self._least = stages, streams, least
         self._layers = {
             layer.index: (copy, layer.module) for copy in stages.values() for layer in copy.layers
@@ -243,7 +244,7 @@ class Owner:
             return StageResult(output, draws.any, repeats.layer)
 
     @contextmanager
-    def _sketching(self, copy: StageCopy) -> Iterator[None]:
+    def _sketching(self, copy: LocalStage) -> Iterator[None]:
         """Make sketches of the calls of captured modules, if they are asked for."""
         sketches = self.sketches
         handles = []

@@ -21,7 +21,7 @@ from ..messages.mappings import know
 from ..messages.values import Value
 from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer, place_of
-from ..stages.randomness import SampleRows
+from ..stages.sample_rows import SampleRows
 from ..torch_private import buffers_of
 from ..transport.turns import RandomStates
 from .rounds import packed, unpacked

@@ -10,7 +10,7 @@ from counterflow.schedule.ir import Schedule
 from ..execution.step import Workers
 from ..messages.values import Unit
 from ..mini_batch.batch import Batch
-from ..stages.randomness import SampleRows
+from ..stages.sample_rows import SampleRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.remote import RemoteTensorError
 from ..stages.skips import Carried
-from ..stages.stage import StageCopy, evaluating
+from ..stages.stage import LocalStage, evaluating
 from ..transport.base import Lost, TimedOut
 from .comparison import Comparison, Result, same
 from .model_forward import ModelForward
@@ -75,7 +75,7 @@ class Witness:
         model: object,
         layers: Sequence[Sequence[NamedLayer]],
         schedule: Schedule,
-        stages: Mapping[int, StageCopy],
+        stages: Mapping[int, LocalStage],
         workers: Workers,
         *,
         streams: RandomStreams,

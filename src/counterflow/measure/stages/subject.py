@@ -1,0 +1,167 @@
+"""A stage with its input, run as passes beside the steps of its pipeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from counterflow.common.trees import tensors_in
+from counterflow.runtime.graphs import graph_of, pointers, saved_by
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.stages.passes import PlainPass, SplitPass
+from counterflow.runtime.stages.sample_rows import SampleRows
+from counterflow.runtime.stages.saved_bytes import SavedBytes
+from counterflow.runtime.stages.stage import LocalStage
+
+from .allocations import allocated
+from .chain import NOT_COUNTED, Chain, OutputHead
+from .workspace import Workspace
+
+
+class StageSubject:
+    """A stage that is measured, within ``LocalStage.alone``.
+
+    Args:
+        pipeline: pipeline of the stage.
+        copy: the stage.
+        rows: samples of the unit.
+        chain: inputs and target.
+        loss: returns the tensors that a backward begins with, of the stage's output and the target.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        copy: LocalStage,
+        rows: SampleRows,
+        chain: Chain,
+        loss: Callable[[Any, Any], list[Tensor]],
+    ) -> None:
+        self._pipeline, self.copy, self._rows, self._loss = pipeline, copy, rows, loss
+        self.value = chain.taken[copy.stage]
+        self.inputs = list(tensors_in(self.value))
+        self._target = chain.target if copy.last else None
+
+    def begin(self, meter: SavedBytes = NOT_COUNTED) -> PlainPass:
+        """Begin a pass whose backward is one op."""
+        return PlainPass(self.copy, self._rows, self._pipeline.steps, self._head(), meter)
+
+    def begin_split(self, meter: SavedBytes = NOT_COUNTED) -> SplitPass:
+        """Begin a pass whose backward is two ops."""
+        return SplitPass(self.copy, self._rows, self._pipeline.steps, self._head(), meter)
+
+    def _head(self) -> OutputHead:
+        return OutputHead(lambda output: self._loss(output, self._target))
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of a forward, and of its backward."""
+        start = self._now()
+        unit_pass = self.begin()
+        _, outputs = unit_pass.forward(self.inputs, self.value)
+        middle = self._now()
+        if outputs:
+            unit_pass.settle()
+            unit_pass.backward([torch.ones_like(tensor) for tensor in outputs])
+        return middle - start, self._now() - middle
+
+    def saved_bytes(self, constant: Sequence[Tensor]) -> int:
+        """Return the bytes that autograd saves for the backward.
+
+        Args:
+            constant: tensors that do not count.
+        """
+        meter = SavedBytes(constant)
+        self.begin(meter).forward(self.inputs, self.value)
+        return meter.peak
+
+    def split_seconds(self, repeats: int) -> tuple[list[tuple[float, float]], list[Tensor]]:
+        """Return the seconds of a split backward's halves, and the tensors saved between them.
+
+        Args:
+            repeats: number of measurements.
+        """
+        seconds: list[tuple[float, float]] = []
+        deferred: list[Tensor] = []
+        for turn in range(repeats + 2):  # the first graph shows the detach points of others
+            meter = SavedBytes([])
+            meter.counting = turn == 1
+            unit_pass = self.begin_split(meter)
+            _, outputs = unit_pass.forward(self.inputs, self.value)
+            if not outputs:
+                return [(0.0, 0.0)], []
+            unit_pass.settle()
+            gradients = [torch.ones_like(tensor) for tensor in outputs]
+            start = self._now()
+            unit_pass.prepare(defers=True)
+            unit_pass.backward(gradients)
+            middle = self._now()
+            if turn == 1:
+                deferred = unit_pass.deferred()
+            again = self._now()
+            unit_pass.weight_gradients()
+            seconds.append((middle - start, self._now() - again))
+            self.drop_gradients()
+        return seconds[2:], deferred
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the inputs."""
+        for tensor in self.inputs:
+            tensor.grad = None
+
+    def _now(self) -> float:
+        device = self._pipeline.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+
+def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
+    """Run a forward and its backward, then again with a split backward.
+
+    Args:
+        subject: the stage, whose split backward has run before.
+        device: device of the stage.
+    """
+    unit_pass: PlainPass = subject.begin()
+    with allocated(device) as forward:
+        _, outputs = unit_pass.forward(subject.inputs, subject.value)
+    if not outputs:
+        return Workspace(forward.peak)
+    size = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+    gradients = [torch.ones_like(t) for t in outputs]
+    with allocated(device, since=forward.current) as left:
+        del outputs
+        unit_pass.settle()
+    with allocated(device) as backward:
+        unit_pass.backward(gradients)
+    subject.drop_gradients()
+    split_pass = subject.begin_split()
+    _, outputs = split_pass.forward(subject.inputs, subject.value)
+    gradients = [torch.ones_like(t) for t in outputs]
+    ends = () if split_pass.joints is None else split_pass.joints.ends
+    saved = pointers(saved_by(graph_of(outputs, more=ends))) | pointers(subject.inputs)
+    del outputs
+    split_pass.settle()
+    split_pass.prepare(defers=True)
+    with allocated(device) as first:
+        split_pass.backward(gradients)
+    subject.drop_gradients()
+    kept = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in split_pass.deferred()
+    }
+    with allocated(device) as second:
+        split_pass.weight_gradients()
+    return Workspace(
+        forward_peak_bytes=forward.peak,
+        kept_output_bytes=max(0, size - (forward.current - left.current)),
+        backward_peak_bytes=backward.peak,
+        input_gradient_peak_bytes=first.peak,
+        weight_gradients_peak_bytes=second.peak,
+        kept_gradient_bytes=sum(size for pointer, size in kept.items() if pointer not in saved),
+    )

@@ -1,0 +1,65 @@
+"""The part of a stage that passes, checks and precisions use.
+
+It is a protocol, so that these modules do not depend on the one that composes a stage of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import nn
+
+from counterflow.schedule.modes import Recompute
+
+from ..mesh.parallel import StageModule
+from ..messages.values import Value
+from .features import Run
+from .joints import Joints
+from .named_layer import NamedLayer
+from .precision import Precision
+from .randomness import RandomStreams
+from .recomputation import Buffers, FirstRuns, InputGuard
+from .replays import LayerReplays
+from .sample_rows import SampleRows
+from .saved_bytes import SavedBytes
+from .split_backward import Splitting
+
+
+class RunnableStage(Protocol):
+    """A stage as its passes and checks use it; ``LocalStage`` documents the members."""
+
+    stage: int
+    last: bool
+    trains: bool
+    checked: bool
+    joins: bool | None
+    recompute: Recompute
+    layers: tuple[NamedLayer, ...]
+    streams: RandomStreams
+    forward: Run
+    precision: Precision
+    buffers: Buffers
+    entry: InputGuard
+    first_runs: FirstRuns
+    replays: LayerReplays | None
+    splitting: Splitting
+    module: StageModule | None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters, each once."""
+
+    def joining(self) -> AbstractContextManager[Joints | None]:
+        """Return the context of a forward whose backward is split."""
+
+    def around_backward(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
+        """Return the context of a backward; None: it needs none."""
+
+    def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
+        """Run several units as one; None if the outputs of samples depend on each other."""
+
+    def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
+        """Check that the layers compute slices like the whole sequence."""
+
+    def note_checked(self) -> None:
+        """Note that the stage's first graph was checked."""

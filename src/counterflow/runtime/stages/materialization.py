@@ -1,0 +1,106 @@
+"""Initialisation of layers that are on the meta device.
+
+Invariant: weights that are made here do not depend on the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from counterflow.errors import ConfigError
+
+from ..torch_private import hooks_of
+from .named_layer import NamedLayer
+from .ownership import attach
+from .randomness import RandomStreams
+from .recomputation import Buffers
+
+
+def have_statistics(layers: Sequence[NamedLayer]) -> bool:
+    """True if a training forward of these layers changes buffers that copies average or add up."""
+    buffers = Buffers(layer.module for layer in layers)
+    return bool(buffers.norms or buffers.summed)
+
+
+def materialised(
+    layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams
+) -> list[NamedLayer]:
+    """The layers on the worker's device; those on the meta device are made there and initialised.
+
+    Each is initialised from a stream keyed by its number, by its own ``make_weights`` or else by
+    ``reset_parameters`` of its modules, so that its weights depend neither on the cut nor on the worker.
+    Parameters that layers share stay shared.
+
+    Args:
+        layers: the worker's layers.
+        device: where they shall be.
+        streams: the run's random streams.
+
+    Raises:
+        ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
+            part of a layer is on the meta device and the rest is not.
+    """
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    result = []
+    for layer in layers:
+        module = layer.module
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if meta:
+            real = next((name for name, tensor in tensors.items() if not tensor.is_meta), None)
+            if real is not None:
+                raise ConfigError(
+                    f"layer {layer.index} ({type(module).__name__}) has {meta[0]} on the meta device and "
+                    f"{real} on a real one: it would be made anew; build the whole layer on one of them"
+                )
+            _made(module, layer, device, streams, made)
+        else:
+            module.to(device)
+        result.append(NamedLayer(layer.index, layer.names, module))
+    return result
+
+
+def _made(
+    module: nn.Module,
+    layer: NamedLayer,
+    device: torch.device,
+    streams: RandomStreams,
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+) -> None:
+    place = f"layer {layer.index} ({type(module).__name__})"
+    make_weights = getattr(module, "make_weights", None)
+    for name, child in module.named_modules() if not callable(make_weights) else ():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if own and not callable(getattr(child, "reset_parameters", None)):
+            raise ConfigError(
+                f"{place} is on the meta device, and its module {name or 'itself'!r} "
+                f"({type(child).__name__}) has no reset_parameters() to make its weights with; give it one, "
+                "or build the layers on a real device"
+            )
+    before = dict(module.named_parameters(remove_duplicate=False))
+    module.to_empty(device=device)
+    firsts: dict[int, nn.Parameter] = {}
+    for name, old in before.items():  # what is tied within the layer is made once
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, firsts.setdefault(id(old), module.get_parameter(name)))
+    with streams.initial(layer.index):
+        if callable(make_weights):
+            make_weights()
+        else:
+            for child in module.modules():
+                reset = getattr(child, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+    for name, old in before.items():
+        owner, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        if id(old) in made:
+            setattr(holder, leaf, made[id(old)][1])
+        else:
+            new = getattr(holder, leaf)
+            made[id(old)] = old, new  # the old one too, so that its id stays its own
+            if new is not old:
+                attach(new, old.__dict__, *hooks_of(old))

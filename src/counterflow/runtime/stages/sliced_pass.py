@@ -1,0 +1,107 @@
+"""Passes of the slices of a sequence, and the choice of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..messages.values import Value
+from .interface import RunnableStage
+from .passes import Head, Output, PlainPass, SplitPass, StagePass
+from .recomputed_pass import RecomputedPass
+from .sample_rows import SampleRows
+from .saved_bytes import SavedBytes, SavedStorage
+
+
+class SlicedPass(StagePass):
+    """A slice of a micro-batch, which takes the state that the slice before left, and leaves one to the next.
+
+    Attributes:
+        unit_pass: pass of the slice by itself.
+        loss: loss of the last stage, beside which the gradient of a state is received; None: another stage.
+        state: storages of the state that are counted until the next slice has it among its inputs.
+    """
+
+    __slots__ = ("loss", "state", "unit_pass")
+
+    def __init__(self, unit_pass: PlainPass | RecomputedPass) -> None:
+        super().__init__(unit_pass.stage, unit_pass.rows, unit_pass.step, unit_pass.head, unit_pass.meter)
+        self.unit_pass = unit_pass
+        self.loss: Tensor | None = None
+        self.state: list[SavedStorage] = []
+
+    @override
+    def forward(self, inputs: list[Tensor], value: Value) -> Output:
+        self.stage.look_at_slice(value, self.step, self.rows)
+        structure, tensors = self.unit_pass.forward(inputs, value)
+        if self.stage.last:
+            self.loss = tensors[0].detach()
+        return structure, tensors
+
+    @override
+    def recompute(self) -> None:
+        self.unit_pass.recompute()
+
+    @override
+    def prepare(self, *, defers: bool) -> None:
+        self.unit_pass.prepare(defers=defers)
+
+    @override
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.loss is not None and gradients:
+            gradients = [torch.ones_like(self.loss), *gradients]
+        self.unit_pass.backward(gradients)
+
+    @override
+    def weight_gradients(self) -> None:
+        self.unit_pass.weight_gradients()
+
+    @override
+    def input_gradients(self) -> list[Tensor | None]:
+        return self.unit_pass.input_gradients()
+
+    @override
+    def settle(self) -> None:
+        self.unit_pass.settle()
+
+    @override
+    def release(self) -> None:
+        self.unit_pass.release()
+
+    @override
+    def count_state(self, tensors: Sequence[Tensor]) -> None:
+        if self.meter.counting:
+            for tensor in tensors:
+                self.meter.count(tensor, self.state)
+
+    @override
+    def release_state(self) -> None:
+        self.meter.release(self.state)
+
+
+class PassKind(NamedTuple):
+    """The way in which an op's units run in training, chosen once.
+
+    Attributes:
+        splits: True if the backward of a unit may be two ops.
+        sliced: True if a unit is a slice of a sequence.
+        recomputed: True if the forward saves its input alone.
+    """
+
+    splits: bool = False
+    sliced: bool = False
+    recomputed: bool = False
+
+    def begin(
+        self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
+    ) -> StagePass:
+        """Make the pass of a unit; arguments as of ``StagePass``."""
+        graph = (SplitPass if self.splits else PlainPass)(stage, rows, step, head, meter)
+        if not (self.recomputed or self.sliced):
+            return graph
+        unit_pass = RecomputedPass(graph) if self.recomputed else graph
+        return SlicedPass(unit_pass) if self.sliced else unit_pass
