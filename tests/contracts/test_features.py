@@ -122,6 +122,8 @@ REFUSED: dict[tuple[str, str], str] = {
     (ASYNCHRONOUS, "sharded updates"): "zero_stage = 1: .* updates each stage at its own time",
     (ASYNCHRONOUS, "small sums"): "gradient_compression.*: .* updates each stage at its own time",
     (ASYNCHRONOUS, "loss scale"): "loss_scale cannot skip an update everywhere",
+    ("slices", "batch norm"): "makes something else of a whole sequence than of its 2 slices",
+    ("slices", "deferred batch norm"): "would normalise each slice by its own mean",
 }
 """Errors of features that do not go together, or with asynchronous schemes."""
 

@@ -18,30 +18,14 @@ from counterflow.models.bert import BERTConfig
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.resnext import ResNeXtConfig
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import one_process, verify
 
+from ..kit import linears, mean_square, momentum, run
+
 Work = Callable[..., Any]
-
-
-def run(work: Work, *args: object, workers: int) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
-
-
-def linears(count: int, width: int = 4) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(width, width, dtype=torch.float64) for _ in range(count)]
 
 
 def numbers(samples: int, width: int = 4) -> tuple[Tensor, Tensor]:
@@ -68,7 +52,7 @@ ALL = [
 
 
 def _one_step(schedule: Schedule, layers: list[nn.Module], loss: Any, batch: Any, replicas: int = 1) -> Any:
-    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd)
+    pipeline = Pipeline(layers, loss, schedule, optimizer=momentum)
     pipeline.keeps_gradients = True
     inputs, targets = batch
     share = len(targets) // replicas
@@ -114,7 +98,7 @@ def test_the_tied_gradient_is_the_true_one(schedule: Schedule, replicas: int) ->
 
 
 def _several_steps(schedule: Schedule, layers: list[nn.Module], **options: Any) -> Any:
-    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd, **options)
+    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=momentum, **options)
     losses = []
     for samples in (8, 8, 5, 8, 9):  # an epoch's last mini-batch is smaller, and then there is a larger one
         losses.append(pipeline.step(*numbers(samples)).loss)
@@ -140,9 +124,9 @@ def test_a_learning_rate_schedule() -> None:
 
     batches = [[numbers(8)] for _ in range(4)]
     schedule = schemes.chimera(4, 4)
-    common: dict[str, Any] = {"optimizer": sgd, "scheduler": halved}
+    common: dict[str, Any] = {"optimizer": momentum, "scheduler": halved}
     assert verify(schedule, layers, mean_square, batches, **common).ok
-    constant = one_process(layers, mean_square, (1,) * 4, batches, optimizer=sgd)
+    constant = one_process(layers, mean_square, (1,) * 4, batches, optimizer=momentum)
     assert not verify(schedule, layers, mean_square, batches, **common, reference=constant).ok
 
 
@@ -158,7 +142,7 @@ def test_names_are_the_models_own() -> None:
 
 
 def _loaded(schedule: Schedule, layers: list[nn.Module], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd)
+    pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum)
     pipeline.load_model_state_dict(state)
     return pipeline.model_state_dict()
 
@@ -177,7 +161,7 @@ def _initial(schedule: Schedule) -> tuple[dict[str, Tensor], list[bool]]:
     config = GPTConfig(layers=6, hidden=8, heads=2, vocabulary=11, positions=4, tied=True)
     with torch.device("meta"):
         layers = config.build()
-    pipeline = Pipeline(layers, config.loss, schedule, optimizer=sgd, seed=5)
+    pipeline = Pipeline(layers, config.loss, schedule, optimizer=momentum, seed=5)
     return pipeline.model_state_dict(), [all(p.is_meta for p in layer.parameters()) for layer in layers]
 
 
@@ -201,7 +185,7 @@ def test_a_model_on_the_meta_device_starts_alike_however_it_is_cut() -> None:
 def _made_bytes(schedule: Schedule) -> int:
     with torch.device("meta"):
         layers = [nn.Linear(256, 256) for _ in range(8)]
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd)
+    pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum)
     return sum(p.numel() for x in pipeline.stages.values() for y in x.layers for p in y.module.parameters())
 
 
@@ -234,7 +218,7 @@ def _images() -> tuple[Tensor, Tensor]:
 
 def _statistics(schedule: Schedule, layers: list[nn.Module], recompute: str) -> dict[str, Tensor]:
     """The buffers of the copies that a worker holds, after a step."""
-    pipeline = Pipeline(layers, TINY_RESNEXT.loss, schedule, optimizer=sgd, recompute=recompute)
+    pipeline = Pipeline(layers, TINY_RESNEXT.loss, schedule, optimizer=momentum, recompute=recompute)
     pipeline.step(*_images())
     return {
         f"{stage} {number} {name}": buffer.clone()
@@ -285,7 +269,7 @@ def test_stages_hand_on_tuples_of_any_dtype() -> None:
                 layers,
                 config.loss,
                 batches,
-                optimizer=sgd,
+                optimizer=momentum,
                 transport="strict-local",
                 recompute=recompute,
             )
@@ -296,7 +280,7 @@ def _autocast(schedule: Schedule, **options: Any) -> float:
     config = GPTConfig(layers=2, hidden=8, heads=2, vocabulary=11, positions=4, dropout=0.0)
     with torch.device("meta"):
         layers = config.build()
-    pipeline = Pipeline(layers, config.loss, schedule, optimizer=sgd, **options)
+    pipeline = Pipeline(layers, config.loss, schedule, optimizer=momentum, **options)
     return pipeline.step(*config.sample(8, generator=torch.Generator().manual_seed(0))).loss
 
 
@@ -320,7 +304,7 @@ def test_compiled_layers() -> None:
 
 
 def _corrupted(schedule: Schedule, layers: list[nn.Module]) -> None:
-    pipeline = Pipeline(layers, mean_square, schedule, optimizer=sgd, digest_every=2)
+    pipeline = Pipeline(layers, mean_square, schedule, optimizer=momentum, digest_every=2)
     for number in range(8):
         pipeline.step(*numbers(8))
         if number == 6 and pipeline.worker == 2:  # a copy, not the user's own
@@ -394,7 +378,7 @@ def _grows(schedule: Schedule, layers: list[nn.Module], dynamic: bool) -> float:
     def mean(output: Tensor, target: Tensor) -> Tensor:
         return mean_square(output.mean(dim=1), target)
 
-    pipeline = Pipeline(layers, mean, schedule, optimizer=sgd, dynamic_shapes=dynamic)
+    pipeline = Pipeline(layers, mean, schedule, optimizer=momentum, dynamic_shapes=dynamic)
     return [pipeline.step(*numbers(4)).loss for _ in range(3)][-1]
 
 
@@ -406,7 +390,7 @@ def test_shapes_that_change_have_to_be_announced() -> None:
 
 
 def _without(schedule: Schedule, layers: list[nn.Module], missing: str, worker: int) -> float:
-    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=sgd)
+    pipeline = Pipeline(deepcopy(layers), mean_square, schedule, optimizer=momentum)
     inputs, targets = numbers(4)
     if pipeline.worker == worker:
         return pipeline.step(
@@ -451,7 +435,7 @@ def test_steps_and_evaluations_must_be_called_alike() -> None:
     layers = linears(2)
 
     def work() -> None:
-        pipeline = Pipeline(layers, mean_square, schemes.gpipe(2, 2), optimizer=sgd)
+        pipeline = Pipeline(layers, mean_square, schemes.gpipe(2, 2), optimizer=momentum)
         call = pipeline.step if pipeline.worker else pipeline.evaluate
         call(*numbers(4))
 

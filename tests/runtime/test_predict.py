@@ -14,6 +14,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ..kit import sgd
+
 F = torch.float64
 SCHEMES = [
     schemes.gpipe(2, 4),
@@ -32,10 +34,6 @@ class Last(nn.Linear):
 
 
 DIMS = {"y": 0, "turned": [1, 0], "weight": None}
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def loss(output: Any, target: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from counterflow.testing.strict_nccl.device import Device
 from counterflow.testing.strict_nccl.memory import CopyError
 from counterflow.testing.strict_nccl.modes import computing
 
+from ..kit import sgd
+
 _T = TypeVar("_T")
 
 
@@ -256,10 +258,6 @@ def test_groups_of_the_device_refuse_the_host_and_those_of_the_host_the_device()
 
 
 # -- the engine on it
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def linears(count: int) -> list[nn.Module]:

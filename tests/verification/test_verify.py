@@ -16,6 +16,8 @@ from counterflow.verification import agreement
 from counterflow.verification.agreement import Agreement, Trained, compare, verify
 from counterflow.verification.reference import Staleness
 
+from ..kit import sgd
+
 D = torch.float64
 
 
@@ -39,10 +41,6 @@ class Calls:
 
         monkeypatch.setattr(agreement, "one_process", one_process)
         monkeypatch.setattr(agreement, "launch", launch)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def slower(optimizer: torch.optim.Optimizer) -> Any:

@@ -16,6 +16,7 @@ import counterflow as cf
 from counterflow.models import hf
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
 from . import tiny
 
 STORED_OTHERWISE = {"mixtral", "deepseek-v4", "olmo-hybrid"}
@@ -24,10 +25,6 @@ STORED_OTHERWISE = {"mixtral", "deepseek-v4", "olmo-hybrid"}
 
 ONE_FILE = ("gpt2", "llama-tied", "gemma3", "bert")
 """Those that are read from one file, too; all are from several."""
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def state_of(model: nn.Module, schedule: Schedule, **options: Any) -> dict[str, torch.Tensor]:

@@ -24,6 +24,8 @@ from counterflow import (
 from counterflow.runtime.execution.step import Step
 from counterflow.schedule.ir import Schedule
 
+from ...kit import momentum
+
 WIDTH, SAMPLES = 6, 8
 LOW = torch.float16
 HIGH = 2.0**21
@@ -57,10 +59,6 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.to(output.dtype).float())
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def curve(steps: Sequence[Step]) -> Curve:
     return [(step.loss, step.skipped, step.loss_scale or 0.0) for step in steps]
 
@@ -70,7 +68,7 @@ def alone(
 ) -> tuple[Curve, dict[str, Any]]:
     """One process: micro-batch after micro-batch, the way that torch documents."""
     model = nn.Sequential(*layers())
-    optimizer = sgd(model.parameters())
+    optimizer = momentum(model.parameters())
     interval = options.get("loss_scale_interval", 2000)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=options.get("loss_scale", 2.0**16), growth_interval=interval
@@ -108,7 +106,7 @@ def _loss_of(model: nn.Module, value: Tensor, target: Tensor, options: dict[str,
 def trained(
     schedule: Schedule, numbers: range, options: dict[str, Any], *, together: int = 1, state: Any = None
 ) -> tuple[list[Step], dict[str, Any]]:
-    with Pipeline(layers(), loss, schedule, optimizer=sgd, digest_every=1, **options) as pipeline:
+    with Pipeline(layers(), loss, schedule, optimizer=momentum, digest_every=1, **options) as pipeline:
         if state is not None:
             pipeline.load_state_dict(state)
         given = [[half.chunk(pipeline.replicas)[pipeline.replica] for half in batch(n)] for n in numbers]
@@ -192,7 +190,7 @@ def test_a_run_goes_on_from_its_state(barrier: bool) -> None:
 
 
 def _checkpointed(folder: Path, schedule: Schedule, numbers: range) -> list[Step]:
-    with Pipeline(layers(), loss, schedule, optimizer=sgd, **AUTO) as pipeline:
+    with Pipeline(layers(), loss, schedule, optimizer=momentum, **AUTO) as pipeline:
         if numbers[0]:
             assert load_checkpoint(pipeline, folder) == numbers[0]
         assert pipeline.loss_scale is not None
@@ -225,7 +223,7 @@ def _double(scale: float | None) -> Any:
         modules,
         nn.functional.mse_loss,
         schemes.zb_v(2, 4),
-        optimizer=sgd,
+        optimizer=momentum,
         loss_scale=scale,
         clip_norm=0.1,
     ) as pipeline:
@@ -246,7 +244,7 @@ def _clamped(scale: float | None) -> tuple[float, dict[str, Any]]:
     weight = modules[0].get_parameter("weight")
     weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     with Pipeline(
-        modules, nn.functional.mse_loss, schemes.dapple(2, 4), optimizer=sgd, loss_scale=scale
+        modules, nn.functional.mse_loss, schemes.dapple(2, 4), optimizer=momentum, loss_scale=scale
     ) as pipeline:
         norm = pipeline.step(*(half.double() for half in batch(0))).grad_norm
         return norm, pipeline.model_state_dict()
@@ -261,7 +259,7 @@ def test_hooks_see_gradients_without_the_scale() -> None:
 
 
 def _never(schedule: Schedule, options: dict[str, Any]) -> None:
-    with Pipeline(layers(), loss, schedule, optimizer=sgd, **options) as pipeline:
+    with Pipeline(layers(), loss, schedule, optimizer=momentum, **options) as pipeline:
         for _ in range(9):
             pipeline.step(*batch(4))
 
@@ -284,7 +282,7 @@ def test_asynchronous_schemes_cannot_skip() -> None:
 
 
 def _loaded(state: dict[str, Any]) -> float | None:
-    with Pipeline(layers(), loss, schemes.dapple(2, 4), optimizer=sgd, **AUTO) as pipeline:
+    with Pipeline(layers(), loss, schemes.dapple(2, 4), optimizer=momentum, **AUTO) as pipeline:
         pipeline.load_state_dict(pipeline.state_dict() | {"loss_scale": state})
         return pipeline.loss_scale
 

@@ -22,9 +22,7 @@ from counterflow.schedule.ir import Op, OpKind, Schedule
 from counterflow.schedule.recomputation import with_recomputations
 from counterflow.verification.agreement import verify
 
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from ...kit import sgd
 
 
 class Counting(nn.Linear):

@@ -19,6 +19,8 @@ from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import Trained, one_process, verify
 
+from ...kit import momentum
+
 WIDTH = 6
 MICRO_BATCHES = 4
 SCHEDULES = {"zb-v": schemes.zb_v(2, MICRO_BATCHES), "zb-h1": schemes.zb_h1(3, MICRO_BATCHES)}
@@ -87,10 +89,6 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def batches(steps: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(0)
     shape = (2 * MICRO_BATCHES + 1, 3, WIDTH)
@@ -104,7 +102,7 @@ def batches(steps: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
 def reference(name: str) -> tuple[list[nn.Module], Trained]:
     torch.manual_seed(0)
     layers = [layer.double() for layer in MODELS[name]()]
-    return layers, one_process(layers, loss, (1,) * MICRO_BATCHES, batches(), optimizer=sgd)
+    return layers, one_process(layers, loss, (1,) * MICRO_BATCHES, batches(), optimizer=momentum)
 
 
 @pytest.mark.table
@@ -118,7 +116,7 @@ def test_models_agree_with_one_process(name: str, scheme: str, recompute: str) -
         layers,
         loss,
         batches(),
-        optimizer=sgd,
+        optimizer=momentum,
         transport="strict-local",
         recompute=recompute,
         reference=alone,
@@ -133,7 +131,7 @@ def test_a_single_worker_with_tied_embeddings(recompute: str) -> None:
     torch.manual_seed(0)
     layers = list(nn.ModuleList(config.build()).double())
     rows = [[config.sample(8, generator=torch.Generator().manual_seed(step))] for step in range(2)]
-    found = verify(schemes.zb_h1(1, 4), layers, config.loss, rows, optimizer=sgd, recompute=recompute)
+    found = verify(schemes.zb_h1(1, 4), layers, config.loss, rows, optimizer=momentum, recompute=recompute)
     assert found.ok, found
 
 
@@ -153,7 +151,7 @@ class Counted(nn.Module):
 
 def _runs(schedule: Schedule, recompute: str) -> list[int]:
     layers: list[nn.Module] = [Counted() for _ in range(4)]
-    pipeline = Pipeline(layers, loss, schedule, optimizer=sgd, recompute=recompute)
+    pipeline = Pipeline(layers, loss, schedule, optimizer=momentum, recompute=recompute)
     x = torch.ones(MICRO_BATCHES, 3, WIDTH)
     pipeline.step(x, x)
     modules = [layer.module for copy in pipeline.stages.values() for layer in copy.layers]
@@ -196,7 +194,7 @@ class OfOnesOwn(nn.Module):
 
 def _unsplit() -> tuple[int, ...]:
     layers = [linear(), OfOnesOwn(), linear()]
-    pipeline = Pipeline(layers, loss, schemes.zb_h1(3, MICRO_BATCHES), optimizer=sgd)
+    pipeline = Pipeline(layers, loss, schemes.zb_h1(3, MICRO_BATCHES), optimizer=momentum)
     x = torch.ones(MICRO_BATCHES, 3, WIDTH)
     pipeline.step(x, x)
     pipeline.step(x, x)
@@ -218,4 +216,4 @@ def test_a_backward_of_several_micro_batches_is_refused() -> None:
         for order in schedule.orders
     )
     with pytest.raises(ConfigError, match="has a backward of several micro-batches"):
-        Pipeline([linear()], loss, replace(schedule, orders=orders), optimizer=sgd)
+        Pipeline([linear()], loss, replace(schedule, orders=orders), optimizer=momentum)

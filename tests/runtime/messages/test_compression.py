@@ -20,6 +20,8 @@ from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
 
+from ...kit import sgd
+
 CPU = torch.device("cpu")
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -127,7 +129,3 @@ def test_the_smallest_activations_are_close(transport: Any) -> None:
     plain = launch(_train, *job, options | {"compress": False}, workers=3, transport="local")
     assert found[0][0][0] == plain[0][0][0]
     assert found[0][0] == pytest.approx(plain[0][0], rel=1e-3)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)

@@ -21,6 +21,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
+
 SCHEMES = [
     schemes.gpipe(2, 4),
     schemes.dapple(2, 4),
@@ -34,10 +36,6 @@ SCHEMES = [
 
 def run(work: Callable[..., Any], *args: object) -> list[Any]:
     return launch(work, *args, workers=2, transport="local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def spec(*shape: int) -> TensorSpec:

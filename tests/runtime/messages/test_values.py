@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -25,10 +24,11 @@ from counterflow.runtime.messages.values import (
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skips import Skip
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
+
+from ...kit import run, sgd
 
 F = torch.float64
 
@@ -41,15 +41,6 @@ SCHEMES = [
     schemes.hanayo(2, 4, waves=1),
 ]
 MODES = ["none", "stage", "layer"]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
-    options = {"transport": "strict-local", **options}
-    return launch(work, *args, workers=workers, timeout_seconds=30, **options)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Pair(NamedTuple):

@@ -15,10 +15,11 @@ from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
+
+from ...kit import run, sgd
 
 F = torch.float64
 SCHEMES = [
@@ -29,14 +30,6 @@ SCHEMES = [
 ]
 CLASSES, LENGTH = 5, 3
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=F)
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ import counterflow as cf
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.samples import cut, joined, refuse_whole_entries, samples_in
 
+from ...kit import sgd
+
 D = torch.float64
 
 
@@ -24,10 +26,6 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def launched(work: Any, *args: Any) -> Any:
     return cf.launch(work, *args, workers=2, transport="local", timeout_seconds=30)[0]
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def net() -> list[nn.Module]:

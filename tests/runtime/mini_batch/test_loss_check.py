@@ -17,12 +17,10 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
+
 WIDTH = 5
 ONE = schemes.dapple(2, 4)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> list[nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from counterflow.api.loss_sum import LossSum
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+
+from ...kit import run, sgd
 
 F = torch.float64
 SCHEMES = [
@@ -25,14 +25,6 @@ SCHEMES = [
     schemes.chimera(2, 4, concat="backward-halving"),
     schemes.hanayo(2, 4, waves=1),
 ]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def layers_of(schedule: Schedule) -> list[nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+
+from ...kit import momentum, run
 
 F = torch.float64
 SCHEMES = [
@@ -46,25 +46,15 @@ def layers_of(schedule: Schedule) -> list[nn.Module]:
     return [Packed(4, 4, dtype=F), Unpacked(4, 4, dtype=F), *more]
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def numbers(samples: int, seed: int = 0) -> Tensor:
     return torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples + 1000 * seed), dtype=F)
-
-
-def run(
-    work: Callable[..., Any], *args: object, workers: int = 2, transport: str = "strict-local"
-) -> list[Any]:
-    return launch(work, *args, workers=workers, transport=transport, timeout_seconds=60)
 
 
 COUNTS = (3, 8, 1, 3, 5, 1)
 
 
 def _of_few_samples(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any:
-    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode)
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode)
     losses = []
     for samples in COUNTS:
         x = numbers(samples * pipeline.replicas).chunk(pipeline.replicas)[pipeline.replica]
@@ -75,7 +65,7 @@ def _of_few_samples(layers: list[nn.Module], schedule: Schedule, mode: str) -> A
 
 def _in_one_process(layers: list[nn.Module], replicas: int) -> Any:
     model = nn.Sequential(*layers)
-    optimizer = sgd(list(model.parameters()))
+    optimizer = momentum(list(model.parameters()))
     losses = []
     for samples in COUNTS:
         x = numbers(samples * replicas)
@@ -112,7 +102,7 @@ def test_fewer_samples_than_micro_batches_on_replicas(transport: str) -> None:
 
 def _none(layers: list[nn.Module], schedule: Schedule) -> None:
     x = numbers(0)
-    Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd).step(x, x)
+    Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=momentum).step(x, x)
 
 
 def test_no_samples_are_refused() -> None:
@@ -121,7 +111,7 @@ def test_no_samples_are_refused() -> None:
 
 
 def _ready(layers: list[nn.Module], schedule: Schedule, mode: str, batches: Any, form: str) -> Any:
-    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode)
+    pipeline = Pipeline(layers, nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode)
     first, last = 0 in pipeline.stages, schedule.stages - 1 in pipeline.stages
     losses, endless = [], iter([one for batch in batches for one in batch for _ in range(2)])
     for batch in batches:
@@ -158,7 +148,7 @@ def _are_exact(schedule: Schedule, mode: str, transport: str) -> None:
         [(numbers(size, m), numbers(size, m).flip(1)) for m, size in enumerate(sizes)] for sizes in READY
     ]
     model = nn.Sequential(*layers_of(schedule))
-    optimizer = sgd(list(model.parameters()))
+    optimizer = momentum(list(model.parameters()))
     losses = []
     for batch in batches:
         x, y = (torch.cat(same) for same in zip(*batch, strict=True))
@@ -203,7 +193,7 @@ def test_micro_batches_that_do_not_fit_are_refused(first: Any, second: Any, mess
 
 
 def _given(layers: list[nn.Module], each: Any) -> None:
-    pipeline = Pipeline(layers, nn.functional.mse_loss, SCHEMES[0], optimizer=sgd)
+    pipeline = Pipeline(layers, nn.functional.mse_loss, SCHEMES[0], optimizer=momentum)
     pipeline.step(**each[pipeline.worker])
 
 
@@ -224,7 +214,7 @@ class Only(Takes):
 
 def _keyworded(layers: list[nn.Module], schedule: Schedule, mode: str, only: bool, split: bool) -> Any:
     pipeline = Pipeline(
-        deepcopy(layers), nn.functional.mse_loss, schedule, optimizer=sgd, recompute=mode,
+        deepcopy(layers), nn.functional.mse_loss, schedule, optimizer=momentum, recompute=mode,
         kwarg_dims={"mask": 0, "scale": None, "table": None, **({"x": 0} if only else {})},
     )  # fmt: skip
     losses = []
@@ -262,7 +252,7 @@ def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: str, onl
     more = [nn.Linear(4, 4, dtype=F) for _ in range(schedule.stages - 1)]
     layers: list[nn.Module] = [kind(4, 4, dtype=F), *more]
     found = run(_keyworded, layers, schedule, mode, only, split)
-    optimizer = sgd([p for layer in layers for p in layer.parameters()])
+    optimizer = momentum([p for layer in layers for p in layer.parameters()])
     losses = []
     for seed in range(2):
         x, y, kwargs = keywords(seed)
@@ -276,7 +266,7 @@ def test_keyword_arguments_of_the_first_layer(schedule: Schedule, mode: str, onl
 
 
 def _with_outputs(layers: list[nn.Module], schedule: Schedule, mode: str) -> Any:
-    pipeline = Pipeline(layers, _changing, schedule, optimizer=sgd, recompute=mode)
+    pipeline = Pipeline(layers, _changing, schedule, optimizer=momentum, recompute=mode)
     found = []
     for samples in (8, 3):
         x, y = numbers(samples), numbers(samples, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,25 +17,14 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import linears, run, sgd
+
 SCHEMES = [
     schemes.gpipe(2, 2),
     schemes.dapple(2, 2),
     schemes.chimera(2, 4, concat="forward-doubling"),
     schemes.chimera(2, 2, concat="backward-halving"),
 ]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def linears(count: int, width: int = 4) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(width, width, dtype=torch.float64) for _ in range(count)]
 
 
 def outputs_only(output: Tensor, _: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from counterflow.errors import WorkerError
 from counterflow.runtime.parameters.digest import digest
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+
+from ...kit import mean_square, run
 
 ROW = 2**16
 KINDS = [
@@ -79,14 +79,6 @@ def test_layouts_in_memory_make_no_difference() -> None:
 
 
 # -- copies of stages
-
-
-def run(work: Callable[..., Any], *args: object, workers: int) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
 
 
 def numbers(seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
+
+from ...kit import run
 
 F = torch.float64
 FLUSHING = [
@@ -29,10 +30,6 @@ FLUSHING = [
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]
 LIMIT = 0.02
 State = dict[str, Tensor]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
 
 
 @pytest.fixture

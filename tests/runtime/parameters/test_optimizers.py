@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,17 +14,10 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.parameters.coupled import Trial
 from counterflow.runtime.parameters.optimizers import Parameters, home_of
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
+from ...kit import mean_square, run
 
 
 def linears(count: int = 4, *, dropout: bool = False) -> list[nn.Module]:

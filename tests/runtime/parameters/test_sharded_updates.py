@@ -14,30 +14,15 @@ from counterflow.errors import ConfigError
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.parameters.local_state import ParameterState
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
 
-
-def run(work: Callable[..., Any], *args: object, workers: int, transport: Any = "strict-local") -> list[Any]:
-    return launch(work, *args, workers=workers, transport=transport, timeout_seconds=30)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from ...kit import adamw, linears, mean_square, run, sgd
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
@@ -52,11 +37,6 @@ def in_groups(parameters: Any) -> torch.optim.Optimizer:
         {"params": [p for n, p in named if not n.endswith("weight")], "weight_decay": 0.0, "lr": 0.02},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
-
-
-def linears(count: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(4, 4, dtype=dtype) for _ in range(count)]
 
 
 def numbers(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -331,7 +311,7 @@ def test_a_step_that_is_not_finite_updates_nothing() -> None:
 def test_in_lower_precision() -> None:
     def one(zero_stage: int) -> Any:
         pipeline = Pipeline(
-            linears(4, torch.float32),
+            linears(4, dtype=torch.float32),
             mean_square,
             schemes.chimera(4, 4),
             optimizer=adamw,

@@ -14,6 +14,8 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 
+from ...kit import batch, sgd
+
 F = torch.float64
 GPIPE = "gpipe(stages=2, micro_batches=2)"
 CHIMERA = "chimera(stages=2, micro_batches=2)"
@@ -85,15 +87,6 @@ def written(how: str) -> nn.Sequential:
 def rows(how: str, *, apart: bool) -> nn.Sequential:
     table = torch.zeros(2, 4, dtype=F)
     return nn.Sequential(Writes(table[0], how), nn.Tanh(), linear(), Reads(table[int(apart)]))
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, generator=generator, dtype=F), torch.randn(8, 4, generator=generator, dtype=F)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def losses(make: Callable[[], nn.Module], schedule: str, options: dict[str, Any]) -> list[float]:

@@ -15,12 +15,13 @@ from torch.nn.utils import parametrizations
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
 from counterflow.verification.reference import Reference, Staleness, parts_of
+
+from ...kit import mean_square, run
 
 FLUSHING = [schemes.dapple(2, 2), schemes.chimera(2, 2)]
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2), schemes.wpipe(1, 2)]
@@ -28,14 +29,6 @@ EVERY = [*FLUSHING, *CONTINUOUS]
 
 State = dict[str, Tensor]
 F = torch.float64
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

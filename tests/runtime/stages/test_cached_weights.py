@@ -13,6 +13,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.versions import Versions
 from counterflow.runtime.workers.launch import launch
 
+from ...kit import batch
+
 F = torch.float64
 STEPS = 7
 
@@ -57,11 +59,6 @@ class KeepsAll(Normed):
         if key not in self.seen:
             self.seen[key] = super().norms()
         return self.seen[key]
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, generator=generator, dtype=F), torch.randn(8, 4, generator=generator, dtype=F)
 
 
 def model(kind: type[Normed]) -> nn.Sequential:

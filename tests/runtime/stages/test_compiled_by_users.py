@@ -13,6 +13,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 
+from ...kit import sgd
+
 
 def plain(x: Tensor) -> Tensor:
     return x.tanh() * 2
@@ -29,10 +31,6 @@ class Compiled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.function(self.linear(x))
         return found
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,10 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
+from ...kit import run
 
 
 class Counts(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import verify
+
+from ...kit import momentum, run
 
 F = torch.float64
 WIDTH, TOKENS = 4, 9
@@ -24,14 +24,6 @@ FLUSHING = [
     schemes.zb_v(2, 4),
 ]
 CONTINUOUS = [schemes.pipedream(2), schemes.pipedream_2bw(2, 2)]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int = 2) -> list[Any]:
-    return launch(work, *args, workers=workers, transport="strict-local", timeout_seconds=30)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +59,7 @@ def test_sparse_gradients_are_right(schedule: Schedule, recompute: str) -> None:
         layers(sparse=True),
         nn.functional.mse_loss,
         [[batch(n)] for n in range(6)],
-        optimizer=sgd,
+        optimizer=momentum,
         clip_norm=0.1,
         transport="strict-local",
         recompute=recompute,
@@ -91,7 +83,7 @@ def test_what_would_not_be_right_is_refused_at_once(
 ) -> None:
     def work() -> None:
         model = layers(**options)
-        given = {"optimizer": sgd, **more}
+        given = {"optimizer": momentum, **more}
         if given.pop("tied", False):
             model.append(Tied(model[0]))
         Pipeline(model, nn.functional.mse_loss, schedule, **given)
@@ -102,7 +94,7 @@ def test_what_would_not_be_right_is_refused_at_once(
 
 def test_replicas_are_copies_too() -> None:
     def work() -> None:
-        Pipeline(layers(max_norm=1.0), nn.functional.mse_loss, FLUSHING[0], optimizer=sgd)
+        Pipeline(layers(max_norm=1.0), nn.functional.mse_loss, FLUSHING[0], optimizer=momentum)
 
     with pytest.raises(ConfigError, match="each of the 2 copies of stage 0 would change its own"):
         run(work, workers=4)
@@ -136,7 +128,7 @@ def test_a_forward_that_changes_weights_is_refused(
     def work() -> None:
         torch.manual_seed(0)
         model: list[nn.Module] = [Shrinks(WIDTH, WIDTH, dtype=F), nn.Linear(WIDTH, WIDTH, dtype=F)]
-        options = {"optimizer": sgd, **more}
+        options = {"optimizer": momentum, **more}
         if options.pop("tied", False):
             model.append(Tied(model[0]))
         pipeline = Pipeline(model, nn.functional.mse_loss, schedule, **options)

@@ -16,6 +16,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
+
 F = torch.float64
 WIDTH, COUNT = 6, 4
 SPLIT = [
@@ -24,10 +26,6 @@ SPLIT = [
     schemes.interleaved_zb(2, COUNT, chunks=2),
     schemes.dualpipe(2, COUNT),
 ]
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Hooked(nn.Module):

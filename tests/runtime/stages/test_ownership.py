@@ -24,6 +24,8 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
+
 F = torch.float64
 DAPPLE = schemes.dapple(2, 4)
 CHIMERA = schemes.chimera(2, 4)
@@ -73,10 +75,6 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     inputs, targets = (torch.randn(16, 4, generator=generator, dtype=F) for _ in range(2))
     return inputs, targets
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def piped(model: nn.Module, schedule: Schedule, **options: Any) -> Pipeline:

@@ -21,6 +21,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.verification.agreement import one_process, verify
 from counterflow.verification.reference import parts_of
 
+from ...kit import mean_square, sgd
 from ...tables import table
 
 RECOMPUTE = ("none", "stage", "layer")
@@ -33,14 +34,6 @@ WHOLE = (
     DOUBLING,
 )
 ALL = (*WHOLE, HALVING)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).flatten(1).mean(dim=1).mean()
 
 
 class Does(nn.Module):

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
+
+from ...kit import batch, momentum
 
 F = torch.float64
 DAPPLE, CHIMERA = "dapple(stages=2, micro_batches=2)", "chimera(stages=2, micro_batches=2)"
@@ -21,15 +23,6 @@ DAPPLE, CHIMERA = "dapple(stages=2, micro_batches=2)", "chimera(stages=2, micro_
 def block(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, dtype=F), nn.Tanh()) for _ in range(3)))
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, generator=generator, dtype=F), torch.randn(8, 4, generator=generator, dtype=F)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def clamp(model: nn.Module) -> None:
@@ -55,7 +48,7 @@ def load(model: nn.Module) -> None:
 def clamped(
     schedule: str, change: Callable[[nn.Module], None], model: nn.Module, **options: Any
 ) -> list[float]:
-    pipeline = Pipeline(model, nn.MSELoss(), schedule, optimizer=sgd, **options)
+    pipeline = Pipeline(model, nn.MSELoss(), schedule, optimizer=momentum, **options)
     found = []
     for number in range(7):
         found.append(pipeline.step(*batch(number)).loss)
@@ -65,7 +58,7 @@ def clamped(
 
 def clamped_in_one_process() -> list[float]:
     model = block(0)
-    optimizer, found = sgd(model.parameters()), []
+    optimizer, found = momentum(model.parameters()), []
     for number in range(7):
         optimizer.zero_grad()
         inputs, targets = batch(number)
@@ -93,7 +86,7 @@ def test_all_copies_have_what_is_set(
 
 def two(schedule: str, flushes: bool, body: nn.Sequential, *heads: nn.Sequential) -> list[float]:
     pipelines = [
-        Pipeline(nn.Sequential(*body, *head), nn.MSELoss(), schedule, optimizer=sgd, cuts=[3])
+        Pipeline(nn.Sequential(*body, *head), nn.MSELoss(), schedule, optimizer=momentum, cuts=[3])
         for head in heads
     ]
     found = []
@@ -106,7 +99,7 @@ def two(schedule: str, flushes: bool, body: nn.Sequential, *heads: nn.Sequential
 
 def two_in_one_process() -> list[float]:
     body, *heads = block(1), block(2), block(3)
-    optimizers = [sgd([*body.parameters(), *head.parameters()]) for head in heads]
+    optimizers = [momentum([*body.parameters(), *head.parameters()]) for head in heads]
     found = []
     for number in range(4):
         inputs, targets = batch(number)

@@ -24,6 +24,8 @@ from counterflow.runtime.stages.sharing.sources import Use, use_of
 from counterflow.runtime.stages.sharing.subjects import Snapshot, Subject
 from counterflow.runtime.workers.launch import launch
 
+from ...kit import batch, sgd
+
 F = torch.float64
 GPIPE = "gpipe(stages=2, micro_batches=2)"
 ONE_WORKER = "interleaved(workers=1, micro_batches=2, chunks=2)"
@@ -378,15 +380,6 @@ RIGHT: dict[str, Callable[[], nn.Sequential]] = {
     "an attribute that no layer reads": lambda: twice(KeepsLast),
     "the model": with_the_model,
 }
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 4, generator=generator, dtype=F), torch.randn(8, 4, generator=generator, dtype=F)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def made(make: Callable[[], nn.Sequential]) -> nn.Sequential:

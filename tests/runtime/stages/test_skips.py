@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,11 @@ from counterflow.errors import ConfigError
 from counterflow.program.actions import Send
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skip_links import links_of, stage_skips
-from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink
 from counterflow.verification.agreement import Agreement, verify
+
+from ...kit import run, sgd
 
 F = torch.float64
 
@@ -39,15 +39,6 @@ SCHEMES = [
     schemes.zb_v(2, 4),
 ]
 MODES = ["none", "stage", "layer"]
-
-
-def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
-    options = {"transport": "strict-local", **options}
-    return launch(work, *args, workers=workers, timeout_seconds=60, **options)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Down(nn.Module):

@@ -14,9 +14,7 @@ from torch import nn
 from counterflow import Pipeline, launch, schemes
 from counterflow.runtime.transport import turns
 
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from ...kit import sgd
 
 
 def _draws(steps: int) -> list[object]:

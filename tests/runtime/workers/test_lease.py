@@ -19,13 +19,11 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 
+from ...kit import sgd
+
 
 def run(work: Callable[..., Any], *args: object, workers: int, **options: Any) -> list[Any]:
     return launch(work, *args, workers=workers, timeout_seconds=20, **{"transport": "local", **options})
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def models() -> list[list[nn.Module]]:
