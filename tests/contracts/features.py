@@ -78,6 +78,20 @@ class Router(nn.Module):
         return y
 
 
+class Balanced(nn.Module):
+    """Experts' weights, whose balance is of a micro-batch and no mean over its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.linear(x).softmax(-1)
+        cf.add_loss(2.0 * shares.flatten(0, 1).mean(0).square().sum(), "balance")
+        y: Tensor = x * shares
+        return y
+
+
 class Loads(nn.Module):
     """A residual layer that reads what an earlier layer saved."""
 
@@ -114,6 +128,10 @@ def _normed(layers: Layers) -> None:
 
 def _router(layers: Layers) -> None:
     layers[4] = Router()
+
+
+def _balanced(layers: Layers) -> None:
+    layers[4] = Balanced()
 
 
 def _frozen(layers: Layers) -> None:
@@ -171,6 +189,7 @@ FEATURES = {
         Feature(name="batch norm", change=_normed),
         Feature(name="deferred batch norm", change=_normed, options={"deferred_batch_norm": True}),
         Feature(name="added loss", change=_router),
+        Feature(name="balance", change=_balanced, options={"per_micro_batch_loss": True}),
         Feature(name="frozen layer", change=_frozen),
         Feature(name="counted loss", counted=True),
         Feature(name="unequal micro-batches", samples=7),

@@ -83,7 +83,7 @@ class OneProcess:
             self._stale()
             losses.append(self._gradients(step, collected))
             if (step + 1) % self.case.largest("together") == 0:
-                self._update(math.fsum(collected), skip=not math.isfinite(losses[-1]))
+                self._update(math.fsum(collected))
                 collected.clear()
         self.flush()
         return losses
@@ -148,12 +148,13 @@ class OneProcess:
         collected.append(total)
         return loss / total
 
-    def _update(self, total: float, *, skip: bool) -> None:
+    def _update(self, total: float) -> None:
         self._latest()
         self.scaler.unscale_(self.optimizer)
         for weight in self.weights:
             if weight.grad is not None:
                 weight.grad /= total
+        skip = not all(w.grad is None or bool(w.grad.isfinite().all()) for w in self.weights)
         self._clip()
         before = self.scaler.get_scale()
         if self.scaler.is_enabled() or not skip:

@@ -144,7 +144,8 @@ class LocalStage:
         check = self._slice_check
         if check.expects(value, step, rows):
             with added_losses():
-                check.add(self, self.carried(value), step, rows)
+                value = self.carried(value)
+                check.add(self, self.precision.cast_input(value) if self.stage == 0 else value, step, rows)
 
     def carried(self, value: Value) -> Value:
         """What the stage runs on without what was added to the loss, as its layers take it."""
