@@ -53,7 +53,7 @@ def _owned(pipeline: Pipeline, owners: Owners) -> dict[str, list[Part]]:
     owned: dict[str, list[Part]] = {}
     for stage, names in enumerate(pipeline.weights.names):
         for first in dict.fromkeys(first for _, first in names):
-            if owners.mine(first):
+            if owners.owned_here(first):
                 owned.setdefault(first, []).append((stage, pipeline.transport.rank))
     return owned
 

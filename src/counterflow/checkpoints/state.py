@@ -94,7 +94,7 @@ def _entries(pipeline: Pipeline) -> Iterator[tuple[StateName, Any]]:
         for stage, optimizer in weights.optimizers.items()
         for name in weights.updated_names(stage).values()
     }
-    for entry, value in weights.saved.entries():
+    for entry, value in weights.state.entries():
         if entry.kind == MODEL:
             yield entry._replace(of=first.get(str(entry.of), entry.of)), value
         elif _is_options(entry):
@@ -205,7 +205,7 @@ def _refuse_other_residuals(
         entry = state_name(key)
         if entry.kind == RESIDUAL:
             saved.setdefault(str(entry.of), []).append(str(entry.slot))
-    holders = {name: group.ranks for group in pipeline.weights.holdings.every() for name in group.residuals}
+    holders = {name: group.ranks for group in pipeline.weights.placement.every() for name in group.residuals}
     for entry in entries if saved else ():
         if entry.kind == RESIDUAL:
             first = str(state_name(stored[entry]).of) if entry in stored else str(entry.of)
@@ -250,7 +250,7 @@ def load(
     entries = {state_name(key): value for key, value in state.items()}
     model = {str(entry.of): value for entry, value in entries.items() if entry.kind == MODEL}
     model |= {name: model[first] for name, first in first_names(pipeline).items() if first in model}
-    pipeline.weights.saved.load_state_dict(model)
+    pipeline.weights.state.load_state_dict(model)
     if not training:
         return
     local, training_entries = (
@@ -269,7 +269,7 @@ def load(
     training_state = assembled({**options_of, **training_entries}.items())
     if AVERAGED in training_state:
         training_state.setdefault(AVERAGE, {})  # also if this pipeline has no place for it, which is logged
-    pipeline.weights.saved.load_training_state(training_state, options=options)
+    pipeline.weights.state.load_training_state(training_state, options=options)
 
 
 def dtype_of(stored: Stored, place: str) -> torch.dtype:

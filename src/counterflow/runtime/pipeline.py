@@ -30,6 +30,7 @@ from .build.local_stages import local_stages, refuse_embeddings
 from .build.partition import PartitionedModel, partition_model
 from .build.recordings import Recordings
 from .build.runners import batches_of, runners_of
+from .build.weights import weights_of
 from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
 from .execution.step import Step, Workers, place
@@ -46,7 +47,6 @@ from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
-from .parameters.weights import Weights
 from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .transport.base import Transport
@@ -190,7 +190,7 @@ class Pipeline(Forwards):
         self._lease: Lease[TransportUser] = opened(transport, self)
         name = execution.gradient_compression
         self.gradient_compression = None if name is None else SumCompression(name)
-        self.weights = Weights(
+        self.weights = weights_of(
             held.stages,
             names=its.names,
             aliases=its.aliases,
@@ -203,8 +203,8 @@ class Pipeline(Forwards):
             streams=self.streams,
             sharded=execution.zero_stage > 0,
             compression=self.gradient_compression,
+            loss_scale=LossScale.of(execution),
         )
-        self.weights.loss_scale = LossScale.of(execution)
         held.compile(execution.compile, self.streams)
         self._perhaps_compiled = set(self.compiled)
         self.compression = Compression(self.device) if execution.compress else None

@@ -257,7 +257,7 @@ class States(ABC):
         if local:
             self._calls.require_idle("model_state_dict(local=True)")
             with self.weights.averaged() if ema else nullcontext():
-                return self.weights.saved.state_dict()
+                return self.weights.state.state_dict()
         with self._reported():
             state = dict(self._streamed(rank, ema=ema))
         order = {name: number for number, name in enumerate(self._model.order)}
@@ -293,11 +293,11 @@ class States(ABC):
         self._untold = self.flush()
         self._calls.agree(Call.STATE_DICT, self.steps)
         self.weights.check_copies(f"after {self.steps} steps")
-        return self._averages(rank) if ema else self.weights.saved.stream(rank)
+        return self._averages(rank) if ema else self.weights.state.stream(rank)
 
     def _averages(self, rank: int | None) -> Iterator[tuple[str, Any]]:
         with self.weights.averaged():
-            yield from self.weights.saved.stream(rank)
+            yield from self.weights.state.stream(rank)
 
     def _taking(self, found: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Iterate over ``found`` to its end, even if the caller stops early."""
@@ -320,7 +320,7 @@ class States(ABC):
             ConfigError: a name is missing, or a shape differs.
         """
         self._calls.require_idle("load_model_state_dict")
-        self.weights.saved.load_state_dict(state)
+        self.weights.state.load_state_dict(state)
 
     def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
         """Everything that a training resumes from, on the CPU; all workers call it.
@@ -351,9 +351,9 @@ class States(ABC):
         model = self.model_state_dict(rank=rank, local=local)
         with self._reported():
             rest = (
-                self.weights.saved.training_state()
+                self.weights.state.training_state()
                 if local
-                else self.weights.saved.whole_training_state(rank)
+                else self.weights.state.whole_training_state(rank)
             )
         if not local and rank not in (None, self.transport.rank):
             return {}
@@ -384,7 +384,7 @@ class States(ABC):
             )
         self.load_model_state_dict(state["model"])
         stages = {kind: _with_keys(int, state[kind]) for kind in BY_STAGE if kind in state}
-        self.weights.saved.load_training_state({**state, **stages})
+        self.weights.state.load_training_state({**state, **stages})
         self.steps, self.streams.seed = state["step"], state["seed"]
 
     def set_trainable(self, chosen: Callable[[str], bool]) -> None:

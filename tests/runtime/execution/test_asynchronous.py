@@ -270,7 +270,7 @@ def test_a_gradient_that_is_not_finite_ends_the_training(clip_norm: float | None
             for _ in range(40):
                 pipeline.step(*numbers(4))
         finally:
-            weights.extend(pipeline.weights.saved.state_dict().values())
+            weights.extend(pipeline.weights.state.state_dict().values())
 
     with pytest.raises(
         WorkerError, match=r"step 2: the gradient of one of its weights \(stage 0\) is not finite"

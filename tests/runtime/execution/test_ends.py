@@ -208,10 +208,10 @@ def test_all_workers_end_with_the_sentence(case: Case) -> None:
 
     def work() -> tuple[CounterflowError, bool]:
         pipeline = Pipeline(layers, loss, schedule, **options)
-        before = pipeline.weights.saved.state_dict()
+        before = pipeline.weights.state.state_dict()
         with pytest.raises(CounterflowError) as caught:
             stepped(pipeline, x, y)
-        after = pipeline.weights.saved.state_dict()
+        after = pipeline.weights.state.state_dict()
         return caught.value, all(torch.equal(before[name], after[name]) for name in before if name in CHANGED)
 
     found = launch(work, workers=2, transport="strict-local", timeout_seconds=20)

@@ -35,7 +35,7 @@ def started(schedule: Schedule, sync: str, barrier: bool) -> tuple[Sums, list[in
     )
     stage_of = {
         flat.whole.untyped_storage().data_ptr(): stage
-        for stage, groups in pipeline.weights.holdings.own.items()
+        for stage, groups in pipeline.weights.placement.own.items()
         for group in groups
         for flat in group._flats
     }

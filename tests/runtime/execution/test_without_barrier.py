@@ -465,7 +465,7 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_weights(
             ended.append(False)
         except WorkerError as error:
             ended.append("the loss is inf" in str(error) or "failed" in str(error))
-        state = pipeline.weights.saved.state_dict(), pipeline.weights.saved.training_state()
+        state = pipeline.weights.state.state_dict(), pipeline.weights.state.training_state()
         return [repr(state)]
 
     left = run(work, 6, 3, False, workers=schedule.workers)
@@ -502,7 +502,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_update() -> 
     assert all(
         weight.isfinite().all()
         for pipeline in made
-        for weight in pipeline.weights.saved.state_dict().values()
+        for weight in pipeline.weights.state.state_dict().values()
     )
     with pytest.raises(WorkerError, match=r"step 2: .* nothing was updated with it"):
         run(work, math.inf, workers=2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from counterflow.runtime.build import weights as build
 from counterflow.runtime.mesh.parallel_dims import ParallelDims, WeightDims
 from counterflow.runtime.mesh.rank_mesh import RankMesh
 from counterflow.runtime.parameters.extra_state import ExtraState
@@ -77,7 +78,7 @@ def weights_of(
     mesh = RankMesh(shape, tuple(range(transport.world_size)))
     worker = mesh.coordinates(transport.rank)[1]
     names = [layer.names for stage in stages for layer in stage.layers]
-    return Weights(
+    return build.weights_of(
         {stage.stage: stage for stage in stages if worker in holders[stage.stage]},
         names=names_of(*stages),
         aliases=aliases or {},

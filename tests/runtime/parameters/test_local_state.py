@@ -100,26 +100,26 @@ ROWS = {
 
 def test_a_state_has_weights_extra_state_and_what_is_in_no_layer() -> None:
     weights = made()
-    state = weights.saved.state_dict()
+    state = weights.state.state_dict()
     assert shown(state) == ROWS
     state["0.weight"].zero_()
     state["2._extra_state"]["seen"].append(1)
     state["mean"].zero_()
-    assert shown(weights.saved.state_dict()) == ROWS, "what was given is a copy"
+    assert shown(weights.state.state_dict()) == ROWS, "what was given is a copy"
 
 
 def test_a_weight_has_all_its_names() -> None:
     aliases = {"0.weight": ("0.weight", "head.weight"), "2.weight": ("2.weight", "x", "y")}
     weights = made(aliases=aliases)
-    state = shown(weights.saved.state_dict())
+    state = shown(weights.state.state_dict())
     assert state["head.weight"] == [1.0, 2.0]
     assert state["x"] == state["y"] == [3.0]
     other = made(aliases=aliases)
     given = {**{name: value for name, value in state.items() if name not in {"2.weight", "x"}}}
     given |= {"0.weight": torch.tensor([5.0, 6.0]), "y": torch.tensor([8.0]), "mean": torch.tensor([9.0])}
     given["0._extra_state"] = {"seen": [4]}
-    other.saved.load_state_dict(given)
-    assert shown(other.saved.state_dict()) == {
+    other.state.load_state_dict(given)
+    assert shown(other.state.state_dict()) == {
         "0.weight": [5.0, 6.0],
         "head.weight": [5.0, 6.0],
         "0._extra_state": {"seen": [4]},
@@ -145,10 +145,10 @@ def test_a_weight_has_all_its_names() -> None:
 )
 def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Any], message: str) -> None:
     weights = made()
-    state = {**weights.saved.state_dict(), "0.weight": torch.tensor([5.0, 6.0]), **change}
+    state = {**weights.state.state_dict(), "0.weight": torch.tensor([5.0, 6.0]), **change}
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        weights.saved.load_state_dict({name: value for name, value in state.items() if value is not None})
-    assert shown(weights.saved.state_dict()) == ROWS
+        weights.state.load_state_dict({name: value for name, value in state.items() if value is not None})
+    assert shown(weights.state.state_dict()) == ROWS
 
 
 def test_a_load_begins_an_average_anew() -> None:
@@ -157,7 +157,7 @@ def test_a_load_begins_an_average_anew() -> None:
     trained(weights)
     assert weights.average is not None
     assert weights.average.updates(0) == 2
-    weights.saved.load_state_dict({**weights.saved.state_dict(), "0.weight": torch.tensor([5.0, 6.0])})
+    weights.state.load_state_dict({**weights.state.state_dict(), "0.weight": torch.tensor([5.0, 6.0])})
     assert weights.average.updates(0) == 0
     assert weights.average.of(0)["0.weight"].average.tolist() == [5.0, 6.0]
 
@@ -167,7 +167,7 @@ def test_a_load_begins_an_average_anew() -> None:
 
 def test_a_training_state_by_hand() -> None:
     weights = trained(made())
-    state = weights.saved.training_state()
+    state = weights.state.training_state()
     assert state.keys() == {"optimizer", "scheduler"}
     assert state["optimizer"].keys() == {"0.weight", "2.weight"}
     one = state["optimizer"]["2.weight"]
@@ -180,7 +180,7 @@ def test_a_training_state_by_hand() -> None:
     assert {stage: kept["last_epoch"] for stage, kept in state["scheduler"].items()} == {0: 2, 1: 2}
     one["state"]["exp_avg"].zero_()
     one["options"]["betas"] = (0, 0)
-    again = weights.saved.training_state()["optimizer"]["2.weight"]
+    again = weights.state.training_state()["optimizer"]["2.weight"]
     assert again["state"]["exp_avg"].item() > 0.2
     assert again["options"]["betas"] == (0.9, 0.999)
 
@@ -189,13 +189,13 @@ def test_entries_are_all_of_the_state_as_it_is() -> None:
     aliases = {"2.weight": ("2.weight", "x")}
     weights = made(aliases=aliases)
     weights.follow(0.5)
-    entries = dict(trained(weights).saved.entries())
+    entries = dict(trained(weights).state.entries())
     model = {kept.of: value for kept, value in entries.items() if kept.kind == "model"}
     assert shown(
         {name: value.detach() if isinstance(value, Tensor) else value for name, value in model.items()}
-    ) == {name: value for name, value in shown(weights.saved.state_dict()).items() if name != "x"}
+    ) == {name: value for name, value in shown(weights.state.state_dict()).items() if name != "x"}
     training = [(kept, value) for kept, value in entries.items() if kept.kind != "model"]
-    torch.testing.assert_close(assembled(training), weights.saved.training_state(), rtol=0, atol=0)
+    torch.testing.assert_close(assembled(training), weights.state.training_state(), rtol=0, atol=0)
     parameter = weights.optimizers[1].param_groups[0]["params"][0]
     assert model["2.weight"].data_ptr() == parameter.data_ptr()
     state = weights.optimizers[1].state[parameter]
@@ -204,36 +204,36 @@ def test_entries_are_all_of_the_state_as_it_is() -> None:
 
 def test_a_training_goes_on_from_its_state() -> None:
     weights = trained(made())
-    state, own = weights.saved.training_state(), weights.saved.state_dict()
+    state, own = weights.state.training_state(), weights.state.state_dict()
     kept = shown(state)
     other = made()
-    other.saved.load_state_dict(own)
-    other.saved.load_training_state(state)
-    assert shown(other.saved.training_state()) == kept
+    other.state.load_state_dict(own)
+    other.state.load_training_state(state)
+    assert shown(other.state.training_state()) == kept
     trained(other, 1)
     assert shown(state) == kept, "what was loaded is copied"
-    assert shown(trained(weights, 1).saved.state_dict()) == shown(other.saved.state_dict())
+    assert shown(trained(weights, 1).state.state_dict()) == shown(other.state.state_dict())
 
 
 def test_options_and_schedules_are_taken_where_asked() -> None:
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     other = made()
-    other.saved.load_training_state(state, options=False)
+    other.state.load_training_state(state, options=False)
     for optimizer in other.optimizers.values():
         assert [group["lr"] for group in optimizer.param_groups] == [0.5]
         assert [kept["step"].item() for kept in optimizer.state.values()] == [2.0]
     assert [scheduler.last_epoch for scheduler in other.schedulers.values()] == [0, 0]
-    other.saved.load_training_state({**state, "scheduler": {}}, options=False)
+    other.state.load_training_state({**state, "scheduler": {}}, options=False)
 
 
 def test_a_training_state_goes_by_every_name() -> None:
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     state["optimizer"]["y"] = state["optimizer"].pop("2.weight")
     other = made(aliases={"2.weight": ("2.weight", "x", "y")})
-    other.saved.load_training_state(state)
-    assert shown(other.saved.training_state())["optimizer"]["2.weight"]["state"]["step"] == 2.0
+    other.state.load_training_state(state)
+    assert shown(other.state.training_state())["optimizer"]["2.weight"]["state"]["step"] == 2.0
     with pytest.raises(ConfigError) as refused:
-        made().saved.load_training_state(state)
+        made().state.load_training_state(state)
     assert str(refused.value) == "the training state has nothing of the optimizer for '2.weight'"
 
 
@@ -254,16 +254,16 @@ def test_what_is_no_tensor_is_copied_too() -> None:
         return Odd(parameters, lr=0.5)
 
     weights = trained(made(optimizer=odd, scheduler=None))
-    state = weights.saved.training_state()
+    state = weights.state.training_state()
     found = state["optimizer"]["2.weight"]["state"]
     assert shown(found) == {"rows": [1, 1], "sum": 2.0, "last": [3.0]}
     other = made(optimizer=odd, scheduler=None)
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     trained(other, 1)
     trained(weights, 1)
     assert shown(found) == {"rows": [1, 1], "sum": 2.0, "last": [3.0]}
     for each in (weights, other):
-        ours = each.saved.training_state()["optimizer"]["2.weight"]["state"]
+        ours = each.state.training_state()["optimizer"]["2.weight"]["state"]
         assert shown(ours) == {"rows": [1, 1, 1], "sum": 3.0, "last": [3.0]}
 
 
@@ -284,10 +284,10 @@ def halves(rate: float) -> Callable[[Any], Any]:
 
 def test_a_schedule_of_another_stage_is_taken_for_the_rates_at_hand() -> None:
     weights = trained(made(optimizer=halves(0.5)))
-    state = weights.saved.training_state()
+    state = weights.state.training_state()
     del state["scheduler"][1]
     other = made(optimizer=halves(0.5))
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     scheduler = other.schedulers[1]
     assert scheduler.last_epoch == 2
     assert scheduler.base_lrs == [0.5]
@@ -297,23 +297,23 @@ def test_a_schedule_of_another_stage_is_taken_for_the_rates_at_hand() -> None:
 
 
 def test_the_stages_own_comes_before_others() -> None:
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     state["scheduler"] = {0: {**state["scheduler"][0], "last_epoch": 7}, 1: state["scheduler"][1]}
     other = made()
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert [other.schedulers[stage].last_epoch for stage in range(2)] == [7, 2]
 
 
 def test_a_schedule_that_does_not_fit_is_passed_over_or_refused() -> None:
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     fits = state["scheduler"][1]
     state["scheduler"][1] = {key: value for key, value in fits.items() if key != "gamma"}
     other = made()
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert other.schedulers[1].last_epoch == 2, "the other stage's"
     state["scheduler"] = {1: {**fits, "more": 1}}
     with pytest.raises(ConfigError) as refused:
-        made().saved.load_training_state(state)
+        made().state.load_training_state(state)
     assert str(refused.value) == (
         "the training state has no learning-rate schedule for stage 0 with its 1 groups of parameters; "
         "load it with the stages it was saved with"
@@ -326,22 +326,22 @@ def test_a_schedule_has_as_many_rates_as_groups() -> None:
         return torch.optim.SGD(groups, lr=0.5)
 
     modules: Callable[[], list[list[nn.Module]]] = lambda: [[Row(1.0), Row(2.0)], [Row(3.0)]]  # noqa: E731
-    state = trained(weights_of(modules(), optimizer=two, scheduler=stepwise)).saved.training_state()
+    state = trained(weights_of(modules(), optimizer=two, scheduler=stepwise)).state.training_state()
     other = weights_of([[Row(1.0)], [Row(2.0), Row(3.0)]], optimizer=two, scheduler=stepwise)
-    other.saved.load_training_state(state)  # with initial rates the lists are made anew
+    other.state.load_training_state(state)  # with initial rates the lists are made anew
     assert [len(other.schedulers[stage].base_lrs) for stage in range(2)] == [1, 2]
     cyclic: Callable[[Any], Any] = lambda o: LAMBDA(o, [lambda n: 0.5**n] * len(o.param_groups))  # noqa: E731
-    state = trained(weights_of(modules(), optimizer=two, scheduler=cyclic)).saved.training_state()
+    state = trained(weights_of(modules(), optimizer=two, scheduler=cyclic)).state.training_state()
     other = weights_of([[Row(1.0)], [Row(2.0), Row(3.0)]], optimizer=two, scheduler=cyclic)
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert [other.schedulers[stage].last_epoch for stage in range(2)] == [2, 2]
     assert [len(other.schedulers[stage].state_dict()["lr_lambdas"]) for stage in range(2)] == [1, 2]
     trained(other, 1)
     assert other.schedulers[1].get_last_lr() == [0.0625, 0.0625]
     state = trained(
         weights_of([[*modules()[0], Row(3.0)]], optimizer=two, scheduler=cyclic)
-    ).saved.training_state()
-    other.saved.load_training_state(state)  # of one stage with three groups
+    ).state.training_state()
+    other.state.load_training_state(state)  # of one stage with three groups
     assert [len(other.schedulers[stage].state_dict()["lr_lambdas"]) for stage in range(2)] == [1, 2]
 
 
@@ -356,10 +356,10 @@ class Factor:
 
 
 def test_functions_that_are_objects_keep_their_state() -> None:
-    state = trained(made(scheduler=lambda o: LAMBDA(o, Factor(0.5)))).saved.training_state()
+    state = trained(made(scheduler=lambda o: LAMBDA(o, Factor(0.5)))).state.training_state()
     assert state["scheduler"][0]["lr_lambdas"] == [{"factor": 0.5}]
     other = made(scheduler=lambda o: LAMBDA(o, Factor(0.25)))
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert other.schedulers[0].state_dict()["lr_lambdas"] == [{"factor": 0.5}]
 
 
@@ -370,7 +370,7 @@ def test_an_average_is_saved_and_loaded() -> None:
     weights = made()
     weights.follow(0.5)
     trained(weights, 3)
-    state = weights.saved.training_state()
+    state = weights.state.training_state()
     assert state["averaged"] == {0: 3, 1: 3}
     assert state["ema"].keys() == {"0.weight", "2.weight"}
     kept = shown(state["ema"])
@@ -378,11 +378,11 @@ def test_an_average_is_saved_and_loaded() -> None:
     other.follow(0.5)
     state["ema"]["y"] = state["ema"].pop("2.weight")
     state["averaged"] = {0: 3, 1: 2}
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert other.average is not None
     assert [other.average.updates(stage) for stage in range(2)] == [3, 3]
-    assert shown(other.saved.training_state()["ema"]) == kept
-    other.saved.load_training_state({**state, "averaged": {}})
+    assert shown(other.state.training_state()["ema"]) == kept
+    other.state.load_training_state({**state, "averaged": {}})
     assert other.average.updates(0) == 0
 
 
@@ -392,29 +392,29 @@ def test_an_average_that_is_missing_or_not_asked_for_is_told(caplog: pytest.LogC
     weights.follow(0.5)
     trained(weights)
     trained(plain)
-    plain.saved.load_training_state(plain.saved.training_state())
+    plain.state.load_training_state(plain.state.training_state())
     assert not caplog.records
-    plain.saved.load_training_state(weights.saved.training_state())
+    plain.state.load_training_state(weights.state.training_state())
     assert [record.getMessage() for record in caplog.records] == [
         "the training state has an average of the weights, and it is not taken: call ema(decay) before "
         "the state is loaded"
     ]
     caplog.clear()
-    weights.saved.load_training_state(plain.saved.training_state())
+    weights.state.load_training_state(plain.state.training_state())
     assert [record.getMessage() for record in caplog.records] == [
         "the training state has no average of the weights: it begins with those loaded"
     ]
     caplog.clear()
     frozen = weights_of([[Row(1.0, trains=False)]])
     frozen.follow(0.5)
-    frozen.saved.load_training_state({"optimizer": {"0.weight": {"state": {}, "options": {}}}})
+    frozen.state.load_training_state({"optimizer": {"0.weight": {"state": {}, "options": {}}}})
     assert not caplog.records, "it averages nothing"
     other = made()
     other.follow(0.5)
-    state = weights.saved.training_state()
+    state = weights.state.training_state()
     del state["ema"]["2.weight"]
     with pytest.raises(ConfigError, match=r"has no average of '2\.weight'"):
-        other.saved.load_training_state(state)
+        other.state.load_training_state(state)
 
 
 # -- sharded over further dimensions of a mesh
@@ -442,14 +442,14 @@ def test_a_sharded_weight_is_saved_whole_and_loaded_in_parts(mesh: DeviceMesh) -
         for parameter in stage.parameters():
             parameter.grad = torch.ones_like(parameter)
         weights.optimizers[stage.stage].step()
-    state, training = weights.saved.state_dict(), weights.saved.training_state()
+    state, training = weights.state.state_dict(), weights.state.training_state()
     assert type(state["0.weight"]) is Tensor
     assert state["0.weight"].tolist() == [0.5, 1.5]
     kept = training["optimizer"]["0.weight"]["state"]["momentum_buffer"]
     assert type(kept) is Tensor
     other = sharded()
-    other.saved.load_state_dict(state)
-    other.saved.load_training_state(training)
+    other.state.load_state_dict(state)
+    other.state.load_training_state(training)
     for name, stage in zip(("0.weight", "1.weight"), other.stages.values(), strict=True):
         (parameter,) = stage.parameters()
         mine = other.optimizers[stage.stage].state[parameter]["momentum_buffer"]
@@ -459,9 +459,9 @@ def test_a_sharded_weight_is_saved_whole_and_loaded_in_parts(mesh: DeviceMesh) -
         assert (mine.full_tensor() if isinstance(mine, DTensor) else mine).tolist() == [1.0, 1.0]
     kept += 1
     state["0.weight"] += 1
-    assert shown(other.saved.state_dict())["0.weight"] == [0.5, 1.5], "it is a copy"
+    assert shown(other.state.state_dict())["0.weight"] == [0.5, 1.5], "it is a copy"
     assert (
-        shown(other.saved.training_state())["optimizer"]["0.weight"]["state"]["momentum_buffer"] == [1.0] * 2
+        shown(other.state.training_state())["optimizer"]["0.weight"]["state"]["momentum_buffer"] == [1.0] * 2
     )
 
 
@@ -478,9 +478,9 @@ def test_parts_are_those_of_the_weight(mesh: DeviceMesh, monkeypatch: pytest.Mon
     weights = weights_of([[row]], optimizer=adam)
     row.weight.grad = torch.ones_like(row.weight)
     weights.optimizers[0].step()
-    weights.saved.load_state_dict(weights.saved.state_dict())
+    weights.state.load_state_dict(weights.state.state_dict())
     assert len(asked) == 1
-    weights.saved.load_training_state(weights.saved.training_state())
+    weights.state.load_training_state(weights.state.training_state())
     assert len(asked) == 3
     assert all(isinstance(one, DTensor) for one in asked)
 
@@ -490,7 +490,7 @@ def test_what_an_optimizer_keeps_in_another_shape_stays_whole(mesh: DeviceMesh) 
     row.weight = nn.Parameter(distribute_tensor(row.weight.detach(), mesh, [Shard(0)]))
     weights = weights_of([[row]])
     given = {"optimizer": {"0.weight": {"options": {}, "state": {"factors": torch.ones(3)}}}}
-    weights.saved.load_training_state({**given, "scheduler": {}})
+    weights.state.load_training_state({**given, "scheduler": {}})
     found = weights.optimizers[0].state[row.weight]["factors"]
     assert type(found) is Tensor
     assert found.tolist() == [1.0] * 3
@@ -506,10 +506,10 @@ def test_a_number_goes_where_the_optimizer_keeps_it(monkeypatch: pytest.MonkeyPa
         asked.append(slot)
         return torch.device("meta" if slot == "step" else "cpu")
 
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     monkeypatch.setattr("counterflow.runtime.parameters.local_state.home_of", home)
     other = made()
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     for optimizer in other.optimizers.values():
         for kept in optimizer.state.values():
             assert {slot: value.device.type for slot, value in kept.items()} == {
@@ -528,7 +528,7 @@ def test_what_is_in_no_layer_comes_from_the_first_rank() -> None:
         seen: list[bool] = []
         entries = weights.extra_state.entries
         weights.extra_state.entries = lambda: seen.append(True) or entries()  # type: ignore[method-assign,func-returns-value]
-        return shown(dict(weights.saved.stream(None)))["mean"], len(seen)
+        return shown(dict(weights.state.stream(None)))["mean"], len(seen)
 
     assert on_threads(2, work) == [([0.0], 1), ([0.0], 0)]
 
@@ -539,7 +539,7 @@ def test_a_stage_is_told_by_its_first_holder_alone() -> None:
         weights = weights_of([[row]], holders=[[1, 0]], transport=transport)
         with torch.no_grad():
             row.weight.fill_(transport.rank)
-        return shown(dict(weights.saved.stream(None)))["0.weight"]
+        return shown(dict(weights.state.stream(None)))["0.weight"]
 
     assert on_threads(2, work) == [[1.0], [1.0]]
 
@@ -550,18 +550,18 @@ def test_replicas_leave_it_to_the_first() -> None:
         weights = weights_of([[row]], transport=transport)
         with torch.no_grad():
             row.weight.fill_(transport.rank)
-        return shown(dict(weights.saved.stream(None)))["0.weight"]
+        return shown(dict(weights.state.stream(None)))["0.weight"]
 
     assert on_threads(2, work) == [[0.0], [0.0]]
 
 
 def test_a_schedule_with_no_initial_rate_in_a_group_keeps_its_own() -> None:
-    state = trained(made()).saved.training_state()
+    state = trained(made()).state.training_state()
     other = made()
     del other.optimizers[0].param_groups[0]["initial_lr"]
     del state["optimizer"]["0.weight"]["options"]["initial_lr"]
     state["scheduler"][0]["base_lrs"] = [9.0]
-    other.saved.load_training_state(state)
+    other.state.load_training_state(state)
     assert other.schedulers[0].base_lrs == [9.0]
 
 
@@ -586,8 +586,8 @@ class Bare:
 def test_a_schedule_of_ones_own_is_loaded_as_it_is() -> None:
     weights = trained(made(scheduler=Bare))
     other = made(scheduler=Bare)
-    other.saved.load_training_state(weights.saved.training_state())
-    assert other.saved.training_state()["scheduler"] == {0: {"steps": 2}, 1: {"steps": 2}}
+    other.state.load_training_state(weights.state.training_state())
+    assert other.state.training_state()["scheduler"] == {0: {"steps": 2}, 1: {"steps": 2}}
 
 
 def test_a_state_goes_to_one_or_all() -> None:
@@ -595,10 +595,10 @@ def test_a_state_goes_to_one_or_all() -> None:
         weights = made(holders=[[0], [1, 0]], transport=transport)
         weights.follow(0.5)
         trained(weights)
-        own = shown(weights.saved.training_state())
-        everywhere = shown(dict(weights.saved.stream(None)))
-        there = shown(dict(weights.saved.stream(1)))
-        training, at_one = weights.saved.whole_training_state(), weights.saved.whole_training_state(1)
+        own = shown(weights.state.training_state())
+        everywhere = shown(dict(weights.state.stream(None)))
+        there = shown(dict(weights.state.stream(1)))
+        training, at_one = weights.state.whole_training_state(), weights.state.whole_training_state(1)
         return own, everywhere, there, shown(training), shown(at_one)
 
     first, second = on_threads(2, work)
@@ -627,13 +627,13 @@ def test_sharded_state_is_gathered_of_all() -> None:
         for stage in range(2):
             weights.update(stage, 0)
         weights.share()
-        own = weights.saved.training_state()["optimizer"]
-        whole = weights.saved.whole_training_state()
+        own = weights.state.training_state()["optimizer"]
+        whole = weights.state.whole_training_state()
         return (
             [*own],
             sorted(whole["optimizer"]),
             sorted(whole["scheduler"]),
-            shown(weights.saved.state_dict()),
+            shown(weights.state.state_dict()),
         )
 
     first, second = on_threads(2, work)
@@ -649,7 +649,7 @@ def test_sharded_state_of_stages_that_are_held_apart() -> None:
             [[Row(1.0)], [Row(2.0)]], holders=[[0], [1]], transport=transport, sharded=True, optimizer=adam
         )
         weights.follow(0.5)
-        state = weights.saved.whole_training_state()
+        state = weights.state.whole_training_state()
         return sorted(state["optimizer"]), state["averaged"], sorted(state["ema"])
 
     found = ["0.weight", "1.weight"], {0: 0, 1: 0}, ["0.weight", "1.weight"]

@@ -666,15 +666,14 @@ def test_changes_wait_for_the_copies_that_are_made() -> None:
     weights.update(0, 0)
     assert sorted(order) == [0, 1]
     weights.update(0, 1)
-    weights.order_behind_copies()
     assert len(order) == 2, "each once"
     weights.follow(0.5)
     weights.change_after(lambda: order.append(2))
     with weights.averaged():
         assert order[2:] == [2]
-    for call in (weights.saved.load_state_dict, weights.saved.load_training_state):
+    for call in (weights.state.load_state_dict, weights.state.load_training_state):
         weights.change_after(lambda: order.append(3))
-        state = {**weights.saved.state_dict(), **weights.saved.training_state()}
+        state = {**weights.state.state_dict(), **weights.state.training_state()}
         call(state)
     assert order[3:] == [3, 3]
 
@@ -788,9 +787,9 @@ def test_buffers_are_compared_where_asked() -> None:
     def work(transport: Transport) -> list[list[Any]]:
         norm = nn.BatchNorm1d(1)
         weights = weights_of([[norm]], holders=[[0, 1]], transport=transport)
-        found = [weights.copies.digests({0}, buffers=asked).tolist() for asked in (False, True)]
+        found = [weights.digests.digests({0}, buffers=asked).tolist() for asked in (False, True)]
         change(norm.get_buffer("running_mean"))
-        return [*found, *(weights.copies.digests({0}, buffers=asked).tolist() for asked in (False, True))]
+        return [*found, *(weights.digests.digests({0}, buffers=asked).tolist() for asked in (False, True))]
 
     for weights, both, same, other in on_threads(2, work):
         assert weights == same

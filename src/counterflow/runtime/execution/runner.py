@@ -117,7 +117,7 @@ class Runner:
                 copy.versions = Versions(stage, copy.parameters, self.interpreter.saved.exclude_constants)
         self._gathers = StepGathers(
             workers,
-            digests=weights.copies.columns,
+            digests=weights.digests.columns,
             together=cut.together,
             square=self._square,
             head=self._calls if self._flushes else self._steps_begun,
@@ -212,7 +212,7 @@ class Runner:
         self.weights.detach()
         if self._cut.drains and self._flushes:
             if its.compared:
-                its.digests.append(host_copy.HostCopy(self.weights.copies.digests()))
+                its.digests.append(host_copy.HostCopy(self.weights.digests.digests()))
             self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
         self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
@@ -297,7 +297,7 @@ class Runner:
         self.workers.transport.status.now(f"gathering what came of step {first.step}")
         gathered = self._gathers.wait()
         if copies is not None and copies.compared:
-            self.weights.copies.compare(gathered.digests, f"after step {copies.step}")
+            self.weights.digests.compare(gathered.digests, f"after step {copies.step}")
         if norm is not None and norm is not loss:  # of one before
             self._know_norm(norm, gathered)
         if loss is not None:
@@ -434,7 +434,7 @@ class Runner:
         with copy.versions.unseen():
             self.weights.update(stage, its.step)
         if its.compared:
-            its.digests.append(host_copy.HostCopy(self.weights.copies.digests({stage}, buffers=False)))
+            its.digests.append(host_copy.HostCopy(self.weights.digests.digests({stage}, buffers=False)))
         copy.precision.updated(version, frees)
 
     def _of(self, period: int) -> MiniBatch:

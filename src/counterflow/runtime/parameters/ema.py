@@ -23,6 +23,7 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import like, local, part_of
 from ..dtypes import sum_dtype
+from ..transport.base import Transport
 
 
 class AveragedWeight(NamedTuple):
@@ -128,6 +129,42 @@ class ExponentialAverage:
     def nbytes(self) -> int:
         """Size of all averages in bytes."""
         return sum(average.nbytes for kept in self._kept.values() for _, average in kept.values())
+
+
+class WeightEma:
+    """Average of a worker's weights from the call that requests one.
+
+    Args:
+        stages: numbers of the worker's stages.
+        updated: parameters that this worker's optimiser updates for a stage, by name.
+        transport: transport to the other workers.
+
+    Attributes:
+        average: the average; None: not requested.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[int],
+        updated: Callable[[int], Sequence[tuple[str, nn.Parameter]]],
+        transport: Transport,
+    ) -> None:
+        self._stages, self._updated, self._transport = list(stages), updated, transport
+        self.average: ExponentialAverage | None = None
+
+    def start(self, decay: float) -> None:
+        """Start the average at the weights as they are; all workers call it.
+
+        Raises:
+            ConfigError: the decay is out of range, or workers give different ones.
+        """
+        for rank, (other,) in enumerate(self._transport.gather([decay])):
+            if other != decay:
+                raise ConfigError(
+                    f"rank {self._transport.rank} averages weights with a decay of {decay}, rank {rank} with "
+                    f"{other}; all workers make the same calls"
+                )
+        self.average = ExponentialAverage(decay, self._updated, self._stages)
 
 
 def _begun(parameter: nn.Parameter) -> Tensor:

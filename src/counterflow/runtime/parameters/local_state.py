@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor, like, part_of, whole
+from ..mesh.parallel_dims import ParallelDims
+from ..stages.stage import LocalStage
+from ..transport.base import Transport
+from .ema import WeightEma
+from .extra_state import ExtraState
+from .loss_scale import LossScale
 from .names import first_of, matching
 from .optimizers import home_of
+from .parameter_placement import ParameterPlacement
+from .pending_copies import PendingCopies
+from .stage_optimizers import StageOptimizers
 from .streaming import Stream
-
-if TYPE_CHECKING:
-    from .weights import Weights
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,25 +49,52 @@ class LocalState:
     """A worker's part of the model's and the training's state.
 
     Args:
-        weights: this worker's, whose state it is.
+        stages: the worker's stages.
+        aliases: by the first name of a tensor that the model has under several, all its names.
+        extra_state: state of the model that is in none of its layers.
+        holders: by stage, the workers of a group that hold a copy.
+        dims: record of the parallel dimensions.
+        placement: the worker's parameters.
+        optimizers: optimisers and schedulers of its stages.
+        ema: average of its weights, once it is requested.
+        loss_scale: scale of the losses; None: they are not scaled.
+        copies: copies of the state that are being made, which are ordered before a load.
+        transport: transport to the other workers.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._every_name = {name: tuple(every) for every in weights.aliases.values() for name in every}
+    def __init__(
+        self,
+        stages: Mapping[int, LocalStage],
+        *,
+        aliases: Mapping[str, Sequence[str]],
+        extra_state: ExtraState,
+        holders: Sequence[Sequence[int]],
+        dims: ParallelDims,
+        placement: ParameterPlacement,
+        optimizers: StageOptimizers,
+        ema: WeightEma,
+        loss_scale: LossScale | None,
+        copies: PendingCopies,
+        transport: Transport,
+    ) -> None:
+        self._stages, self._aliases, self._extra_state = stages, aliases, extra_state
+        self._holders, self._dims, self._transport = holders, dims, transport
+        self._placement, self._optimizers, self._ema = placement, optimizers, ema
+        self._loss_scale, self._copies = loss_scale, copies
+        self._every_name = {name: tuple(names) for names in aliases.values() for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers and extra state at hand, by all names; on the CPU.
 
         Whole tensors, also where this worker has a part: who has the others makes the same call.
         """
-        parts = (*map(self._state_of, self._weights.stages), self._weights.extra_state.entries())
+        parts = (*map(self._state_of, self._stages), self._extra_state.entries())
         pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
         return {name: kept for names, kept in pairs for name in names}
 
     def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
         """Names and value of all that a stage's state has."""
-        for layer in self._weights.stages[stage].with_weights:
+        for layer in self._stages[stage].with_weights:
             for name, value in layer.state().items():
                 full = layer.names[name]
                 yield self._every_name.get(full, (full,)), value
@@ -70,10 +103,10 @@ class LocalState:
         """All state at hand as it is, not copied: of the model under the first name that is known, kind
         ``model``, then of the training.
         """
-        states = (*map(self._state_of, self._weights.stages), self._weights.extra_state.entries())
+        states = (*map(self._state_of, self._stages), self._extra_state.entries())
         for names, value in chain.from_iterable(states):
             yield StateName("model", names[0]), value
-        for (key,), value in chain.from_iterable(map(self._training_of, self._weights.stages)):
+        for (key,), value in chain.from_iterable(map(self._training_of, self._stages)):
             yield key, value
         for (key,), value in self._residuals():
             yield key, value
@@ -83,19 +116,19 @@ class LocalState:
 
         Stage by stage from the first that holds it. All workers go through it to the end.
         """
-        stream = Stream(self._weights.transport, rank)
-        yield from self._stages(stream, self._state_of)
-        first = self._weights.transport.rank == 0
-        yield from stream.part(list(self._weights.extra_state.entries()) if first else None, tells=first)
+        stream = Stream(self._transport, rank)
+        yield from self._of_stages(stream, self._state_of)
+        first = self._transport.rank == 0
+        yield from stream.part(list(self._extra_state.entries()) if first else None, tells=first)
 
-    def _stages(
+    def _of_stages(
         self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
     ) -> Iterator[tuple[Any, Any]]:
         """What the first that holds a stage has of it, whom those follow that hold the other parts."""
-        me = self._weights.transport.rank
-        for stage, holders in enumerate(self._weights.holders):
-            gathers = self._weights.dims.gathers_state(me, holders)
-            sends = self._weights.dims.sends_state(me, holders)
+        me = self._transport.rank
+        for stage, holders in enumerate(self._holders):
+            gathers = self._dims.gathers_state(me, holders)
+            sends = self._dims.sends_state(me, holders)
             yield from stream.part(list(entries(stage)) if gathers else None, tells=sends)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,9 +137,9 @@ class LocalState:
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        self._weights.order_behind_copies()
+        self._copies.order()
         parts = []
-        for copy in self._weights.stages.values():
+        for copy in self._stages.values():
             for layer in copy.with_weights:
                 part = {}
                 for name, mine in layer.state().items():
@@ -114,42 +147,42 @@ class LocalState:
                     if isinstance(mine, Tensor) and is_dtensor(mine):
                         part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
                 parts.append((layer, part))
-        extra_state = self._weights.extra_state.found_in(state)
+        extra_state = self._extra_state.found_in(state)
         for layer, part in parts:
             layer.load_state(part)
-        self._weights.extra_state.load(extra_state)
-        if self._weights.average is not None:
-            self._weights.average.begin()
+        self._extra_state.load(extra_state)
+        if self._ema.average is not None:
+            self._ema.average.begin()
 
     def training_state(self) -> dict[str, Any]:
         """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
-        every = chain.from_iterable(map(self._training_of, self._weights.stages))
+        every = chain.from_iterable(map(self._training_of, self._stages))
         return assembled((key, _kept(value)) for (key,), value in chain(every, self._residuals()))
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
         """Training state of all stages, on ``rank`` or, for None, on all; else empty. All workers call it."""
-        stream = Stream(self._weights.transport, rank)
+        stream = Stream(self._transport, rank)
         residuals = stream.part(list(self._residuals()), tells=True)  # each holder has its own
-        if self._weights.owners is None:
-            return assembled(chain(self._stages(stream, self._training_of), residuals))
+        if self._optimizers.owners is None:
+            return assembled(chain(self._of_stages(stream, self._training_of), residuals))
         parts = (  # each that holds a stage has what it updates
             stream.part(list(self._training_of(stage)) if held else None, tells=held)
-            for stage in range(len(self._weights.holders))
-            for held in (stage in self._weights.stages,)
+            for stage in range(len(self._holders))
+            for held in (stage in self._stages,)
         )
         return assembled(chain(chain.from_iterable(parts), residuals))
 
     def _residuals(self) -> Iterator[tuple[Sequence[StateName], Tensor]]:
         """What this worker has lost of its weights' gradients."""
-        rank = str(self._weights.transport.rank)
-        for gradients in self._weights.holdings.every():
+        rank = str(self._transport.rank)
+        for gradients in self._placement.every():
             for name, residual in gradients.residuals.items():
                 yield (StateName(RESIDUAL, name, rank),), residual
 
     def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
         """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
-        if stage in self._weights.optimizers:
-            optimizer, names = self._weights.optimizers[stage], self._weights.updated_names(stage)
+        if stage in self._optimizers.by_stage:
+            optimizer, names = self._optimizers.by_stage[stage], self._optimizers.names(stage)
             for group in optimizer.param_groups:
                 options = {key: _kept(value) for key, value in group.items() if not key.startswith("param")}
                 for parameter in group["params"]:
@@ -157,13 +190,13 @@ class LocalState:
                     yield (StateName("optimizer", name),), options
                     for slot, value in optimizer.state.get(parameter, {}).items():
                         yield (StateName("optimizer", name, slot),), value
-        if stage in self._weights.schedulers:
-            yield (StateName("scheduler", stage),), self._weights.schedulers[stage].state_dict()
-        if self._weights.loss_scale is not None:
-            yield (StateName(LOSS_SCALE, stage),), self._weights.loss_scale.state()
-        if self._weights.average is not None:
-            yield (StateName("averaged", stage),), self._weights.average.updates(stage)
-            for name, kept in self._weights.average.of(stage).items():
+        if stage in self._optimizers.schedulers:
+            yield (StateName("scheduler", stage),), self._optimizers.schedulers[stage].state_dict()
+        if self._loss_scale is not None:
+            yield (StateName(LOSS_SCALE, stage),), self._loss_scale.state()
+        if self._ema.average is not None:
+            yield (StateName("averaged", stage),), self._ema.average.updates(stage)
+            for name, kept in self._ema.average.of(stage).items():
                 yield (StateName("ema", name),), kept.laid_out
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
@@ -176,9 +209,9 @@ class LocalState:
         Raises:
             ConfigError: a parameter is missing, or a scheduler that fits.
         """
-        self._weights.order_behind_copies()
-        for stage, optimizer in self._weights.optimizers.items():
-            names = self._weights.updated_names(stage)
+        self._copies.order()
+        for stage, optimizer in self._optimizers.by_stage.items():
+            names = self._optimizers.names(stage)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
@@ -193,24 +226,25 @@ class LocalState:
                     optimizer.state[parameter] = {
                         slot: _taken(value, parameter, homes[slot]) for slot, value in kept["state"].items()
                     }
-        for stage, scheduler in self._weights.schedulers.items() if options else ():
+        for stage, scheduler in self._optimizers.schedulers.items() if options else ():
             given = _schedule(state["scheduler"], stage, scheduler)
             if given is None:
+                groups = len(self._optimizers.by_stage[stage].param_groups)
                 raise ConfigError(
-                    f"the training state has no learning-rate schedule for stage {stage} with its "
-                    f"{len(self._weights.optimizers[stage].param_groups)} groups of parameters; load it with "
+                    f"the training state has no learning-rate schedule for stage {stage} with its {groups} "
+                    "groups of parameters; load it with "
                     "the stages it was saved with"
                 )
             scheduler.load_state_dict(given)
         self._load_average(state)
         self._load_residuals(state.get(RESIDUAL) or {})
-        if self._weights.loss_scale is not None:
+        if self._loss_scale is not None:
             scales = [*state.get(LOSS_SCALE, {}).values()]
             if scales:
-                self._weights.loss_scale.load(scales[0])
+                self._loss_scale.load(scales[0])
             else:
                 _LOG.warning(
-                    "the training state has no loss scale: it goes on with %g", self._weights.loss_scale.scale
+                    "the training state has no loss scale: it goes on with %g", self._loss_scale.scale
                 )
 
     def _load_residuals(self, given: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -222,8 +256,8 @@ class LocalState:
         Raises:
             ConfigError: they are those of other workers.
         """
-        rank, compressed = str(self._weights.transport.rank), False
-        for gradients in self._weights.holdings.every():
+        rank, compressed = str(self._transport.rank), False
+        for gradients in self._placement.every():
             for name, residual in gradients.residuals.items():
                 compressed = True
                 by_rank = first_of(given, self._names_of(name)) or {}
@@ -242,22 +276,22 @@ class LocalState:
 
     def _names_of(self, first: str) -> tuple[str, ...]:
         """All names of a weight, the first that is known before the others."""
-        return first, *self._weights.aliases.get(first, ())
+        return first, *self._aliases.get(first, ())
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
         given = state.get("ema")
-        if self._weights.average is None:
+        if self._ema.average is None:
             if given is not None:
                 _LOG.warning(
                     "the training state has an average of the weights, and it is not taken: call ema(decay) "
                     "before the state is loaded"
                 )
             return
-        if given is None and self._weights.average.nbytes:
+        if given is None and self._ema.average.nbytes:
             _LOG.warning("the training state has no average of the weights: it begins with those loaded")
         if given is None:
             return
-        self._weights.average.load(
+        self._ema.average.load(
             lambda name: first_of(given, self._names_of(name)),
             max(state["averaged"].values(), default=0),
         )

@@ -103,7 +103,7 @@ class Owners:
             if name in held and len(ranks) > 1:
                 self._shared[ranks][self._owner[name]].append(held[name])
 
-    def mine(self, name: str) -> bool:
+    def owned_here(self, name: str) -> bool:
         """Whether this worker updates a parameter, by its first name in the model."""
         return self._owner[name] == self._transport.rank
 
