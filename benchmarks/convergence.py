@@ -42,8 +42,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.data.batches import NextByte
 from counterflow.data.text import shipped_text, unigram_entropy
+from counterflow.data.text_batches import NextByte
 from counterflow.drawing import palette
 from counterflow.drawing.saving import SETTINGS, UNDATED
 from counterflow.models.gpt import GPTConfig

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.changes import changed_task
-from counterflow.papers.figures.entries import best_plan
+from counterflow.papers.figures.figure_changes import changed_task
+from counterflow.papers.figures.figure_entries import best_plan
 from counterflow.papers.figures.published import Figure, Run, Stated, Use
 from counterflow.papers.figures.reproduction import Verdict, predict_row, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from counterflow.training import Callback, load_config
-from counterflow.training.report import About, Numbers
 from counterflow.training.run import run
+from counterflow.training.training_report import About, Numbers
 
 
 class Report(Callback):

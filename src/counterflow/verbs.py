@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .runtime.mini_batch.losses import LossFunction
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
     from .training import Callback, RunConfig
-    from .training.report import RunResult
+    from .training.training_report import RunResult
     from .verification.agreement import Agreement, MiniBatches
 
 
@@ -229,8 +229,8 @@ def train(
         KeyboardInterrupt: the run was stopped before its first step.
     """
     from .training import load_config  # noqa: PLC0415 - torch takes seconds
-    from .training.report import RunResult  # noqa: PLC0415
     from .training.run import run  # noqa: PLC0415
+    from .training.training_report import RunResult  # noqa: PLC0415
 
     if config is None or isinstance(config, str | Path):
         changed = {"scheme": scheme, "workers": workers, "steps": steps, "out": out}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.data.batches import NextByte
+from counterflow.data.text_batches import NextByte
 from counterflow.errors import ConfigError
 from counterflow.models import next_token_loss
 from counterflow.training import RunConfig, load_config, registry

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.entries import best_plan
+from counterflow.papers.figures.figure_entries import best_plan
 from counterflow.papers.figures.lines import lines_of
 from counterflow.papers.figures.published import (
     RATIOS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from counterflow.papers.report import FormShown, plan_shown
+from counterflow.papers.reproduction_report import FormShown, plan_shown
 from counterflow.papers.step_times import ClosedForm, planned_closed_form
 from counterflow.planning import Cluster, Configuration, LayerProfile, Link, Model, Predictor, Profile
 from counterflow.planning.search.search_result import Plan

@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 
 from counterflow.papers.closed_forms import Range
-from counterflow.papers.report import RowShown, TableShown
+from counterflow.papers.reproduction_report import RowShown, TableShown
 from counterflow.papers.tables import TABLES
-from counterflow.papers.tables.layout import COLUMNS, Relation, Row, Table
+from counterflow.papers.tables.layout_table import COLUMNS, Relation, Row, Table
 
 _BUILT: dict[str, Table] = {}
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from counterflow.papers.figures.changes import half_rates
+from counterflow.papers.figures.figure_changes import half_rates
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import Division, LayerProfile, Profile
 

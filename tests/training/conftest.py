@@ -11,8 +11,8 @@ import pytest
 
 from counterflow.training import Callback, RunConfig, load_config, loop
 from counterflow.training.folder import read_metrics
-from counterflow.training.report import About, Numbers, Summary
 from counterflow.training.run import run
+from counterflow.training.training_report import About, Numbers, Summary
 
 SMALL = {
     "model.layers": 2,

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from counterflow import ConfigError
 from counterflow.training import Callback, TensorBoard
 from counterflow.training.folder import RunFolder, read_metrics
-from counterflow.training.report import About, Numbers
 from counterflow.training.run import run
+from counterflow.training.training_report import About, Numbers
 
 from .conftest import Configure, Watcher, losses
 

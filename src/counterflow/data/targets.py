@@ -15,7 +15,7 @@ import torch
 
 from counterflow.errors import ConfigError
 
-from .batches import IGNORED, VALIDATION_STEP, hide, part_of, stream
+from .text_batches import IGNORED, VALIDATION_STEP, hide, part_of, stream
 from .tokens import Documents, Inputs, Packed, Padded
 
 

@@ -24,8 +24,8 @@ import torch
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 
-from .batches import IGNORED, in_range, part_of, stream
 from .text import entropy_of
+from .text_batches import IGNORED, in_range, part_of, stream
 
 Inputs = dict[str, torch.Tensor]
 

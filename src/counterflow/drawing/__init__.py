@@ -21,8 +21,8 @@ from .charting import chart_of, order_chart
 from .look import USUAL, Look
 from .page import write_page
 from .saving import FORMS, require_form, written
+from .time_units import AmountUnit
 from .trace import write_trace
-from .units import AmountUnit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

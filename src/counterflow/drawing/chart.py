@@ -14,7 +14,7 @@ from counterflow.schedule.ir import OpKind
 from counterflow.simulation import Cause, MemoryUse
 
 from .palette import Shade
-from .units import AmountUnit, TimeUnit, compact, time_unit
+from .time_units import AmountUnit, TimeUnit, compact, time_unit
 
 
 class BoxKind(Enum):

@@ -15,7 +15,7 @@ from counterflow.simulation.timed_schedule import TimedSchedule
 
 from .chart import _KINDS, Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, percent
 from .palette import HUES
-from .units import AmountUnit, time_unit
+from .time_units import AmountUnit, time_unit
 
 
 def chart_of(

@@ -23,14 +23,14 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Transform
 
 from . import palette
+from .box_styles import BAND, HANDLERS, STEADY, colour_of, handles_of, hatched
 from .chart import Box, BoxKind, Chart, Memory, band_of, steps_until
 from .grey import in_grey
 from .look import USUAL, Look
-from .marks import BAND, HANDLERS, STEADY, colour_of, handles_of, hatched
 from .saving import SETTINGS, UNDATED, sized
 from .sheet import CAPTION, EDGE, FEW, LEFT_MARGIN, SPLIT, TICKS, TITLE, Sheet, legend_texts
 from .svg_titles import group_of, titles_of, with_titles
-from .units import nice_step
+from .time_units import nice_step
 
 _INSIDE: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 3}
 _CHARACTER = 0.64  # width of a digit of DejaVu Sans, in font sizes

@@ -11,7 +11,7 @@ from counterflow.errors import ConfigError
 from . import palette
 from .chart import BoxKind, Chart, Memory, marks_input_gradients, shared_end, shared_peak, shared_unit, ways
 from .look import USUAL, Look
-from .units import TimeUnit
+from .time_units import TimeUnit
 
 LEFT_MARGIN, RIGHT, EDGE = 0.55, 0.25, 0.12
 PEAKS = 0.8  # right margin that contains the peaks of memory

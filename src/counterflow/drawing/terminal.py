@@ -33,7 +33,7 @@ from .chart import (
     steps_until,
     ways,
 )
-from .units import nice_step
+from .time_units import nice_step
 
 _BUBBLE = "."
 _LEVELS = " ▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from counterflow.drawing.chart import percent
-from counterflow.drawing.units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import bytes_text, compact, time_unit
 from counterflow.planning.comparison import Compared, Comparison
 from counterflow.planning.comparison import compare as compared
 from counterflow.schedule.formats import dumps

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from counterflow.drawing.units import time_unit
+from counterflow.drawing.time_units import time_unit
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.workload import Workload, plain

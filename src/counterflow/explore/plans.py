@@ -8,7 +8,7 @@ from typing import Any
 
 from counterflow.drawing import chart_of
 from counterflow.drawing.page import page_data
-from counterflow.drawing.units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import bytes_text, compact, time_unit
 from counterflow.planning.inputs import input_files
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.plan_report import ExampleShown

@@ -20,7 +20,7 @@ from typing import Any
 
 from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.drawing.page import page_data
-from counterflow.drawing.units import TimeUnit, bytes_text, time_unit
+from counterflow.drawing.time_units import TimeUnit, bytes_text, time_unit
 from counterflow.errors import CounterflowError
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import CONFIG, EVENTS, METRICS, SUMMARY

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
 from counterflow.drawing.page import page_data
-from counterflow.drawing.units import AmountUnit, bytes_text, compact, time_unit
+from counterflow.drawing.time_units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.check import inspect
 from counterflow.program.lists import circle_of_ops
 from counterflow.program.player import accelerated, load_numba
-from counterflow.program.report import checked
+from counterflow.program.program_report import checked
 from counterflow.schedule import registry
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph

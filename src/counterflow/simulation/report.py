@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from counterflow.common.json_models import Count, Part, describe, reads
-from counterflow.schedule.report import OpShown, Sized
+from counterflow.schedule.schedule_report import OpShown, Sized
 
 from .result import Bubbles, Simulation, SyncSpan
 

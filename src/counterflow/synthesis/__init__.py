@@ -3,7 +3,7 @@
 A workload says what to compute, costs say how long it takes, limits say what a worker may hold. This room
 looks for the order with the shortest step, and for a bound that no order can beat. ``synthesize`` runs the
 methods below one after another (``compute.py``). Each begins with the best orders so far, and the first
-method that reaches the bound is the last. The result is a ``Synthesis`` (``result.py``).
+method that reaches the bound is the last. The result is a ``Synthesis`` (``synthesis_result.py``).
 
 **The problem** (``problem.py``). Micro-batches of one pipe are alike, so a worker's order need not name them.
 It is a *word*: which *letter*, that is which kind of op of which stage, is next. Limits of activations and of
@@ -34,9 +34,10 @@ so it improves the parts that blocks do not determine, above all warm-up and dra
 micro-batches are few.
 
 **Exact method** (``exact/``): proves an order, or finds a better one. OR-tools' CP-SAT is asked for orders at
-or below a target (``exact/model.py``); a target that none meets raises the bound. It is for small problems:
-at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40 micro-batches have. It
-needs OR-tools, the extra ``counterflow[synthesize]``; the common part of both models is in ``solver.py``.
+or below a target (``exact/constraint_model.py``); a target that none meets raises the bound. It is for small
+problems: at most 60,000 pairs of ops that share a worker, as 8 workers with a stage each and 40 micro-batches
+have. It needs OR-tools, the extra ``counterflow[synthesize]``; the common part of both models is in
+``solver.py``.
 
 Time is divided as follows: of the time that the named schemes leave, blocks and squeezing have 40 %; of the
 rest the search has 40 % if the exact method follows, otherwise all; the exact method has what remains. With
@@ -57,6 +58,6 @@ from .bounds.lower import Bound, lower_bound
 from .compute import synthesize
 from .posing import problem_of
 from .problem import Limit, Objective, Problem
-from .result import Synthesis
+from .synthesis_result import Synthesis
 
 __all__ = ["Bound", "Limit", "Objective", "Problem", "Synthesis", "lower_bound", "problem_of", "synthesize"]

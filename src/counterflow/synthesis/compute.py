@@ -22,8 +22,8 @@ from .bounds.lower import Bound, lower_bound
 from .named import named
 from .posing import problem_of
 from .problem import ACTIVATIONS, Limit, Objective, Problem, Words, value_of
-from .result import PROVED, Synthesis
 from .solver import solver_is_there
+from .synthesis_result import PROVED, Synthesis
 
 Report = Callable[[float, float, str], None]
 """Called with the best value, the bound, and the method that found it or is running."""

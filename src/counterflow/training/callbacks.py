@@ -15,7 +15,7 @@ from counterflow.common.extras import imported
 
 from .config import RunConfig
 from .folder import TENSORBOARD
-from .report import About, Numbers
+from .training_report import About, Numbers
 
 _LOG = logging.getLogger(__name__)
 

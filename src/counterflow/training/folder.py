@@ -25,11 +25,11 @@ from counterflow.schedule.ir import Schedule
 from . import registry
 from .config import RunConfig
 from .metrics import Tail, last_step, lines_of
-from .report import Numbers, Summary
 from .sections.keys import AUTO
 from .supervision.appending import Appending
 from .supervision.exclusive import Fence, Lock
 from .timeline import Timeline
+from .training_report import Numbers, Summary
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"

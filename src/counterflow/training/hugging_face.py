@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from counterflow.common.extras import imported
-from counterflow.data.batches import Batches
 from counterflow.data.targets import Labelled, Masked, numbered
 from counterflow.data.text import entropy_of
+from counterflow.data.text_batches import Batches
 from counterflow.data.tokens import Documents, Packed, Padded, read_documents
 from counterflow.errors import ConfigError
 from counterflow.models import hf
-from counterflow.models.hf.weights import MAKING, local_folder, read_config
+from counterflow.models.hf.weight_files import MAKING, local_folder, read_config
 
 from .config import RunConfig
 from .sections.model import LoraSection

@@ -32,13 +32,13 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.residency import weight_copies
 
 from .config import RunConfig
-from .report import About
 from .resuming import changes, check, starting_checkpoint, verify_start
 from .sections.keys import AUTO
 from .sections.schedule import SCHEME
 from .sections.training import OptimizerSection
 from .source import ModelAndData
 from .supervision.exclusive import Fence
+from .training_report import About
 from .transport_choice import with_transport, workers_here
 
 

@@ -26,9 +26,9 @@ from counterflow.schedule.scheme import DEPTH
 
 from .config import RunConfig
 from .folder import CONFIG, run_of
-from .report import KeyShown
 from .sections.keys import AUTO, Section
 from .sections.schedule import SCHEME
+from .training_report import KeyShown
 
 SECTIONS: dict[str, type[Section]] = {
     name: annotation

@@ -32,7 +32,6 @@ from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
 from .recorder import Recorder, Watch
-from .report import Summary
 from .resuming import DATA, read, set_aside_after
 from .sections.keys import AUTO
 from .source import AVERAGED
@@ -42,6 +41,7 @@ from .supervision.restarts import CopyTurns
 from .supervision.same_run import check_same_run
 from .supervision.stopping import STOP, listen
 from .timeline import costs_of
+from .training_report import Summary
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import Numbers
+from .training_report import Numbers
 
 
 class Tail:

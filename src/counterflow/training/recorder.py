@@ -22,10 +22,10 @@ from .folder import RunFolder, read_metrics
 from .job import Job
 from .live import spans_of
 from .metrics import with_records
-from .report import Numbers, Pair, Summary
 from .resuming import history
 from .supervision.events import RESTARTED, Event, note
 from .timeline import Timeline
+from .training_report import Numbers, Pair, Summary
 
 _SAMPLES = 9
 """Number of timelines that are kept: the last ones, spread over the last part of the run."""

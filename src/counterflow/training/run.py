@@ -28,7 +28,6 @@ from .config import RunConfig
 from .folder import RunFolder, folder_of
 from .job import Job, prepare
 from .loop import EachStep, Trainer, work
-from .report import Summary
 from .resuming import history
 from .sections.keys import AUTO
 from .supervision.events import (
@@ -46,6 +45,7 @@ from .supervision.events import (
 from .supervision.fewer import Absence, leave_out, wait_for_others, with_fewer
 from .supervision.restarts import Restarts, note_failure, reporting_failures, with_memory
 from .supervision.stopping import STOP, Phase, listening
+from .training_report import Summary
 from .transport_choice import named_transport
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from counterflow.data.batches import Batches
+    from counterflow.data.text_batches import Batches
     from counterflow.runtime.pipeline import Pipeline
     from counterflow.runtime.stages.layers import Model
     from counterflow.schedule.ir import Schedule

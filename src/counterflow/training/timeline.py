@@ -23,7 +23,7 @@ import numpy as np
 
 from counterflow.drawing import Chart, chart_of
 from counterflow.drawing.chart import Bubble
-from counterflow.drawing.units import bytes_text, compact, time_unit
+from counterflow.drawing.time_units import bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.program.actions import Compute
 from counterflow.program.segments import segments

@@ -6,7 +6,7 @@ import pytest
 
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.reproduction import Verdict, reproduce
-from counterflow.papers.report import TableShown, figure_shown
+from counterflow.papers.reproduction_report import TableShown, figure_shown
 from counterflow.papers.tables import TABLES
 
 from ..conftest import Run

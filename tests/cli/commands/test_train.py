@@ -17,7 +17,7 @@ from counterflow.cli.output.screen import Screen
 from counterflow.cli.output.train_progress import TrainProgress, introduction
 from counterflow.training import RunConfig
 from counterflow.training.folder import read_metrics
-from counterflow.training.report import About
+from counterflow.training.training_report import About
 
 from ...forked import torchrun
 from ..conftest import ENVIRONMENT, Run

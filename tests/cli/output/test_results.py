@@ -7,7 +7,7 @@ from pathlib import Path
 from counterflow.cli.output.results import COMMANDS, page_sections
 from counterflow.common.json_models import meanings
 from counterflow.simulation.result import Bubbles, MessageSpan
-from counterflow.training.report import Trained
+from counterflow.training.training_report import Trained
 
 PAGE = Path(__file__).parents[3] / "docs" / "json.md"
 

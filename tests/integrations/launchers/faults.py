@@ -36,7 +36,7 @@ def install(planned_faults: Faults) -> None:
     """Let this process meet those faults that are its worker's; a run looks for signals after each step."""
     import importlib
 
-    from counterflow.data.batches import NextByte
+    from counterflow.data.text_batches import NextByte
     from counterflow.runtime.workers.world import current_transport
     from counterflow.training import loop
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import counterflow as cf
 from counterflow.models import hf
-from counterflow.models.hf import masks
+from counterflow.models.hf import attention_masks
 from counterflow.schedule.ir import Schedule
 
 from . import tiny
@@ -156,7 +156,7 @@ def test_masks_go_with_a_value_a_position(name: str) -> None:
     arguments = first(inputs)["taken"]
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     assert not any(mask.shape[-2:] == (length, length) for mask in tensors)
-    for kind, expanded in masks.widened(arguments).items():
+    for kind, expanded in attention_masks.widened(arguments).items():
         wide = [leaf for leaf in pytree.tree_leaves(expanded) if isinstance(leaf, Tensor) and leaf.dim() == 4]
         assert [mask.shape for mask in wide] == [(8, 1, length, length)], kind
 
@@ -164,8 +164,8 @@ def test_masks_go_with_a_value_a_position(name: str) -> None:
 def test_a_mask_of_another_form_goes_as_it_is() -> None:
     odd = torch.rand(8, 1, 5, 5) < 0.5
     positions = torch.arange(5).expand(8, -1)
-    for form, separate in masks.forms_of([2, None], packed=True):
-        assert masks.narrowed(odd, form, positions if separate else None) is None
+    for form, separate in attention_masks.forms_of([2, None], packed=True):
+        assert attention_masks.narrowed(odd, form, positions if separate else None) is None
 
 
 def test_a_model_without_a_mask_hands_none_on() -> None:

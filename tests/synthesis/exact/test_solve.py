@@ -16,7 +16,7 @@ from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import lower_bound
-from counterflow.synthesis.exact.model import Model, integer_problem
+from counterflow.synthesis.exact.constraint_model import Model, integer_problem
 from counterflow.synthesis.exact.solve import solve
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Words, value_of

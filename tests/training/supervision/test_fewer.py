@@ -13,7 +13,7 @@ import torch.distributed as dist
 from counterflow import ConfigError
 from counterflow.checkpoints import memory
 from counterflow.checkpoints.memory_parts import overlapping
-from counterflow.data.batches import NextByte
+from counterflow.data.text_batches import NextByte
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.formats import loads

@@ -20,7 +20,7 @@ from counterflow.checkpoints import memory
 from counterflow.checkpoints.index import CHECKPOINT, INDEX, complete
 from counterflow.checkpoints.memory import Memory, choose
 from counterflow.checkpoints.memory_parts import Part
-from counterflow.data.batches import NextByte
+from counterflow.data.text_batches import NextByte
 from counterflow.errors import WorkerError
 from counterflow.measure.storage import storage_of
 from counterflow.runtime.pipeline import Pipeline

@@ -31,7 +31,7 @@ def check(
     schedule = schedule_of(subject, options)
     report = inspect(schedule, peak_limit=peak_limit)
     if as_json:
-        from counterflow.program.report import checked
+        from counterflow.program.program_report import checked
 
         print_json(checked(schedule, report))
     else:

@@ -84,7 +84,7 @@ def layout(
         vpp=changes.vpp,
     )
     if as_json:
-        from counterflow.schedule.layouts.report import shown
+        from counterflow.schedule.layouts.layout_report import shown
 
         print_json(shown(result))
         return

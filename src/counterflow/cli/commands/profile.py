@@ -112,7 +112,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int, int], None]]:
 def _print(measured: Measured) -> None:
     from rich.text import Text
 
-    from counterflow.drawing.units import time_unit
+    from counterflow.drawing.time_units import time_unit
 
     def shown(seconds: float) -> str:
         return time_unit(seconds).text(seconds)

@@ -16,7 +16,7 @@ from ..output.paper_figures import show_figure, show_figures
 from ..output.visible import echo
 
 if TYPE_CHECKING:
-    from counterflow.papers.tables.layout import Table
+    from counterflow.papers.tables.layout_table import Table
 
 
 def reproduce(
@@ -67,7 +67,7 @@ def reproduce(
         raise ConfigError(f"{name} is a table, which cannot be drawn; leave out --out")
     table = TABLES[name]()
     if as_json:
-        from counterflow.papers.report import TableShown
+        from counterflow.papers.reproduction_report import TableShown
 
         print_json(TableShown.model_validate(table))
     else:
@@ -79,7 +79,7 @@ def _list(known: Iterable[str], as_json: bool) -> None:
 
     names = list(known)
     if as_json:
-        from counterflow.papers.report import Reproducible
+        from counterflow.papers.reproduction_report import Reproducible
 
         tables, figures = ([n for n in names if (n in FIGURES) is drawn] for drawn in (False, True))
         print_json(Reproducible(tables=tables, figures=figures))

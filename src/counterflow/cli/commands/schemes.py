@@ -13,7 +13,7 @@ from ..output.console import WIDE, console, print_json
 def schemes(*, as_json: JsonFlag = False) -> None:
     """List every scheme with its options, their ranges and defaults."""
     if as_json:
-        from counterflow.schedule.report import Schemes
+        from counterflow.schedule.schedule_report import Schemes
 
         print_json(Schemes.of(schemes=list(SCHEMES.values())))
         return

@@ -211,7 +211,7 @@ def synthesize(
         with writing(out):
             out.write_text(dumps(result.schedule), encoding="utf-8")
     if as_json:
-        from counterflow.synthesis.report import Synthesized
+        from counterflow.synthesis.synthesis_report import Synthesized
 
         print_json(Synthesized.model_validate(result))
         return

@@ -16,7 +16,7 @@ from ..output.visible import echo
 
 if TYPE_CHECKING:
     from counterflow.training import RunConfig
-    from counterflow.training.report import Pair, Summary
+    from counterflow.training.training_report import Pair, Summary
 
 
 _SLOWER = 0.1
@@ -119,7 +119,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
         raise typer.Exit(STOP.exit_code if STOP else 0)
     summary, folder = done
     if as_json:
-        from counterflow.training.report import trained
+        from counterflow.training.training_report import trained
 
         print_json(trained(summary, folder))
     else:
@@ -131,7 +131,7 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
 def _list_keys(*, as_json: bool) -> None:
     from counterflow.common import toml
     from counterflow.training.load import known_keys
-    from counterflow.training.report import Keys
+    from counterflow.training.training_report import Keys
 
     if as_json:
         print_json(Keys(keys=known_keys()))
@@ -146,7 +146,7 @@ def _prepare(config: RunConfig, *, as_json: bool) -> None:
     from counterflow.measure.machine import memory_bytes
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare
-    from counterflow.training.report import prepared
+    from counterflow.training.training_report import prepared
 
     from ..output.train_progress import introduction
 

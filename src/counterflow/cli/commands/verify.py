@@ -170,7 +170,7 @@ def verify(
         note(f"Training with one process, then with {workers} workers ({kind}), {steps} updates each …")
     agreement = running.compared(schedule, steps)
     if as_json:
-        from counterflow.verification.report import Verified
+        from counterflow.verification.verification_report import Verified
 
         print_json(Verified.of(schedule=schedule, workers=workers, ok=agreement.ok, **asdict(agreement)))
     else:

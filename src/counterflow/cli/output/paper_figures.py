@@ -29,7 +29,7 @@ def show_figure(figure: Figure, out: Sequence[Path], *, as_json: bool) -> None:
     with search_bar("reproducing") as report:
         reproduction = reproduce(figure, report)
     if as_json:
-        from counterflow.papers.report import figure_shown
+        from counterflow.papers.reproduction_report import figure_shown
 
         print_json(figure_shown(reproduction))
     else:
@@ -55,7 +55,7 @@ def show_figures(figures: Iterable[Figure], *, as_json: bool) -> None:
             out.print(Text(figure.title, style="bold"))
             out.print(_rows(lines_of(reproductions[-1])))
     if as_json:
-        from counterflow.papers.report import figures_shown
+        from counterflow.papers.reproduction_report import figures_shown
 
         print_json(figures_shown(reproductions))
     else:

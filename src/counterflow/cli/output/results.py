@@ -12,17 +12,17 @@ from counterflow.common.json_models import Result, sections
 from counterflow.integrations.conversion import ConvertedShown
 from counterflow.integrations.torchtitan.job_config import TranslatedShown
 from counterflow.measure.health import Doctor
-from counterflow.papers.report import FigureShown, FiguresShown, Reproducible, TableShown
+from counterflow.papers.reproduction_report import FigureShown, FiguresShown, Reproducible, TableShown
 from counterflow.planning.comparison_report import ComparisonShown
 from counterflow.planning.plan_report import Examples, Planned
-from counterflow.program.report import Checked
-from counterflow.schedule.layouts.report import LayoutShown
-from counterflow.schedule.report import Schemes
+from counterflow.program.program_report import Checked
+from counterflow.schedule.layouts.layout_report import LayoutShown
+from counterflow.schedule.schedule_report import Schemes
 from counterflow.simulation.report import Simulated
-from counterflow.synthesis.report import Synthesized
+from counterflow.synthesis.synthesis_report import Synthesized
 from counterflow.training.profiling import Profiled
-from counterflow.training.report import Keys, Prepared, Trained
-from counterflow.verification.report import Verified
+from counterflow.training.training_report import Keys, Prepared, Trained
+from counterflow.verification.verification_report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),

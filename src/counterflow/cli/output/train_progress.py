@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from counterflow.training.callbacks import Callback
-from counterflow.training.report import About, Numbers
+from counterflow.training.training_report import About, Numbers
 
 from .console import WIDE, console
 from .screen import Screen

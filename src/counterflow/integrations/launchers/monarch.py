@@ -22,8 +22,8 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.place import Place
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
-from counterflow.training.report import Summary
 from counterflow.training.supervision.restarts import Restarts
+from counterflow.training.training_report import Summary
 
 from .worker import run_folder, trained_at
 

@@ -22,7 +22,7 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.place import place
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
-from counterflow.training.report import Numbers
+from counterflow.training.training_report import Numbers
 
 from .worker import trained_at
 

@@ -26,9 +26,9 @@ from counterflow.runtime.workers import world
 from counterflow.runtime.workers.place import Place, place
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
-from counterflow.training.report import Summary
 from counterflow.training.supervision.restarts import Restarts
 from counterflow.training.supervision.stopping import RESUBMIT, STOP
+from counterflow.training.training_report import Summary
 
 from .worker import run_folder, trained_at
 

@@ -13,8 +13,8 @@ from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import RunFolder
 from counterflow.training.loop import EachStep
-from counterflow.training.report import Summary
 from counterflow.training.run import going_on, run
+from counterflow.training.training_report import Summary
 
 
 def run_folder(config: RunConfig) -> RunFolder:

@@ -12,12 +12,12 @@ from counterflow.common.lazy import attributes
 
 if TYPE_CHECKING:
     from .cut import layers
-    from .folder import save
+    from .model_folder import save
     from .objective import loss
-    from .weights import load
+    from .weight_files import load
 
 __all__ = ["layers", "load", "loss", "save"]
 
 __getattr__ = attributes(
-    __name__, {"layers": "cut", "loss": "objective", "load": "weights", "save": "folder"}
+    __name__, {"layers": "cut", "loss": "objective", "load": "weight_files", "save": "model_folder"}
 )

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from counterflow.api.carry import Carry
 
+from .attention_masks import widened
 from .first_layer import First
-from .masks import widened
 from .plans import plan_of, refuse, unwrapped
 from .recurrence import LINEAR, recurring
 from .shells import disable_extras, has, has_weights, shell_of
-from .slices import CAUSAL, EVERY_LAYER, FULL, Seen, attending
+from .slice_attention import CAUSAL, EVERY_LAYER, FULL, Seen, attending
 from .stand_ins import HIDDEN, SavedInput, unfollowed
-from .weights import Filling, Layer
+from .weight_files import Filling, Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

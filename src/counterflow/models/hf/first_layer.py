@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from counterflow.api.carry import Carry
 from counterflow.errors import ConfigError
 
-from .masks import forms_of, is_mask, masks_made, narrowed, texts_of
+from .attention_masks import forms_of, is_mask, masks_made, narrowed, texts_of
 from .recurrence import LINEAR
 from .shells import disable_extras, shell_of
-from .slices import CAUSAL, KINDS, Seen
+from .slice_attention import CAUSAL, KINDS, Seen
 from .stand_ins import HIDDEN, Absent, Called, Note, unfollowed
-from .weights import Layer
+from .weight_files import Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,9 +2,9 @@
 
 A file contains the common data of its figures (``assumptions``, ``competitors`` by label, changes of every
 ``run``), then ``figures`` by name, with their own ``competitors``, ``runs`` (an example of the
-planner, with changes: ``changes.py``) and ``published`` values, which belong to the runs ``of_runs`` if they
-name none. A published value that is missed names one of the file's ``causes``, with the change (``vary``) of
-runs and competitors that shows it.
+planner, with changes: ``figure_changes.py``) and ``published`` values, which belong to the runs ``of_runs``
+if they name none. A published value that is missed names one of the file's ``causes``, with the change
+(``vary``) of runs and competitors that shows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from .changes import example_task
+from .figure_changes import example_task
 from .published import Cause, Figure, Quantity, Run
 
 PAPERS = ("chimera", "mixpipe", "hanayo", "wpipe")

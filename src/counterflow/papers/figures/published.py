@@ -125,7 +125,8 @@ class Competitor:
         largest: whether it takes the largest micro-batch that fits at each depth, and then the best depth.
         stated: its configuration according to the paper; None if the paper does not say.
         stated_by_run: (run, configuration) pairs: what the paper states of one run in addition.
-        change: changes of the task for this scheme alone (``changes.py``), which show causes of misses.
+        change: changes of the task for this scheme alone (``figure_changes.py``), which show causes of
+            misses.
     """
 
     label: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from statistics import fmean, pvariance
 
-from .entries import Entry
+from .figure_entries import Entry
 from .published import RATIOS, TOLERANCE, Published, Quantity
 
 Table = Mapping[str, list[Entry]]

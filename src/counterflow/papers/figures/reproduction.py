@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from counterflow.planning.task import PlanningTask
 
-from .entries import Entry, configuration, entry_of, is_stated
+from .figure_entries import Entry, configuration, entry_of, is_stated
 from .published import RATIOS, TOLERANCE, Figure, Published, Quantity
 from .quantities import VALUES, difference, hit, order_of
 

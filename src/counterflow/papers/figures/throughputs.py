@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from counterflow.planning.prediction import choices
 from counterflow.schedule.modes import Recompute
 
-from .entries import Entry
+from .figure_entries import Entry
 from .published import Quantity
 from .reproduction import Reproduction
 

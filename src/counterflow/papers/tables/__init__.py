@@ -11,8 +11,8 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
-from . import chimera, mixpipe, wpipe, zero_bubble
-from .layout import COLUMNS, Row, Table
+from . import chimera_table, mixpipe_table, wpipe_table, zero_bubble_table
+from .layout_table import COLUMNS, Row, Table
 
 
 @cache
@@ -30,10 +30,10 @@ def _table(name: str, rows: Callable[[], Iterator[Row]]) -> Table:
 
 
 _ROWS = {
-    "chimera-table2": chimera.rows,
-    "mixpipe-table1": mixpipe.rows,
-    "wpipe-table1": wpipe.rows,
-    "zb-table5": zero_bubble.rows,
+    "chimera-table2": chimera_table.rows,
+    "mixpipe-table1": mixpipe_table.rows,
+    "wpipe-table1": wpipe_table.rows,
+    "zb-table5": zero_bubble_table.rows,
 }
 
 TABLES: dict[str, Callable[[], Table]] = {name: partial(_table, name, rows) for name, rows in _ROWS.items()}

@@ -10,7 +10,7 @@ from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Costs, Simulation, simulate
 
 from ..closed_forms import Range
-from .layout import Relation, Row
+from .layout_table import Relation, Row
 
 _BUBBLE_RATIO = "bubble ratio"
 _WEIGHTS = "weights, in stages"

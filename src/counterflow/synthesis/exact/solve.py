@@ -1,8 +1,8 @@
 """The exact method: prove that no order beats the best one known, or find one that does.
 
-It asks the model (``model.py``) for orders at or below a target, from the lower bound upwards, since smaller
-targets are easier. A target that is refuted raises the bound; an order that is found ends the search, or
-lowers the targets. A target without an answer in time is followed by a smaller one.
+It asks the model (``constraint_model.py``) for orders at or below a target, from the lower bound upwards,
+since smaller targets are easier. A target that is refuted raises the bound; an order that is found ends the
+search, or lowers the targets. A target without an answer in time is followed by a smaller one.
 
 Invariant: the result is proved: the words were played with the true costs, and no order takes less than the
 bound. If costs have too many decimals, durations are rounded down for the solver: bounds still hold, and an
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..problem import CLOSE, Problem, Words, value_of
-from .model import IntegerProblem, Model, integer_problem, pairs
+from .constraint_model import IntegerProblem, Model, integer_problem, pairs
 
 MOST_PAIRS = 60_000
 """Maximum pairs of ops of one worker in a problem that is tried."""

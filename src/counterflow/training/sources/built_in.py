@@ -78,7 +78,7 @@ class BuiltIn(ModelSource):
         """Make a list of layers, and windows of bytes."""
         import torch
 
-        from counterflow.data.batches import MaskedByte, NextByte
+        from counterflow.data.text_batches import MaskedByte, NextByte
         from counterflow.models.loss import masked_token_loss, next_token_loss
 
         path, seed = config.data.path, config.train.seed

@@ -56,7 +56,7 @@ class HuggingFace(ModelSource):
                 raise ConfigError(f"model.{name}: the model in model.path defines it; leave it out")
         if not isinstance(keys.get("path"), str) or not keys["path"]:
             raise ConfigError(f'model.kind = "{_KIND}": needs model.path, a folder or a name on the hub')
-        from counterflow.models.hf.weights import most_positions, read_config
+        from counterflow.models.hf.weight_files import most_positions, read_config
 
         hf_config = read_config(keys["path"])
         most = most_positions(hf_config)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError
-from counterflow.data.batches import IGNORED, MASK, Batches, MaskedByte, NextByte, Tensors
+from counterflow.data.text_batches import IGNORED, MASK, Batches, MaskedByte, NextByte, Tensors
 
 TEXT = bytes(range(200)) * 10  # a byte tells where it stands, but for the round
 

@@ -17,7 +17,7 @@ from counterflow.planning.task import PlanningTask
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute
 
-from .changes import changed_task
+from .figure_changes import changed_task
 from .published import Competitor, Figure, Run, Stated
 
 _UNLIMITED_BYTES = 1e18

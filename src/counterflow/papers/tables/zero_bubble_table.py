@@ -15,7 +15,7 @@ from counterflow.schedule.schemes import dapple, dualpipe_v, interleaved_zb, zb_
 from counterflow.simulation import ByteCosts, Costs, Simulation, simulate
 
 from ..closed_forms import Range
-from .layout import Relation, Row
+from .layout_table import Relation, Row
 
 _SOURCE = "Zero Bubble Table 5"
 _SEQUENCE = 1024

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 
-from .weights import INDEX, SINGLE
+from .weight_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

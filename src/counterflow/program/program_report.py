@@ -6,7 +6,7 @@ from typing import Annotated
 
 from counterflow.common.json_models import describe, reads
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.report import Sized
+from counterflow.schedule.schedule_report import Sized
 
 from .check import Report, RuleResult
 

@@ -24,7 +24,7 @@ from counterflow.schedule.schemes import (
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .cases import EQUAL, TWICE, Case
-from .layout import Relation, Row
+from .layout_table import Relation, Row
 
 
 def rows() -> Iterator[Row]:

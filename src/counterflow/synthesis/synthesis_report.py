@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from counterflow.common.json_models import Count, describe
-from counterflow.schedule.report import Sized
+from counterflow.schedule.schedule_report import Sized
 from counterflow.simulation.report import TimeUnit
 
 

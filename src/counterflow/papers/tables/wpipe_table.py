@@ -22,7 +22,7 @@ from counterflow.simulation import ByteCosts, Costs, simulate
 from .. import closed_forms as forms
 from ..closed_forms import Range
 from .cases import EQUAL, TWICE, Case
-from .layout import Row
+from .layout_table import Row
 
 
 def rows() -> Iterator[Row]:

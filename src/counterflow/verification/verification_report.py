@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from counterflow.common.json_models import describe, result_of
-from counterflow.schedule.report import Scheduled
+from counterflow.schedule.schedule_report import Scheduled
 
 from .agreement import Agreement
 
