@@ -15,7 +15,7 @@ from counterflow.schedule.ir import Schedule
 
 from .build.recordings import Recordings
 from .cut_probe import CutProbe
-from .execution.evaluation import Found, PendingEvaluation
+from .execution.evaluation import Outcome, PendingEvaluation
 from .execution.step import Evaluation
 from .generation import GenerationCheck, Sampling, generated
 from .messages.values import Unit
@@ -107,7 +107,7 @@ class Forwards(States):
             self._batches.remember(batch)
         return pending, batch
 
-    def _read_evaluation(self, last: Found) -> None:
+    def _read_evaluation(self, last: Outcome) -> None:
         with self._reported():
             self._evaluation.read(last)
 

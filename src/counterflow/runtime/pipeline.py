@@ -33,7 +33,7 @@ from .build.runners import batches_of, runners_of
 from .build.weights import weights_of
 from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
-from .execution.step import Step, Workers, place
+from .execution.step import Step, Workers, replica_and_worker
 from .generation import GenerationCheck
 from .inference import Forwards
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
@@ -185,7 +185,7 @@ class Pipeline(Forwards):
         self.dims = held.dims
         self.ranks: tuple[tuple[int, ...], ...] = self.dims.replica_ranks(transport.rank)
         self.replicas: int = len(self.ranks)
-        self.replica: int = place(self.ranks, transport.rank)[0]
+        self.replica: int = replica_and_worker(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
         self._lease: Lease[TransportUser] = opened(transport, self)
         name = execution.gradient_compression

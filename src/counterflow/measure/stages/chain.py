@@ -194,9 +194,9 @@ class OutputHead:
     def __init__(self, tensors_of: Callable[[Any], list[Tensor]]) -> None:
         self._tensors_of = tensors_of
 
-    def __call__(self, output: Any, *, again: bool = False) -> Output:
+    def __call__(self, output: Any, *, rerun: bool = False) -> Output:
         """Return the tensors of an output, without its structure."""
-        del again
+        del rerun
         return None, self._tensors_of(output)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Where a worker's ops take from and give to, and which message is which: all that follows from the schedule.
+"""Routing table of one worker: source, destination and tag of each op's input and output.
 
 Invariant: peers, stages and micro-batches come from the list (Hanayo section 4); nothing is decided here. A
 message has the same number on both sides.
@@ -14,11 +14,11 @@ from counterflow.schedule.ir import Op, Product, Schedule, SkipLink
 from ..messages.envelope import Envelope, Place
 from ..messages.message_queue import MessageQueue
 from ..messages.values import Unit
-from .routes import HandedOver, LocalRoute, MessageRoute, Route, SkipRoute, SliceRoute
+from .routes import LocalMailbox, LocalRoute, MessageRoute, Route, SkipRoute, SliceRoute
 
 
 class Addresses:
-    """One worker's.
+    """Routing table of one worker.
 
     Args:
         schedule: what its lists were lowered from.
@@ -38,7 +38,7 @@ class Addresses:
         messages: MessageQueue,
     ) -> None:
         self._schedule, self._slots, self._worker, self._ranks = schedule, slots, worker, tuple(ranks)
-        self._messages, self._handed = messages, HandedOver()
+        self._messages, self._mailbox = messages, LocalMailbox()
         ops = list(schedule.ops())
         self._slices = schedule.workload.slices
         self._parts = {op.micro_batches[0]: op.parts for op in ops if not op.kind.whole}
@@ -59,41 +59,41 @@ class Addresses:
         self._first_number = messages.transport.reserve_tags(numbers)
 
     def units(self, op: Op, period_offset: int) -> tuple[Unit, ...]:
-        """What an op runs on, in pieces of what backwards run on.
+        """Units that an op runs on, in the pieces that backwards run on.
 
         Args:
             op: which one.
             period_offset: how many periods later than it says it is going to run.
         """
         slot = (self._schedule.period_of(op) + period_offset) % self._slots
-        found = []
+        units = []
         for number in op.micro_batches:
             m = number % self._schedule.micro_batches
             if not op.kind.whole or self._slices > 1:
-                found.append(Unit(m, op.part, op.parts, slot))
+                units.append(Unit(m, op.part, op.parts, slot))
             else:  # of a whole micro-batch, also if there is no backward
                 parts = self._parts.get(number, 1)
-                found += [Unit(m, part, parts, slot) for part in range(parts)]
-        return tuple(found)
+                units += [Unit(m, part, parts, slot) for part in range(parts)]
+        return tuple(units)
 
     def splits(self, op: Op) -> bool:
-        """Whether a backward of what an op runs on is two ops."""
+        """True if a backward of the op's units is two ops."""
         return any((op.stage, number) in self._split for number in op.micro_batches)
 
     def source(self, op: Op, period_offset: int) -> Route | None:
-        """The way on which an op gets what it takes of another stage; None: it takes of none."""
+        """Route of an op's input from another stage; None: it has none."""
         takes = op.kind.takes
         if takes is None:
             return None
-        place, other = (op.stage - 1,) * 2 if takes.goes > 0 else (op.stage, op.stage + 1)
+        place, neighbor = (op.stage - 1,) * 2 if takes.goes > 0 else (op.stage, op.stage + 1)
         answers = None
-        if takes is Product.INPUT_GRADIENT and self._holder(op, other) is not None:
-            made = self._forwards[op.stage, op.micro_batches[0], op.part if self._slices > 1 else 0]
-            answers = self._number(place, self.units(made, period_offset)[0], gradient=False)
-        return self._route(op, other, place, takes, period_offset, answers=answers)
+        if takes is Product.INPUT_GRADIENT and self._holder(op, neighbor) is not None:
+            forward = self._forwards[op.stage, op.micro_batches[0], op.part if self._slices > 1 else 0]
+            answers = self._number(place, self.units(forward, period_offset)[0], gradient=False)
+        return self._route(op, neighbor, place, takes, period_offset, answers=answers)
 
     def target(self, op: Op, period_offset: int) -> Route | None:
-        """The way on which what an op makes for another stage goes; None: it makes nothing for any."""
+        """Route of an op's output to another stage; None: it has none."""
         gives = op.kind.gives
         if gives is None:
             return None
@@ -102,25 +102,25 @@ class Addresses:
     def _route(
         self,
         op: Op,
-        other: int,
+        peer_stage: int,
         place: Place,
         what: Product,
         period_offset: int,
         *,
         answers: int | None = None,
     ) -> Route | None:
-        """The way of a product between an op and another stage; None: there is no such stage."""
-        worker = self._holder(op, other)
+        # None: there is no such stage
+        worker = self._holder(op, peer_stage)
         if worker is None:
             return None
         if worker == self._worker:
-            return LocalRoute(place, self._handed)
+            return LocalRoute(place, self._mailbox)
         unit = self.units(op, period_offset)[0]
         number = self._number(place, unit, gradient=what is Product.INPUT_GRADIENT)
         return MessageRoute(number, self._messages, answers)
 
     def by_skips(self, op: Op, period_offset: int) -> tuple[Sequence[SkipRoute], Sequence[SkipRoute]]:
-        """The ways of what an op takes and makes by skips; gradients go the other way."""
+        """Routes of an op's inputs and outputs by skip connections; gradients go the other way."""
         takes: list[SkipRoute] = []
         gives: list[SkipRoute] = []
         what, forward = op.kind.gives, op.kind.whole
@@ -128,31 +128,31 @@ class Addresses:
             before, after = (link.source, link.target) if forward else (link.target, link.source)
             if what is None or op.stage not in (before, after) or (link.once and not forward):
                 continue
-            found, other = (takes, before) if op.stage == after else (gives, after)
+            links, peer_stage = (takes, before) if op.stage == after else (gives, after)
             if not link.once:
-                found.append(SkipRoute(link, self._route(op, other, link, what, period_offset)))
+                links.append(SkipRoute(link, self._route(op, peer_stage, link, what, period_offset)))
                 continue
             period = self._schedule.period_of(op)
             first, route = self._first[op.pipe, op.stage, period] == op, None
-            if first and self._holder(op, other) != self._worker:
-                made = self._first[op.pipe, before, period]
-                route = self._route(made, other, link, what, period_offset)
-            found.append(SkipRoute(link, route, first=first))
+            if first and self._holder(op, peer_stage) != self._worker:
+                first_op = self._first[op.pipe, before, period]
+                route = self._route(first_op, peer_stage, link, what, period_offset)
+            links.append(SkipRoute(link, route, first=first))
         return takes, gives
 
     def carried(self, op: Op) -> tuple[Sequence[SkipRoute], Sequence[SkipRoute]]:
-        """The ways of the states, or their gradients, that an op takes of one slice and leaves to another."""
+        """Routes of the states, or their gradients, from one slice to the next."""
         step = op.kind.carries
         if self._slices == 1 or not step:
             return (), ()
         link = SkipLink(op.stage, op.stage)
-        takes = [SkipRoute(link, SliceRoute(link, self._handed, 0))]
-        gives = [SkipRoute(link, SliceRoute(link, self._handed, step))]
+        takes = [SkipRoute(link, SliceRoute(link, self._mailbox, 0))]
+        gives = [SkipRoute(link, SliceRoute(link, self._mailbox, step))]
         of = range(self._slices)
         return takes if op.part - step in of else (), gives if op.part + step in of else ()
 
     def envelope(self, message: Message, period_offset: int) -> tuple[Envelope, int]:
-        """A message as it is known before it travels, and the slot of its mini-batch."""
+        """Envelope of a message, and the slot of its mini-batch."""
         op = message.output
         units = self.units(op, period_offset)
         place = message.skip or op.boundary
@@ -163,7 +163,6 @@ class Addresses:
         return Envelope(number, self._ranks[message.peer], op.stage, of, gradient), units[0].slot
 
     def _holder(self, op: Op, stage: int) -> int | None:
-        """Worker that holds a stage of an op's pipe; None if the stage does not exist."""
         schedule = self._schedule
         return schedule.placement.worker(op.pipe, stage) if 0 <= stage < schedule.stages else None
 

@@ -21,8 +21,6 @@ from .tasks import RunOp, Tools
 
 
 class _Gradients(NamedTuple):
-    """A unit's pass, the gradients of its outputs, and the receive buffers that these are in."""
-
     unit_pass: StagePass
     gradients: Sequence[Tensor | None]
     buffers: Sequence[Tensor]
@@ -64,9 +62,9 @@ class RunBackward(GradientTask):
         passes = self._in_flight.passes
         unit_pass = passes[self._key] if self._defers else passes.pop(self._key)
         unit_pass.prepare(defers=self._defers)  # before anything is waited for
-        gradients, buffers = ([], NONE) if self.source is None else self.source.take_gradients(self._unit)
+        gradients, buffers = ([], NONE) if self.source is None else self.source.receive_gradients(self._unit)
         if self.skips.takes:
-            more, more_buffers = self.skips.take_gradients()
+            more, more_buffers = self.skips.receive_gradients()
             gradients, buffers = [*gradients, *more], [*buffers, *more_buffers]
         return _Gradients(unit_pass, gradients, buffers)
 
@@ -84,9 +82,9 @@ class RunBackward(GradientTask):
         if self.target is not None or self.skips.gives:
             gradients = unit_pass.input_gradients()
             if self.skips.gives:
-                gradients = self.skips.give_gradients(gradients, unit_pass.skip_gradients)
+                gradients = self.skips.send_gradients(gradients, unit_pass.skip_gradients)
             if self.target is not None:
-                self.target.give_gradients(self._unit, gradients)
+                self.target.send_gradients(self._unit, gradients)
         self._in_flight.end_later(unit_pass, [*inputs.buffers, *unit_pass.buffers])
         unit_pass.buffers = NONE
         unit_pass.release()

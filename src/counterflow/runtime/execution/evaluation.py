@@ -21,24 +21,24 @@ from ..mini_batch.batch import Batch
 from ..parameters.shared_state import SharedState
 from ..stages.attributes import restored_attributes
 from ..stages.stage import LocalStage
-from .gathers import Asked, Head, MiniBatch, StepGathers
+from .gathers import GatherRequest, Head, MiniBatch, StepGathers
 from .interpreter import Interpreter
 from .step import Evaluation, Workers
 
-Found = list[Evaluation | CounterflowError]
-"""What came of an evaluation, as soon as that is known."""
+Outcome = list[Evaluation | CounterflowError]
+"""Result or error of an evaluation, once it is known; empty before."""
 
 
 class PendingEvaluation:
     """An evaluation whose result may still be on its way; made by ``Pipeline.start_evaluation``.
 
     Args:
-        found: where the result, or the error, is put when it is known.
+        outcome: list that receives the result, or the error.
         read: waits until it is there.
     """
 
-    def __init__(self, found: Found, read: Callable[[Found], None]) -> None:
-        self._found, self._read = found, read
+    def __init__(self, outcome: Outcome, read: Callable[[Outcome], None]) -> None:
+        self._outcome, self._read = outcome, read
 
     def result(self) -> Evaluation:
         """Wait until all workers have run it; each worker may ask when it likes, or not at all.
@@ -47,12 +47,12 @@ class PendingEvaluation:
             ConfigError: it has metrics of other names than the pipeline's first evaluation.
             WorkerError: a worker failed, or nothing in the mini-batch counts.
         """
-        if not self._found:
-            self._read(self._found)
-        (found,) = self._found
-        if isinstance(found, CounterflowError):
-            raise found
-        return found
+        if not self._outcome:
+            self._read(self._outcome)
+        (outcome,) = self._outcome
+        if isinstance(outcome, CounterflowError):
+            raise outcome
+        return outcome
 
 
 class EvaluationRunner:
@@ -80,7 +80,7 @@ class EvaluationRunner:
         self.peers = self._tasks.peers
         """The ranks to which messages go or from which they come."""
         self._gathers = StepGathers(workers, digests=0, together=1, square=_no_norm, head=_no_report)
-        self._begun: deque[tuple[Found, MiniBatch]] = deque()
+        self._begun: deque[tuple[Outcome, MiniBatch]] = deque()
         self.named = False
         """Whether all workers know the names of the metrics."""
         self.in_flight = False
@@ -113,7 +113,7 @@ class EvaluationRunner:
             self._interpreter.in_flight.messages.drain()
         self._interpreter.leave(batch)
 
-    def start(self, batch: Batch, read: Callable[[Found], None]) -> PendingEvaluation:
+    def start(self, batch: Batch, read: Callable[[Outcome], None]) -> PendingEvaluation:
         """Run the forwards, and begin to gather their losses; all workers have run earlier ones by then.
 
         Args:
@@ -122,13 +122,13 @@ class EvaluationRunner:
         """
         self.run(batch)
         self.read()
-        its = MiniBatch(batch.step, batch.losses, compared=False, updates=False)
-        self._gathers.start(Asked(its, None, None))
-        found: Found = []
-        self._begun.append((found, its))
-        return PendingEvaluation(found, read)
+        mini_batch = MiniBatch(batch.step, batch.losses, compared=False, updates=False)
+        self._gathers.start(GatherRequest(mini_batch, None, None))
+        outcome: Outcome = []
+        self._begun.append((outcome, mini_batch))
+        return PendingEvaluation(outcome, read)
 
-    def read(self, last: Found | None = None, *, together: bool = False) -> None:
+    def read(self, last: Outcome | None = None, *, together: bool = False) -> None:
         """Wait for results, in the order in which they were begun.
 
         Args:
@@ -140,13 +140,13 @@ class EvaluationRunner:
             WorkerError: nothing in a mini-batch counts.
         """
         while self._begun:
-            found, its = self._begun.popleft()
+            outcome, mini_batch = self._begun.popleft()
             try:
-                found.append(self._result(its, together=together))
+                outcome.append(self._result(mini_batch, together=together))
             except CounterflowError as error:
-                found.append(error)
+                outcome.append(error)
                 raise
-            if found is last:
+            if outcome is last:
                 return
 
     def drain(self) -> None:
@@ -155,17 +155,17 @@ class EvaluationRunner:
         self._interpreter.drain()
         self.in_flight = False
 
-    def _result(self, its: MiniBatch, *, together: bool) -> Evaluation:
+    def _result(self, mini_batch: MiniBatch, *, together: bool) -> Evaluation:
         self._workers.transport.status.now("gathering what came of an evaluation")
         gathered = self._gathers.wait()
         if gathered.has_new_metrics and not together:
             raise ConfigError(
-                f"the evaluation after step {its.step - 1} has metrics of other names than the first one, on "
-                "which all workers would have to agree; call evaluate"
+                f"the evaluation after step {mini_batch.step - 1} has metrics of other names than the "
+                "first one, on which all workers would have to agree; call evaluate"
             )
         weighed = [part.weighed for part in gathered.parts]
-        scale = 1 / self._workers.weight(weighed, its.step)[0]
-        metrics = self._gathers.metrics(gathered, weighed, its.losses, scale)
+        scale = 1 / self._workers.weight(weighed, mini_batch.step)[0]
+        metrics = self._gathers.metrics(gathered, weighed, mini_batch.losses, scale)
         self.named = True
         return Evaluation(scale * math.fsum(part.loss for part in gathered.parts), metrics)
 
@@ -174,6 +174,6 @@ def _no_norm(_: MiniBatch) -> float:
     return 0.0
 
 
-def _no_report(_: Asked) -> Head:
+def _no_report(_: GatherRequest) -> Head:
     """The calls were compared before anything was sent."""
     return (), lambda _: None

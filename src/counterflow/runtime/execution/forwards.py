@@ -27,7 +27,7 @@ from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
 from ..stages.sliced_pass import PassKind
 from .outputs import UnitHead, part
-from .skips import Came, Output, Parts
+from .skips import Output, OutputLayout, SkipInputs
 from .tasks import RunOp, Tools
 
 
@@ -71,21 +71,23 @@ class RunForward(RunOp):
         if self.source is None:
             assert batch.inputs is not None
             inputs = [
-                ForwardInput(unit, each_tensor(value), value, NONE, its)
-                for unit, its in zip(self.units, rows, strict=True)
+                ForwardInput(unit, each_tensor(value), value, NONE, unit_rows)
+                for unit, unit_rows in zip(self.units, rows, strict=True)
                 for value in (_first_input(unit, batch, batch.inputs),)
             ]
             for unit in self.units:
                 if unit.part == unit.parts - 1:
                     batch.inputs.used(unit.micro_batch)
         else:
-            received = self.source.take(self.units, leaf, as_leaves=batch.training)
+            received = self.source.receive(self.units, leaf, as_leaves=batch.training)
             inputs = [
-                ForwardInput(unit, tensors, put_together(structure, tensors), buffers, its)
-                for unit, (structure, tensors, buffers), its in zip(self.units, received, rows, strict=True)
+                ForwardInput(unit, tensors, put_together(structure, tensors), buffers, unit_rows)
+                for unit, (structure, tensors, buffers), unit_rows in zip(
+                    self.units, received, rows, strict=True
+                )
             ]
         if self.skips.takes:
-            inputs = list(map(_with_skips, inputs, self.skips.take(batch, leaf)))
+            inputs = list(map(_with_skips, inputs, self.skips.receive(batch, leaf)))
         return inputs
 
     @override
@@ -95,9 +97,11 @@ class RunForward(RunOp):
             if joined is not None:
                 return joined
         outputs = []
-        for each in inputs:
-            unit_pass = self._begin(batch, each)
-            outputs.append(self._save(batch, each, unit_pass, self._forward(batch, each, unit_pass)))
+        for unit_input in inputs:
+            unit_pass = self._begin(batch, unit_input)
+            outputs.append(
+                self._save(batch, unit_input, unit_pass, self._forward(batch, unit_input, unit_pass))
+            )
         return outputs
 
     @override
@@ -106,9 +110,9 @@ class RunForward(RunOp):
         if self._sliced and batch.training:
             for unit, output in zip(self.units, result, strict=True):
                 self._count_state(unit, output)
-        pieces: Any = self.skips.give(batch, result) if self.skips.gives else result
+        pieces: Any = self.skips.send(batch, result) if self.skips.gives else result
         if self.target is not None:
-            self.target.give(self.units, pieces)
+            self.target.send(self.units, pieces)
             if batch.known is None:
                 for unit, piece in zip(self.units, pieces, strict=True):
                     batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
@@ -118,7 +122,6 @@ class RunForward(RunOp):
             batch.losses.ask()
 
     def _begin(self, batch: Batch, inputs: ForwardInput) -> StagePass:
-        """Begin the pass of a unit, which its backward continues."""
         copy, saved = self.copy, self._in_flight.saved
         head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
         if not batch.training:
@@ -148,12 +151,12 @@ class RunForward(RunOp):
         return structure, self._outputs.handed_on(tensors)
 
     def _forward_joined(self, batch: Batch, inputs: Sequence[ForwardInput]) -> list[Output] | None:
-        """Run all units as one; None if they have to run one by one."""
-        sizes = [each.rows.stop - each.rows.start for each in inputs]
-        values = [each.value for each in inputs]
+        # None: they have to run one by one
+        sizes = [item.rows.stop - item.rows.start for item in inputs]
+        values = [item.value for item in inputs]
         if not _can_join(values, sizes, batch):
             return None
-        passes = [self._begin(batch, each) for each in inputs]
+        passes = [self._begin(batch, item) for item in inputs]
         outputs = forward_joined(
             [unit_pass for unit_pass in passes if isinstance(unit_pass, RecomputedPass)],
             values,
@@ -161,7 +164,7 @@ class RunForward(RunOp):
         )
         if outputs is None:
             return None
-        return [self._save(batch, *each) for each in zip(inputs, passes, outputs, strict=True)]
+        return [self._save(batch, *item) for item in zip(inputs, passes, outputs, strict=True)]
 
     def _count_state(self, unit: Unit, output: Output) -> None:
         """Count the state that a slice leaves to the next one, which has that of the one before as input."""
@@ -170,20 +173,19 @@ class RunForward(RunOp):
             passes[self.stage, unit._replace(part=unit.part - 1)].release_state()
         skips, (parts, tensors) = self.copy.skips, output
         if skips is not None and skips.carries and unit.part < unit.parts - 1:
-            assert isinstance(parts, Parts)
-            _, count = parts.each[-1]
+            assert isinstance(parts, OutputLayout)
+            _, count = parts.pieces[-1]
             passes[self.stage, unit].count_state(tensors[len(tensors) - count :])
 
 
 def _first_input(unit: Unit, batch: Batch, inputs: Feed) -> Any:
-    own = part(inputs[unit.micro_batch], unit, batch, of_targets=False)
-    if isinstance(own, Tensor):
-        return own
-    return pytree.tree_map(lambda leaf: leaf, own)  # a layer may remove entries of its dicts
+    value = part(inputs[unit.micro_batch], unit, batch, of_targets=False)
+    if isinstance(value, Tensor):
+        return value
+    return pytree.tree_map(lambda leaf: leaf, value)  # a layer may remove entries of its dicts
 
 
-def _with_skips(inputs: ForwardInput, received: Came) -> ForwardInput:
-    """Add the values of skip connections to an input."""
+def _with_skips(inputs: ForwardInput, received: SkipInputs) -> ForwardInput:
     value, skips = inputs.value if type(inputs.value) is Carried else (inputs.value, {})
     return inputs._replace(
         tensors=[*inputs.tensors, *received.tensors],

@@ -24,7 +24,7 @@ from .step import Step, Workers
 
 @dataclass(slots=True)
 class MiniBatch:
-    """One that was begun and of which not everything is known.
+    """Mini-batch in flight: its reports, as far as they were gathered.
 
     Attributes:
         step: its step.
@@ -74,7 +74,7 @@ class MiniBatch:
         )
 
 
-class Asked(NamedTuple):
+class GatherRequest(NamedTuple):
     """The mini-batches of which a gather asks: for their loss, their norm and their copies' digests."""
 
     loss: MiniBatch | None
@@ -92,14 +92,12 @@ class Gathered(NamedTuple):
 
     @property
     def has_new_metrics(self) -> bool:
-        """Whether there are metrics whose names not everybody knows."""
+        """True if there are metrics whose names are new to some workers."""
         return any(columns[0] for columns in self.metrics)
 
 
 class _Row(NamedTuple):
-    """A gather that was begun: what it asks for, and what each row starts with."""
-
-    asked: list[Asked]
+    requests: list[GatherRequest]
     compare: Callable[[list[Sequence[float]]], object]
     head: int
     names: tuple[str, ...]
@@ -128,39 +126,38 @@ class StepGathers:
         digests: int,
         together: int,
         square: Callable[[MiniBatch], float],
-        head: Callable[[Asked], Head],
+        head: Callable[[GatherRequest], Head],
     ) -> None:
         self._workers, self._transport = workers, workers.transport
         self._digests, self._together, self._square, self._head = digests, together, square, head
-        self._asked: list[Asked] = []
+        self._requests: list[GatherRequest] = []
         self._begun: deque[_Row] = deque()
         self._arrived: deque[Gathered] = deque()
         self._names: tuple[str, ...] = ()
         """Names of the metrics that all workers know."""
 
-    def start(self, asked: Asked) -> None:
-        """Start a gather as soon as enough mini-batches are asked for."""
-        self._asked.append(asked)
-        if len(self._asked) == self._together:
-            self._tell()
+    def start(self, request: GatherRequest) -> None:
+        """Start a gather as soon as enough mini-batches are requested."""
+        self._requests.append(request)
+        if len(self._requests) == self._together:
+            self._start_gather()
 
-    def _tell(self) -> None:
-        head, compare = self._head(self._asked[0])
+    def _start_gather(self) -> None:
+        head, compare = self._head(self._requests[0])
         row = [*head]
-        for asked in self._asked:
-            row += self._told(asked)
+        for request in self._requests:
+            row += self._report(request)
         gathering = self._transport.start_gather(row)
-        self._begun.append(_Row(self._asked, compare, len(head), self._names, gathering))
-        self._asked = []
+        self._begun.append(_Row(self._requests, compare, len(head), self._names, gathering))
+        self._requests = []
 
-    def _told(self, asked: Asked) -> list[float]:
-        """Report of this worker on a mini-batch."""
-        square = 0.0 if asked.norm is None else self._square(asked.norm)
+    def _report(self, request: GatherRequest) -> list[float]:
+        square = 0.0 if request.norm is None else self._square(request.norm)
         part, metrics = Part(0.0, square, None, Weighed()), dict[str, float]()
-        if asked.loss is not None:
-            part, metrics = asked.loss.losses.part(square), asked.loss.losses.metrics()
-        found = [each.read() for each in asked.copies.digests] if asked.copies is not None else []
-        digests = map(sum, zip(*found, strict=True)) if found else [0.0] * self._digests
+        if request.loss is not None:
+            part, metrics = request.loss.losses.part(square), request.loss.losses.metrics()
+        of_steps = [digest.read() for digest in request.copies.digests] if request.copies is not None else []
+        digests = map(sum, zip(*of_steps, strict=True)) if of_steps else [0.0] * self._digests
         unknown = float(bool(metrics.keys() - self._names))
         values = [x for name in self._names for x in (float(name in metrics), metrics.get(name, 0.0))]
         return [*part.pack(), *digests, unknown, *values]
@@ -173,7 +170,7 @@ class StepGathers:
         """
         if not self._arrived:
             if not self._begun:
-                self._tell()  # no further mini-batch would be reported with it
+                self._start_gather()  # no further mini-batch would be reported with it
             self._receive(self._begun.popleft())
         return self._arrived.popleft()
 
@@ -181,7 +178,7 @@ class StepGathers:
         rows = begun.gathering.wait()
         begun.compare([row[: begun.head] for row in rows])
         width = PART_WIDTH + self._digests + 1 + 2 * len(begun.names)
-        for index in range(len(begun.asked)):
+        for index in range(len(begun.requests)):
             first = begun.head + width * index
             after_part = first + PART_WIDTH
             after_digests = after_part + self._digests
@@ -199,9 +196,9 @@ class StepGathers:
     ) -> dict[str, float]:
         """The metrics of a mini-batch; ``losses`` are this worker's, the rest as for ``Workers.metrics``."""
         if gathered.has_new_metrics:
-            found = self._workers.metrics(weighed, losses, scale)
-            self._names += tuple(name for name in found if name not in self._names)
-            return found
+            metrics = self._workers.metrics(weighed, losses, scale)
+            self._names += tuple(name for name in metrics if name not in self._names)
+            return metrics
         if not gathered.names:
             return {}
         named = {name: 1 + 2 * at for at, name in enumerate(gathered.names)}

@@ -17,11 +17,11 @@ from ..stages.passes import StagePass
 from ..stages.saved_bytes import SavedBytes
 from ..transport.base import Transport
 from .meters import Clock
-from .skips import Once
+from .skips import StepConstants
 
 
 class InFlight:
-    """One worker's.
+    """Mini-batches and passes in flight of one worker.
 
     Args:
         transport: how messages travel.
@@ -52,11 +52,11 @@ class InFlight:
         self.ended: list[tuple[StagePass, Sequence[Tensor]]] = []
         """Passes to settle after the send and before the next op, and buffers to reuse then."""
         self.messages = MessageQueue(transport, compression)
-        self.once = Once()
+        self.once = StepConstants()
         self._slots = slots
         self._newest = 0
 
-    def take_in(self, batch: Batch) -> None:
+    def admit(self, batch: Batch) -> None:
         """Give a mini-batch the slot after the last one's, in place of one that is over."""
         batches = self.batches
         if len(batches) < self._slots:
@@ -66,7 +66,7 @@ class InFlight:
             self._newest = (self._newest + 1) % self._slots
             batches[self._newest] = batch
         if self.saved.counting:
-            feeds = [feed for one in batches for feed in one.feeds]
+            feeds = [feed for mini_batch in batches for feed in mini_batch.feeds]
             self.saved.exclude(tensor for feed in feeds for tensor in feed.tensors())
             for feed in feeds:
                 feed.made = self.saved.exclude_also

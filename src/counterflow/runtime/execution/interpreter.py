@@ -97,14 +97,14 @@ class Interpreter:
     def prepare(
         self,
         program: Program,
-        others: Mapping[type[Action], Callable[[Any], None]],
+        handlers: Mapping[type[Action], Callable[[Any], None]],
         period_offset: int = 0,
     ) -> Tasks:
         """The list of this worker with all that can be looked up before it is run.
 
         Args:
             program: the lists of all workers.
-            others: who does the actions that are neither ops nor messages.
+            handlers: functions of the actions that are neither ops nor messages.
             period_offset: how many periods later than it says it is going to run.
         """
         tasks: list[Task] = []
@@ -113,7 +113,7 @@ class Interpreter:
         for action in program.actions[self.worker]:
             make = TASKS.get(action.op.kind if isinstance(action, Compute) else type(action))
             if make is None:
-                tasks.append(DoOther(action, others[type(action)]))
+                tasks.append(DoOther(action, handlers[type(action)]))
                 continue
             task = make(action, self._tools, period_offset)
             tasks.append(task)
@@ -129,7 +129,7 @@ class Interpreter:
         return Tasks(tuple(tasks[:prefix]), tuple(tasks[prefix:]))
 
     def _is_local(self, action: Action) -> bool:
-        """Whether no other worker sees it, and nothing in it depends on what others were given."""
+        # no other worker sees it, and nothing in it depends on the batches of others
         if isinstance(action, Compute):
             return action.op.kind.whole and action.op.stage == 0 != self.schedule.stages - 1
         return isinstance(action, Receive)
@@ -155,7 +155,7 @@ class Interpreter:
         if not self.in_flight.batches:
             self._forget_casts()
         if batch is not None:
-            self.in_flight.take_in(batch)
+            self.in_flight.admit(batch)
         status, now = self.transport.status, time.monotonic
         named = profiling()
         task: Task | None = None
@@ -199,7 +199,7 @@ class Interpreter:
         """``worker 2, action 5: Forward F1.2``."""
         if task is None:
             return f"worker {self.worker}"
-        place = next(place for place, each in enumerate(tasks) if each is task)
+        place = next(place for place, candidate in enumerate(tasks) if candidate is task)
         action = shifted(task.action, self.in_flight.period_offset, self.schedule.micro_batches)
         return f"worker {self.worker}, action {place}: {action}"
 
@@ -215,7 +215,7 @@ class Interpreter:
 
     @property
     def began_seconds(self) -> float:
-        """When the timeline begins, by the machine's clock (``time.perf_counter``)."""
+        """Beginning of the timeline, by the machine's clock (``time.perf_counter``)."""
         return self._clock.began_seconds
 
     def timeline(self) -> list[tuple[Op, float, float]]:
@@ -228,7 +228,6 @@ class Interpreter:
 
 
 def _run_named(task: Task) -> None:
-    """Run a task under the name of its action, which a profiler or NVTX is to show."""
     with record_function(str(task.action)):
         task.run()
 
@@ -243,8 +242,8 @@ def timelines(
         interpreter: this worker's.
         ranks: those asked for.
     """
-    mine = platform.node(), interpreter.began_seconds, interpreter.timeline()
-    rows = cast("list[tuple[str, float, list[tuple[Op, float, float]]]]", transport.gather_objects(mine))
+    own_row = platform.node(), interpreter.began_seconds, interpreter.timeline()
+    rows = cast("list[tuple[str, float, list[tuple[Op, float, float]]]]", transport.gather_objects(own_row))
     first: dict[str, float] = {}  # by machine: its workers share a clock, those of others do not
     for machine, began, _ in rows:
         first[machine] = min(began, first.get(machine, began))

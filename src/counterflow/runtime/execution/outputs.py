@@ -27,11 +27,11 @@ from ..stages.sample_rows import SampleRows
 from ..stages.saved_bytes import SavedBytes
 from ..stages.skips import Carried
 from ..stages.stage import LocalStage
-from .skips import OpSkips, Output, apart
+from .skips import OpSkips, Output, output_parts
 
 
 class Outputs:
-    """One worker's.
+    """Heads of the passes of one worker.
 
     Args:
         schedule: what is run.
@@ -45,15 +45,15 @@ class Outputs:
         self._slices = schedule.workload.slices
         self._saved = saved
 
-    def apart(self, copy: LocalStage, output: Any, unit: Unit) -> Output:
-        """What a stage gives for a unit; None: it has no samples."""
+    def parts_of(self, copy: LocalStage, output: Any, unit: Unit) -> Output:
+        """Take a stage's output apart; None: the unit has no samples."""
         place, skips = f"stage {copy.stage}", copy.skips
         if skips is None or not (skips.gives or (skips.carries and self._slices > 1)):
             return take_apart(output, place)
-        return apart(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
+        return output_parts(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What a stage gives, and copies of what its weights and buffers are: these change in place."""
+        """Return tensors to publish, with copies of weights and buffers, which change in place."""
         saved = self._saved
         if not any(map(saved.is_constant, tensors)):
             return tensors
@@ -61,22 +61,22 @@ class Outputs:
             t.detach().clone().requires_grad_(t.requires_grad) if saved.is_constant(t) else t for t in tensors
         ]
 
-    def read(self, copy: LocalStage, batch: Batch, output: Any, unit: Unit, *, again: bool = False) -> Output:
+    def read(self, copy: LocalStage, batch: Batch, output: Any, unit: Unit, *, rerun: bool = False) -> Output:
         """A stage's output taken apart; after the last stage, the unit's share of the loss."""
         if not copy.last:
-            return self.apart(copy, output, unit)
+            return self.parts_of(copy, output, unit)
         state: dict[int, Any] = {}
         if type(output) is Carried:
             output, state = output
         output, added = without_added(output)
-        if batch.outputs is not None and not again:
-            batch.outputs[unit] = mapped(_kept, output)
-        if batch.watch is not None and not again and batch.watch.covers(unit):
-            batch.watch.outputs[unit.part] = mapped(_kept, output)
+        if batch.outputs is not None and not rerun:
+            batch.outputs[unit] = mapped(_copy, output)
+        if batch.watch is not None and not rerun and batch.watch.covers(unit):
+            batch.watch.outputs[unit.part] = mapped(_copy, output)
         if not batch.has_loss:
             return None, []
-        loss = self._loss_of(copy, batch, output, unit, added, again=again)
-        return (None, [loss]) if not state else self.apart(copy, Carried(loss, state), unit)
+        loss = self._loss_of(copy, batch, output, unit, added, rerun=rerun)
+        return (None, [loss]) if not state else self.parts_of(copy, Carried(loss, state), unit)
 
     def _loss_of(
         self,
@@ -86,19 +86,17 @@ class Outputs:
         unit: Unit,
         added: Mapping[str, Tensor],
         *,
-        again: bool,
+        rerun: bool,
     ) -> Tensor:
-        """A unit's share of the loss, with what layers added to it, as it enters the mini-batch's,
-        times the loss scale.
-        """
+        """Return a unit's share of the mini-batch's loss, with auxiliary losses, times the loss scale."""
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
         share: float = samples
-        size, checks = samples, () if again else tuple(batch.checks)
+        size, checks = samples, () if rerun else tuple(batch.checks)
         if self._loss_function is not None:
             assert batch.targets is not None
-            whole = batch.targets[unit.micro_batch]
-            target = part(whole, unit, batch, of_targets=True)
+            targets = batch.targets[unit.micro_batch]
+            target = part(targets, unit, batch, of_targets=True)
             if rows.slices > 1:
                 share = samples * rows.positions / rows.whole
             for check in checks:
@@ -106,37 +104,37 @@ class Outputs:
                 check.begin(copy, self._loss_function, output, target, size)
             size = elements_in(output)
             output = self._loss(copy, batch, output, target, rows)
-        found = copy.means.read(output, share)
-        if rows.slices > 1 and self._loss_function is None and found.weight is None:
+        loss = copy.means.read(output, share)
+        if rows.slices > 1 and self._loss_function is None and loss.weight is None:
             raise ConfigError(
                 "the last layer gives a mean, and it is not known of how much of a sequence that a slice "
                 "is; let it return a cf.LossSum, or give the Pipeline a loss function and targets"
             )
-        if found.weight is not None and not self._synchronous:
+        if loss.weight is not None and not self._synchronous:
             if samples < batch.total:
                 raise ConfigError(
                     f"{self._scheme} updates weights before the LossSum of all micro-batches is "
                     "known; return the mean loss of each, or take a synchronous scheme"
                 )
-            loss, weight = found.loss, found.weight
-            found = Found(loss / weight, None, {name: x / weight for name, x in found.metrics.items()})
+            sum_of_losses, weight = loss.loss, loss.weight
+            loss = Found(sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for check in checks:
             check.end()
         terms = taken()  # the loss function adds to itself as layers do
         if (added or terms) and copy.means.compares:
-            found = found.with_shares(share, size)
-        for each in (terms, added):
-            if each:
-                found = found.with_added(each)
-        batch.losses.note_graph(found.loss, again=again)
-        entry = found.entered(unit, share, divisor, size)
-        if not again:
+            loss = loss.with_shares(share, size)
+        for shares in (terms, added):
+            if shares:
+                loss = loss.with_added(shares)
+        batch.losses.note_graph(loss.loss, again=rerun)
+        entry = loss.entered(unit, share, divisor, size)
+        if not rerun:
             batch.enter(entry)
-        return found.loss * (entry.by * batch.loss_scale)
+        return loss.loss * (entry.by * batch.loss_scale)
 
     def _loss(self, copy: LocalStage, batch: Batch, output: Any, target: Any, rows: SampleRows) -> Any:
-        """What the loss function returns.
+        """Call the loss function.
 
         Raises:
             ConfigError: it fails, and on targets that are as many as the mini-batch's samples.
@@ -166,17 +164,17 @@ class UnitHead:
     def __init__(self, outputs: Outputs, copy: LocalStage, batch: Batch, unit: Unit, skips: OpSkips) -> None:
         self._outputs, self._copy, self._batch, self._unit, self._skips = outputs, copy, batch, unit, skips
 
-    def __call__(self, output: Any, *, again: bool = False) -> Output:
+    def __call__(self, output: Any, *, rerun: bool = False) -> Output:
         """Return the output's structure and tensors; values that are made once per mini-batch are sent."""
-        if self._skips.gives and not again:
-            self._skips.give_once(self._batch, self._unit, output and output.skips)
-        return self._outputs.read(self._copy, self._batch, output, self._unit, again=again)
+        if self._skips.gives and not rerun:
+            self._skips.send_once(self._batch, self._unit, output and output.skips)
+        return self._outputs.read(self._copy, self._batch, output, self._unit, rerun=rerun)
 
     def empty(self) -> Output:
         """Return the output of a unit without samples."""
         if self._skips.gives:
-            self._skips.give_once(self._batch, self._unit, None)
-        return self._outputs.apart(self._copy, None, self._unit)
+            self._skips.send_once(self._batch, self._unit, None)
+        return self._outputs.parts_of(self._copy, None, self._unit)
 
     def targets(self) -> list[Tensor]:
         """Return the targets of the mini-batch."""
@@ -193,6 +191,6 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    """Its content as it is now: the user's loss, or an update, may change it."""
+def _copy(tensor: Tensor) -> Tensor:
+    # the user's loss, or an update, may change it
     return whole(tensor.detach()).clone()

@@ -1,7 +1,6 @@
-"""The ways of values and gradients from one stage to another: within a worker, or in a message.
+"""Routes of values and gradients from one stage to another: within a worker, or in a message.
 
-Invariant: an op that takes or gives something does not know which of the two it is. On both, what is given
-for a unit is taken once.
+Invariant: an op does not know which of the two a route is. On both, a value of a unit is received once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..messages.message_queue import MessageQueue
 from ..messages.values import Structure, Unit
 
 Piece = tuple[Structure | None, list[Tensor]]
-"""What goes one way for a unit, taken apart."""
+"""Structure and tensors of a value on a route."""
 
 Gradients = tuple[list[Tensor | None], Sequence[Tensor]]
 """The gradients of one unit, None where there is none; and the buffers of the pool that they are in."""
@@ -30,13 +29,13 @@ Gradients = tuple[list[Tensor | None], Sequence[Tensor]]
 class Route(Protocol):
     """A way from one stage to another, for what one op makes."""
 
-    def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
-        """Lay ready what was made, by unit."""
+    def send(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+        """Send values, by unit."""
 
-    def take(
+    def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
-        """Wait for what was given, by unit, as leaves of a graph.
+        """Wait for the values of units, and return them as leaves of a graph.
 
         Args:
             units: whose.
@@ -44,16 +43,16 @@ class Route(Protocol):
             as_leaves: whether gradients are wanted.
         """
 
-    def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        """Lay ready the gradients of what was taken."""
+    def send_gradients(self, unit: Unit, gradients: list[Tensor | None]) -> None:
+        """Send the gradients of a received value."""
 
-    def take_gradients(self, unit: Unit) -> Gradients:
-        """Wait for the gradients of what was given."""
+    def receive_gradients(self, unit: Unit) -> Gradients:
+        """Wait for the gradients of a sent value."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
-    """What stages of a worker gave to others of it, and the gradients for it, by where it is from."""
+class LocalMailbox:
+    """Mailbox of values and gradients between stages of one worker, by their source."""
 
     pieces: dict[Of, Piece] = field(default_factory=dict)
     gradients: dict[Of, list[Tensor | None]] = field(default_factory=dict)
@@ -65,35 +64,35 @@ class LocalRoute(Route):
 
     Attributes:
         place: from where.
-        handed: what this worker's stages gave to each other.
+        mailbox: values between this worker's stages.
     """
 
     place: Place
-    handed: HandedOver
+    mailbox: LocalMailbox
 
     @override
-    def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+    def send(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
         for unit, piece in zip(units, pieces, strict=True):
-            self.handed.pieces[self.place, unit] = piece
+            self.mailbox.pieces[self.place, unit] = piece
 
     @override
-    def take(
+    def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
         del as_leaves  # they are as they were given
-        found: list[Taken] = []
+        received: list[Taken] = []
         for unit in units:
-            structure, tensors = self.handed.pieces.pop((self.place, unit))
-            found.append((structure, [leaf(tensor) for tensor in tensors], NONE))
-        return found
+            structure, tensors = self.mailbox.pieces.pop((self.place, unit))
+            received.append((structure, [leaf(tensor) for tensor in tensors], NONE))
+        return received
 
     @override
-    def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        self.handed.gradients[self.place, unit] = found
+    def send_gradients(self, unit: Unit, gradients: list[Tensor | None]) -> None:
+        self.mailbox.gradients[self.place, unit] = gradients
 
     @override
-    def take_gradients(self, unit: Unit) -> Gradients:
-        return self.handed.gradients.pop((self.place, unit)), NONE
+    def receive_gradients(self, unit: Unit) -> Gradients:
+        return self.mailbox.gradients.pop((self.place, unit)), NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +101,41 @@ class SliceRoute(Route):
 
     Attributes:
         place: whose state.
-        handed: what this worker's stages gave to each other.
+        mailbox: values between this worker's stages.
         by: how many slices further on it is taken: by an op that leaves it 1, of a backward -1; 0: here.
     """
 
     place: Place
-    handed: HandedOver
+    mailbox: LocalMailbox
     by: int
 
     def _key(self, unit: Unit) -> Of:
         return self.place, unit._replace(part=unit.part + self.by)
 
     @override
-    def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+    def send(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
         for unit, piece in zip(units, pieces, strict=True):
-            self.handed.pieces[self._key(unit)] = piece
+            self.mailbox.pieces[self._key(unit)] = piece
 
     @override
-    def take(
+    def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
         """In the memory in which it was left: it is saved once."""
         del leaf, as_leaves
-        found: list[Taken] = []
+        received: list[Taken] = []
         for unit in units:
-            structure, tensors = self.handed.pieces.pop(self._key(unit))
-            found.append((structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors], NONE))
-        return found
+            structure, tensors = self.mailbox.pieces.pop(self._key(unit))
+            received.append((structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors], NONE))
+        return received
 
     @override
-    def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
-        self.handed.gradients[self._key(unit)] = found
+    def send_gradients(self, unit: Unit, gradients: list[Tensor | None]) -> None:
+        self.mailbox.gradients[self._key(unit)] = gradients
 
     @override
-    def take_gradients(self, unit: Unit) -> Gradients:
-        return self.handed.gradients.pop(self._key(unit)), NONE
+    def receive_gradients(self, unit: Unit) -> Gradients:
+        return self.mailbox.gradients.pop(self._key(unit)), NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,25 +153,25 @@ class MessageRoute(Route):
     answers: int | None = None
 
     @override
-    def give(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+    def send(self, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
         del units
         flat = pieces[0][1] if len(pieces) == 1 else [t for _, tensors in pieces for t in tensors]
         self.messages.put(self.number, flat, [(structure, len(tensors)) for structure, tensors in pieces])
 
     @override
-    def take(
+    def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
     ) -> list[Taken]:
         del leaf
         return self.messages.take(self.number, len(units), as_leaves=as_leaves)
 
     @override
-    def give_gradients(self, unit: Unit, found: list[Tensor | None]) -> None:
+    def send_gradients(self, unit: Unit, gradients: list[Tensor | None]) -> None:
         del unit
-        self.messages.put(self.number, found)
+        self.messages.put(self.number, gradients)
 
     @override
-    def take_gradients(self, unit: Unit) -> Gradients:
+    def receive_gradients(self, unit: Unit) -> Gradients:
         del unit
         return self.messages.take_gradients(self.number, self.answers)
 

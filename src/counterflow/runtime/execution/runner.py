@@ -57,11 +57,11 @@ from ..parameters.manual_changes import ManualChanges
 from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
 from ..stages.versions import Versions
-from .gathers import Asked, Gathered, Head, MiniBatch, StepGathers, refuse_other_steps
+from .gathers import Gathered, GatherRequest, Head, MiniBatch, StepGathers, refuse_other_steps
 from .interpreter import Interpreter
 from .step import Workers
 from .tasks import Tasks
-from .weighing import Weighing
+from .weighing import LossNormaliser
 
 
 class Runner:
@@ -128,20 +128,20 @@ class Runner:
         """Mini-batches whose results are not all known yet, by number since the pipeline was empty."""
         self._known: deque[MiniBatch] = deque()
         self._batch: Batch  # of the last step
-        self._told: Told
+        self._report: Told
         self._compare: Callable[[Sequence[Told]], object]
         self._alive: dict[int, Tensor] = {}
-        """Whether all gradients so far were finite, by stage; after a non-finite one they count as zeros."""
+        """True if all gradients so far were finite, by stage; after a non-finite one they count as zeros."""
         self._dead: set[int] = set()
         """Stages with a gradient that was not finite, as far as this worker has read it."""
         self._skipped = False  # something since the last update was not finite
-        self._weighing = Weighing(workers)
+        self._weighing = LossNormaliser(workers)
         self.waiting = 0
         """Samples whose gradients wait for an update, of steps without one."""
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step has left something to do, here or on another worker: never with a barrier."""
+        """True if a step has left ops for later, here or on another worker: never with a barrier."""
         return self._begun > 0
 
     @property
@@ -151,11 +151,11 @@ class Runner:
 
     @property
     def lists(self) -> Sequence[Tasks]:
-        """All that may be run."""
+        """Lists that this runner executes."""
         last = self._cut.last
-        found = [self._tasks(segment, 0) for segment in range(last)]
-        found += [self._tasks(last, period_offset) for period_offset in range(self._slots)]
-        return found + [self._tasks(segment, 0, drains=True) for segment in range(len(self._cut.drains))]
+        lists = [self._tasks(segment, 0) for segment in range(last)]
+        lists += [self._tasks(last, period_offset) for period_offset in range(self._slots)]
+        return lists + [self._tasks(segment, 0, drains=True) for segment in range(len(self._cut.drains))]
 
     def _tasks(self, segment: int, period_offset: int, *, drains: bool = False, update: bool = True) -> Tasks:
         key = segment, period_offset, drains, update
@@ -199,9 +199,11 @@ class Runner:
             self._begun += 1
         self._batch = batch
         batch.divisor = self._weighing.divisor
-        its = self._mini_batches[number] = MiniBatch(batch.step, batch.losses, batch.compared, updates=update)
+        mini_batch = self._mini_batches[number] = MiniBatch(
+            batch.step, batch.losses, batch.compared, updates=update
+        )
         if (scaling := self.weights.loss_scale) is not None:
-            its.loss_scale = batch.loss_scale = scaling.scale
+            mini_batch.loss_scale = batch.loss_scale = scaling.scale
         self._run(number, batch, update=update)
         self.weights.commit_statistics()
         self._shared.end()
@@ -211,17 +213,17 @@ class Runner:
         self._skipped = self._skipped and not update
         self.weights.detach()
         if self._cut.drains and self._flushes:
-            if its.compared:
-                its.digests.append(host_copy.HostCopy(self.weights.digests.digests()))
+            if mini_batch.compared:
+                mini_batch.digests.append(host_copy.HostCopy(self.weights.digests.digests()))
             self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
         self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
 
-    def flush(self, told: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
+    def flush(self, report: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
         """End what is in flight.
 
         Args:
-            told: this worker's report of the call.
+            report: this worker's report of the call.
             compare: checks the reports of all workers.
 
         Returns:
@@ -230,26 +232,25 @@ class Runner:
         if not self._begun:
             return []
         self._by_hand.check()
-        self._told, self._compare = told, compare
+        self._report, self._compare = report, compare
         self._run(self._begun - 1, None)
         self.weights.detach()
         for versions in self._versions():
             versions.end()
         self.interpreter.in_flight.release(self._batch)
-        found = list(self._known)
+        mini_batches = list(self._known)
         self._known.clear()
         self._mini_batches.clear()
         self._alive.clear()
         self._begun = 0
-        return found
+        return mini_batches
 
     def _run(self, number: int, batch: Batch | None, *, update: bool = True) -> None:
-        """Run what follows when mini-batch ``number`` is there, or what is left after it."""
         segment = min(number, self._cut.last)
         self._offset = number - segment
         tasks = self._tasks(segment, self._offset % self._slots, drains=batch is None, update=update)
         if batch is not None and self._flushes:
-            self._told, self._compare = batch.told, batch.compare
+            self._report, self._compare = batch.told, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()
         self._shared.note(training=True)
@@ -277,9 +278,9 @@ class Runner:
     def _start_gather(self, action: StartGather) -> None:
         if not action.early:
             self._check_changes()
-        asked = self._asked(action)
-        if any(asked):
-            self._gathers.start(asked)
+        request = self._request(action)
+        if any(request):
+            self._gathers.start(request)
 
     def _wait_gather(self, action: WaitGather) -> None:
         """Receive the reports of all workers on some mini-batches.
@@ -290,11 +291,11 @@ class Runner:
         """
         if action.early:
             self._check_changes()
-        loss, norm, copies = asked = self._asked(action)
-        if not any(asked):
+        loss, norm, copies = request = self._request(action)
+        if not any(request):
             return
-        first = next(each for each in asked if each is not None)
-        self.workers.transport.status.now(f"gathering what came of step {first.step}")
+        first = next(part for part in request if part is not None)
+        self.workers.transport.status.now(f"gathering the reports of step {first.step}")
         gathered = self._gathers.wait()
         if copies is not None and copies.compared:
             self.weights.digests.compare(gathered.digests, f"after step {copies.step}")
@@ -312,61 +313,64 @@ class Runner:
         self.weights.changes.check()
         self._shared.check()
 
-    def _asked(self, gather: GatherAction) -> Asked:
-        """The mini-batches it is about; None for periods before the first one."""
+    def _request(self, gather: GatherAction) -> GatherRequest:
+        # None for periods before the first one
         batches, offset = self._mini_batches, self._offset
-        return Asked(*[None if period is None else batches.get(period + offset) for period in gather.periods])
+        return GatherRequest(
+            *[None if period is None else batches.get(period + offset) for period in gather.periods]
+        )
 
-    def _square(self, its: MiniBatch) -> float:
-        """What this worker counts of a mini-batch's squared norm."""
-        if not its.updates:
+    def _square(self, mini_batch: MiniBatch) -> float:
+        if not mini_batch.updates:
             return 0.0
-        if not its.norms:
+        if not mini_batch.norms:
             return self.weights.squared_norm()
         square = 0.0
-        for norm in its.norms:
+        for norm in mini_batch.norms:
             counted, dead = norm.read()
             square += counted
             if dead is not None:
                 self._dead.add(dead)
         return square
 
-    def _calls(self, asked: Asked) -> Head:
-        """The call at hand."""
-        del asked
+    def _calls(self, request: GatherRequest) -> Head:
+        del request
         compare = self._compare
-        return self._told.pack(), lambda heads: compare([*map(Told.unpack, heads)])
+        return self._report.pack(), lambda heads: compare([*map(Told.unpack, heads)])
 
-    def _steps_begun(self, asked: Asked) -> Head:
-        """Number of mini-batches begun, and the first one that is reported."""
-        assert asked.loss is not None
-        return (self._begun, asked.loss.step), refuse_other_steps
+    def _steps_begun(self, request: GatherRequest) -> Head:
+        assert request.loss is not None
+        return (self._begun, request.loss.step), refuse_other_steps
 
-    def _know_loss(self, its: MiniBatch, gathered: Gathered) -> None:
+    def _know_loss(self, mini_batch: MiniBatch, gathered: Gathered) -> None:
         parts = gathered.parts
         weighed = [part.weighed for part in parts]
-        scale, this_step = self._weighing.add(weighed, its.step, self._batch.total, updates=its.updates)
-        if not its.norms:  # else its gradients are divided by now
-            its.scale = scale / (its.loss_scale or 1.0)
+        scale, this_step = self._weighing.add(
+            weighed, mini_batch.step, self._batch.total, updates=mini_batch.updates
+        )
+        if not mini_batch.norms:  # else its gradients are divided by now
+            mini_batch.scale = scale / (mini_batch.loss_scale or 1.0)
         if self.execution.skips_updates and not all(math.isfinite(part.loss) for part in parts):
             self._skipped = True
-            its.loss = added(part.loss for part in parts) * this_step
+            mini_batch.loss = added(part.loss for part in parts) * this_step
         else:
-            its.loss = self.workers.loss(parts, its.step, this_step)
-        its.metrics = self._gathers.metrics(gathered, weighed, its.losses, this_step)
+            mini_batch.loss = self.workers.loss(parts, mini_batch.step, this_step)
+        mini_batch.metrics = self._gathers.metrics(gathered, weighed, mini_batch.losses, this_step)
 
-    def _know_norm(self, its: MiniBatch, gathered: Gathered) -> None:
-        squares = [part.squared_norm * its.scale**2 for part in gathered.parts]
+    def _know_norm(self, mini_batch: MiniBatch, gathered: Gathered) -> None:
+        squares = [part.squared_norm * mini_batch.scale**2 for part in gathered.parts]
         if self.execution.skips_updates and not all(map(math.isfinite, squares)):
             self._skipped = True
-        its.skipped = self._skipped
-        if its.updates and self.weights.loss_scale is not None:
-            self.weights.loss_scale.update(its.step, skipped=its.skipped)
-        if its.updates and not its.skipped:
-            not_finite = self._read_not_finite if its.norms else self.weights.not_finite
-            its.norm = self.workers.norm(squares, its.loss, its.step, not_finite, updated=its.used)
-        its.samples = self._batch.total
-        self._known.append(its)
+        mini_batch.skipped = self._skipped
+        if mini_batch.updates and self.weights.loss_scale is not None:
+            self.weights.loss_scale.update(mini_batch.step, skipped=mini_batch.skipped)
+        if mini_batch.updates and not mini_batch.skipped:
+            not_finite = self._read_not_finite if mini_batch.norms else self.weights.not_finite
+            mini_batch.norm = self.workers.norm(
+                squares, mini_batch.loss, mini_batch.step, not_finite, updated=mini_batch.used
+            )
+        mini_batch.samples = self._batch.total
+        self._known.append(mini_batch)
 
     def _read_not_finite(self) -> tuple[int, str] | None:
         return (min(self._dead), "one of its weights") if self._dead else None
@@ -374,27 +378,29 @@ class Runner:
     # -- gradients
 
     def _call_hooks(self, action: CallHooks) -> None:
-        its = self._of(action.period)
+        mini_batch = self._of(action.period)
         if not self._skipped:
-            self.weights.scale(its.scale)
-            its.scale = 1.0
-            self.weights.call_hooks(its.step)
+            self.weights.scale(mini_batch.scale)
+            mini_batch.scale = 1.0
+            self.weights.call_hooks(mini_batch.step)
 
     def _clip(self, action: Clip) -> None:
-        its = self._of(action.period)
+        mini_batch = self._of(action.period)
         if not self._skipped:
-            factor = its.scale * clip_factor(its.norm, self.execution.max_norm)
+            factor = mini_batch.scale * clip_factor(mini_batch.norm, self.execution.max_norm)
             if factor != 1.0:
                 self.weights.scale(factor)
 
     def _drop_non_finite(self, action: DropNonFinite) -> None:
-        its = self._of(action.period)
+        mini_batch = self._of(action.period)
         norm = self.weights.own_norm()
         norm.drop()
-        its.norms.append(norm)
-        its.used = "other stages may be updated with it; with clip_norm, math.inf say, nothing would be"
-        if its.scale != 1.0:
-            self.weights.scale(its.scale)
+        mini_batch.norms.append(norm)
+        mini_batch.used = (
+            "other stages may be updated with it; with clip_norm, math.inf say, nothing would be"
+        )
+        if mini_batch.scale != 1.0:
+            self.weights.scale(mini_batch.scale)
 
     def _clip_stage(self, action: ClipStage) -> None:
         """Clip a stage's gradients; the host does not read them.
@@ -403,7 +409,7 @@ class Runner:
         receive the report of it.
         """
         self._check_changes()
-        its, stage = self._of(action.period), action.stage
+        mini_batch, stage = self._of(action.period), action.stage
         samples = self._batch.total  # the same in all in flight
         divisor = divisor_of(samples, flushes=False)
         if divisor != samples:
@@ -412,29 +418,30 @@ class Runner:
         assert versions is not None
         versions.show_latest()
         with versions.unseen():
-            self.weights.call_hooks(its.step, stage)
+            self.weights.call_hooks(mini_batch.step, stage)
         counted, alive = self.weights.clip(stage, self._limit, self._alive.get(stage))
         self._alive[stage] = alive
-        its.norms.append(StageNorm(stage, counted, alive))
-        its.used = "its stage counted it and all later ones as zeros"
+        mini_batch.norms.append(StageNorm(stage, counted, alive))
+        mini_batch.used = "its stage counted it and all later ones as zeros"
 
     def _update(self, action: Update) -> None:
-        """Make a version of a stage's weights from the gradients at hand."""
         stage, version = action.stage, action.version + self._offset
-        its, copy = self._of(action.version - 1), self.weights.stages[stage]
+        mini_batch, copy = self._of(action.version - 1), self.weights.stages[stage]
         if copy.versions is None:
             if self._skipped:
                 self.weights.skip(stage)
             else:
-                self.weights.update(stage, its.step)
+                self.weights.update(stage, mini_batch.step)
             copy.precision.forget()
             return
-        frees = [each + self._offset for each in action.frees]
+        frees = [freed + self._offset for freed in action.frees]
         copy.versions.make(version, frees)
         with copy.versions.unseen():
-            self.weights.update(stage, its.step)
-        if its.compared:
-            its.digests.append(host_copy.HostCopy(self.weights.digests.digests({stage}, buffers=False)))
+            self.weights.update(stage, mini_batch.step)
+        if mini_batch.compared:
+            mini_batch.digests.append(
+                host_copy.HostCopy(self.weights.digests.digests({stage}, buffers=False))
+            )
         copy.precision.updated(version, frees)
 
     def _of(self, period: int) -> MiniBatch:

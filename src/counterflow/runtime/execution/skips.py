@@ -1,4 +1,4 @@
-"""What goes by skips between the stages of a worker and those of others, beside inputs and outputs.
+"""Skip connections between the stages of a worker and those of others, beside inputs and outputs.
 
 Invariant: of a stage's tensors, those of the output come first and then those of each link, ascending; so in
 outputs, in inputs and in the gradients of both.
@@ -30,19 +30,19 @@ _NO_SAMPLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """A stage's output and what goes by each link: structure and number of tensors of each."""
+class OutputLayout:
+    """Layout of a stage's output and of its values by link: structure and number of tensors of each."""
 
-    each: tuple[tuple[Structure | None, int], ...]
+    pieces: tuple[tuple[Structure | None, int], ...]
 
 
-Output = tuple[Structure | Parts | None, list[Tensor]]
+Output = tuple[Structure | OutputLayout | None, list[Tensor]]
 """A stage's output for a unit, taken apart."""
 
 
 @dataclass(slots=True)
-class Came:
-    """What came by skips for a unit.
+class SkipInputs:
+    """Values of one unit that were received by skip connections.
 
     Attributes:
         skips: by number.
@@ -59,15 +59,13 @@ class Came:
 
 @dataclass(slots=True)
 class _SentOnce:
-    """A value that is sent once a step: the value as it was passed on, and its contents at that time."""
-
     structure: Structure | None
     tensors: list[Tensor]
     versions: list[int]
     contents: list[Tensor]
 
     def is_same(self, structure: Structure | None, tensors: Sequence[Tensor]) -> bool:
-        """Whether another micro-batch's is the same; nothing is read where it is the very same tensor."""
+        """True if the value of another micro-batch is the same; the same tensor is not read."""
         if structure != self.structure or len(tensors) != len(self.tensors):
             return False
         for new, old, version, content in zip(
@@ -81,10 +79,10 @@ class _SentOnce:
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
-    """What a worker's stages make once in a mini-batch, or have of others, by link, pipe and slot."""
+class StepConstants:
+    """Values that a worker's stages make, or receive, once in a mini-batch: by link, pipe and slot."""
 
-    made: dict[tuple[SkipLink, int, int], _SentOnce | None] = field(default_factory=dict)
+    sent: dict[tuple[SkipLink, int, int], _SentOnce | None] = field(default_factory=dict)
     received: dict[tuple[SkipLink, int, int], Any] = field(default_factory=dict)
 
 
@@ -109,7 +107,7 @@ class OpSkips:
         gives: Sequence[SkipRoute],
         *,
         skips: StageSkips | None,
-        once: Once,
+        once: StepConstants,
         messages: MessageQueue,
     ) -> None:
         self.op, self.units, self.takes, self.gives = op, units, takes, gives
@@ -117,47 +115,47 @@ class OpSkips:
 
     # -- forwards
 
-    def give(self, batch: Batch, outputs: Sequence[Output]) -> list[Piece]:
+    def send(self, batch: Batch, outputs: Sequence[Output]) -> list[Piece]:
         """Send the values of skip connections; the remaining outputs go to the next stage."""
         by_unit = [_split(output) for output in outputs]
-        for place, its in enumerate((each for each in self.gives if not each.link.once), 1):
-            self._give(batch, its, self.units, [parts[place] for parts in by_unit])
+        for place, route in enumerate((route for route in self.gives if not route.link.once), 1):
+            self._send(batch, route, self.units, [parts[place] for parts in by_unit])
         return [parts[0] for parts in by_unit]
 
     @staticmethod
-    def _give(batch: Batch, its: SkipRoute, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
-        assert its.route is not None
-        its.route.give(units, pieces)
+    def _send(batch: Batch, route: SkipRoute, units: Sequence[Unit], pieces: Sequence[Piece]) -> None:
+        assert route.route is not None
+        route.route.send(units, pieces)
         if batch.known is None:
             for unit, piece in zip(units, pieces, strict=True):
-                batch.learnt[its.link, unit.shape] = ValueLayout.of(*piece)
+                batch.learnt[route.link, unit.shape] = ValueLayout.of(*piece)
 
-    def give_once(self, batch: Batch, unit: Unit, held: Any) -> None:
+    def send_once(self, batch: Batch, unit: Unit, skips: Any) -> None:
         """Pass on a value that is made once, with the first op that makes it; later ops must make it equally.
 
         Args:
             batch: the mini-batch.
             unit: unit that was computed.
-            held: value that was saved; None: the unit has no samples.
+            skips: values that were saved, by number; None: the unit has no samples.
 
         Raises:
             ConfigError: the value differs between micro-batches.
         """
         assert self._skips is not None
-        stage, made_once = self.op.stage, self._once.made
-        for (link, numbers), its in zip(self._skips.gives, self.gives, strict=False):  # then come states
+        stage, sent_once = self.op.stage, self._once.sent
+        for (link, numbers), route in zip(self._skips.gives, self.gives, strict=False):  # then come states
             if not link.once:
                 continue
             key = link, self.op.pipe, unit.slot
-            value = None if held is None else {n: held[n] for n in numbers}
+            value = None if skips is None else {n: skips[n] for n in numbers}
             structure, tensors = take_apart(value, f"stage {stage}")
-            if its.first and unit is self.units[0]:
-                made_once[key] = None
-            made = made_once[key]
-            if not its.first or made is not None:
-                if value is not None and made is None:
+            if route.first and unit is self.units[0]:
+                sent_once[key] = None
+            sent = sent_once[key]
+            if not route.first or sent is not None:
+                if value is not None and sent is None:
                     raise ConfigError(_NO_SAMPLES.format(link.source))
-                if value is not None and made is not None and not made.is_same(structure, tensors):
+                if value is not None and sent is not None and not sent.is_same(structure, tensors):
                     raise ConfigError(
                         f"stage {stage} saves in a Skip with once=True something else for micro-batch "
                         f"{unit.micro_batch} than for the first one of the step; leave out once=True"
@@ -165,89 +163,89 @@ class OpSkips:
                 continue
             if value is not None:
                 versions = [tensor._version for tensor in tensors]  # noqa: SLF001
-                made_once[key] = _SentOnce(structure, tensors, versions, [t.clone() for t in tensors])
-            if its.route is None:
+                sent_once[key] = _SentOnce(structure, tensors, versions, [t.clone() for t in tensors])
+            if route.route is None:
                 self._once.received[key] = value
             else:
-                self._give(batch, its, self.units[:1], [(structure, tensors)])
+                self._send(batch, route, self.units[:1], [(structure, tensors)])
 
-    def take(self, batch: Batch, leaf: Callable[[Tensor], Tensor]) -> list[Came]:
-        """What comes by skips, by unit, as leaves."""
-        found = [Came() for _ in self.units]
-        for its in self.takes:
-            if its.link.once:
-                value = self._taken_once(its)
-                for one, rows in zip(found, map(batch.rows.__getitem__, self.units), strict=True):
+    def receive(self, batch: Batch, leaf: Callable[[Tensor], Tensor]) -> list[SkipInputs]:
+        """Receive the values of skip connections, by unit, as leaves."""
+        received = [SkipInputs() for _ in self.units]
+        for route in self.takes:
+            if route.link.once:
+                value = self._receive_once(route)
+                for skip_inputs, rows in zip(received, map(batch.rows.__getitem__, self.units), strict=True):
                     if value is None and rows.start != rows.stop and not batch.guarded:
-                        raise ConfigError(_NO_SAMPLES.format(its.link.source))
-                    one.skips.update(value or {})
+                        raise ConfigError(_NO_SAMPLES.format(route.link.source))
+                    skip_inputs.skips.update(value or {})
                 continue
-            assert its.route is not None
-            taken = its.route.take(self.units, leaf, as_leaves=batch.training)
-            for one, (structure, tensors, buffers) in zip(found, taken, strict=True):
-                one.skips.update(put_together(structure, tensors) or {})
-                one.tensors += tensors
-                one.buffers += buffers
-                one.gradients.append(sum(tensor.requires_grad for tensor in tensors))
-        return found
+            assert route.route is not None
+            values = route.route.receive(self.units, leaf, as_leaves=batch.training)
+            for skip_inputs, (structure, tensors, buffers) in zip(received, values, strict=True):
+                skip_inputs.skips.update(put_together(structure, tensors) or {})
+                skip_inputs.tensors += tensors
+                skip_inputs.buffers += buffers
+                skip_inputs.gradients.append(sum(tensor.requires_grad for tensor in tensors))
+        return received
 
-    def _taken_once(self, its: SkipRoute) -> Any:
-        key = its.link, self.op.pipe, self.units[0].slot
-        if its.route is not None:
-            ((structure, tensors, buffers),) = its.route.take(self.units[:1], _itself, as_leaves=False)
+    def _receive_once(self, route: SkipRoute) -> Any:
+        key = route.link, self.op.pipe, self.units[0].slot
+        if route.route is not None:
+            ((structure, tensors, buffers),) = route.route.receive(self.units[:1], _itself, as_leaves=False)
             self._messages.give_back(buffers)  # they are used again when nobody has their memory
             self._once.received[key] = put_together(structure, tensors)
         return self._once.received[key]
 
     # -- backwards
 
-    def take_gradients(self) -> Gradients:
-        """The gradients of what a unit gave by skips, and the buffers they are in."""
-        found: list[Tensor | None] = []
+    def receive_gradients(self) -> Gradients:
+        """Receive the gradients of values that a unit sent by skip connections, and their buffers."""
+        gradients: list[Tensor | None] = []
         reused: list[Tensor] = []
-        for its in self.takes:
-            assert its.route is not None
-            tensors, buffers = its.route.take_gradients(self.units[0])
-            found += tensors
+        for route in self.takes:
+            assert route.route is not None
+            tensors, buffers = route.route.receive_gradients(self.units[0])
+            gradients += tensors
             reused += buffers
-        return found, reused
+        return gradients, reused
 
-    def give_gradients(self, found: list[Tensor | None], counts: Sequence[int]) -> list[Tensor | None]:
+    def send_gradients(self, gradients: list[Tensor | None], counts: Sequence[int]) -> list[Tensor | None]:
         """Pass on the gradients of skip connections; the remaining ones are of the stage's input.
 
         Args:
-            found: gradients of all inputs of the unit.
+            gradients: gradients of all inputs of the unit.
             counts: number of them by link; empty if the unit has no samples.
         """
-        at = len(found) - sum(counts)
-        rest = found[:at]
-        for place, its in enumerate(self.gives):
-            assert its.route is not None
+        at = len(gradients) - sum(counts)
+        rest = gradients[:at]
+        for place, route in enumerate(self.gives):
+            assert route.route is not None
             count = counts[place] if counts else 0
-            its.route.give_gradients(self.units[0], found[at : at + count])
+            route.route.send_gradients(self.units[0], gradients[at : at + count])
             at += count
         return rest
 
 
-def apart(skips: StageSkips, output: Carried | None, place: str, *, ends: bool) -> Output:
-    """A stage's output taken apart, without what is made once; of None (no samples) as much of None.
+def output_parts(links_of_stage: StageSkips, output: Carried | None, place: str, *, ends: bool) -> Output:
+    """Take a stage's output apart, without values that are made once; None (no samples) has the same layout.
 
     Args:
-        skips: of the stage.
-        output: of the stage.
+        links_of_stage: skip connections of the stage.
+        output: output of the stage.
         place: the stage, for messages.
-        ends: whether no slice comes after, so that its state goes nowhere.
+        ends: True if no slice comes after, so that no state is passed on.
     """
-    links = [numbers for link, numbers in skips.gives if not link.once]
-    links += [skips.carries] if skips.carries and not ends else []
-    alone = not links and not skips.gives
+    links = [numbers for link, numbers in links_of_stage.gives if not link.once]
+    links += [links_of_stage.carries] if links_of_stage.carries and not ends else []
+    plain = not links and not links_of_stage.gives
     if output is None:
-        return take_apart(None, place) if alone else _joined([take_apart(None, place)] * (1 + len(links)))
-    value, held = output
-    first = Carried(value, {n: held[n] for n in skips.next}) if skips.next else value
-    if alone:
+        return take_apart(None, place) if plain else _joined([take_apart(None, place)] * (1 + len(links)))
+    value, skips = output
+    first = Carried(value, {n: skips[n] for n in links_of_stage.next}) if links_of_stage.next else value
+    if plain:
         return take_apart(first, place)
-    by_skips = (take_apart({n: held[n] for n in numbers}, place) for numbers in links)
+    by_skips = (take_apart({n: skips[n] for n in numbers}, place) for numbers in links)
     return _joined([take_apart(first, place), *by_skips])
 
 
@@ -255,17 +253,17 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _joined(found: Sequence[Piece]) -> Output:
-    parts = Parts(tuple((structure, len(tensors)) for structure, tensors in found))
-    return parts, [tensor for _, tensors in found for tensor in tensors]
+def _joined(pieces: Sequence[Piece]) -> Output:
+    parts = OutputLayout(tuple((structure, len(tensors)) for structure, tensors in pieces))
+    return parts, [tensor for _, tensors in pieces for tensor in tensors]
 
 
 def _split(output: Output) -> list[Piece]:
     parts, tensors = output
-    assert isinstance(parts, Parts)
-    found = []
+    assert isinstance(parts, OutputLayout)
+    pieces = []
     at = 0
-    for structure, count in parts.each:
-        found.append((structure, tensors[at : at + count]))
+    for structure, count in parts.pieces:
+        pieces.append((structure, tensors[at : at + count]))
         at += count
-    return found
+    return pieces

@@ -1,4 +1,4 @@
-"""What came of a step, and how workers find out together.
+"""Results of steps, which all workers of all replicas compute together.
 
 Invariant: every worker computes it from the same numbers in the same order, so that it is bitwise the same
 everywhere.
@@ -20,7 +20,7 @@ from ..transport.base import Transport
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one step, the same on every worker but for ``seconds``, ``losses`` and ``outputs``.
+    """Result of one step, the same on every worker but for ``seconds``, ``losses`` and ``outputs``.
 
     Attributes:
         number: of the step, from 0.
@@ -71,7 +71,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Where this worker is among all.
+    """Place of this worker among all workers of all replicas.
 
     Attributes:
         ranks: ``ranks[replica][worker]``.
@@ -104,11 +104,11 @@ class Workers:
         loss = added(part.loss for part in parts) * scale
         if not math.isfinite(loss):
             rank = next(rank for rank, part in enumerate(parts) if part.non_finite is not None)
-            replica, worker = place(self.ranks, rank)
+            replica, worker = replica_and_worker(self.ranks, rank)
             group = f" of replica {replica}" if self.replicas > 1 else ""
             where = f"micro-batch {parts[rank].non_finite} on worker {worker}{group}"
-            made = "1 step" if updates == 1 else f"{updates} steps"
-            raise WorkerError(f"after {made} the loss is {loss:g} ({where})")
+            step_count = "1 step" if updates == 1 else f"{updates} steps"
+            raise WorkerError(f"after {step_count} the loss is {loss:g} ({where})")
         return loss
 
     def norm(
@@ -136,13 +136,13 @@ class Workers:
         if all(map(math.isfinite, squares)):
             return math.sqrt(math.fsum(squares))
         # Everybody has the same rows, so everybody asks.
-        found = cast("list[tuple[int, str] | None]", self.transport.gather_objects(not_finite()))
-        known = sorted(each for each in found if each is not None)
+        rows = cast("list[tuple[int, str] | None]", self.transport.gather_objects(not_finite()))
+        known = sorted(row for row in rows if row is not None)
         what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
         raise WorkerError(f"step {updates}: {what} not finite, though the loss is {loss:g}; {updated}")
 
     def weight(self, parts: Sequence[Weighed], step: int) -> tuple[float, Counts]:
-        """What all losses of a mini-batch weigh, and what that counts.
+        """Sum of the weights of a mini-batch's losses, and the kind of things that they count.
 
         Args:
             parts: what every rank's weigh.
@@ -155,21 +155,21 @@ class Workers:
         """
         refuse_other_counts(parts)
         counted = refuse_mixed(parts)
-        found = math.fsum(part.weight for part in parts)
-        if not (found > 0 and math.isfinite(found)):
-            raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {found:g}")
-        return found, counted
+        total = math.fsum(part.weight for part in parts)
+        if not (total > 0 and math.isfinite(total)):
+            raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {total:g}")
+        return total, counted
 
     def metrics(self, parts: Sequence[Weighed], losses: Losses, scale: float) -> dict[str, float]:
         """The metrics of a mini-batch; ``parts`` as for ``weight``, ``scale`` what sums are multiplied by."""
         if not any(part.has_metrics for part in parts):  # all have the same, so all ask or nobody does
             return {}
-        found = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
-        names = dict.fromkeys(name for its in found for name in its)
-        return {name: scale * added(its.get(name, 0.0) for its in found) for name in names}
+        rows = cast("list[dict[str, float]]", self.transport.gather_objects(losses.metrics()))
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: scale * added(row.get(name, 0.0) for row in rows) for name in names}
 
 
-def place(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:
+def replica_and_worker(ranks: tuple[tuple[int, ...], ...], rank: int) -> tuple[int, int]:
     """Replica and worker of a rank.
 
     Raises:

@@ -42,7 +42,7 @@ class Task(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a worker's tasks work with.
+    """Objects that all tasks of a worker use.
 
     Attributes:
         in_flight: what is in flight.
@@ -76,8 +76,8 @@ class RunOp(Task):
         addresses, in_flight, skips = tools.addresses, tools.in_flight, self.copy.skips
         takes, gives = addresses.by_skips(op, period_offset)
         if skips is not None and skips.carries:
-            taken, left = addresses.carried(op)
-            takes, gives = [*takes, *taken], [*gives, *left]
+            states_in, states_out = addresses.carried(op)
+            takes, gives = [*takes, *states_in], [*gives, *states_out]
         self.splits = addresses.splits(op)
         """Whether a backward of what the op runs on is two ops."""
         self.source = addresses.source(op, period_offset)

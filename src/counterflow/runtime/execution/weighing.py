@@ -1,4 +1,4 @@
-"""What the losses of the steps of one update weigh together.
+"""Loss normaliser: the weights of the losses of all steps of one update.
 
 Invariant: gradients are divided by all that their losses weigh once, before the update.
 """
@@ -14,11 +14,11 @@ from ..mini_batch.told import Counts, Weighed
 from .step import Workers
 
 _ROUNDING = 1e-14
-"""What weighs as much, added up in another order, differs by less."""
+"""Relative difference of equal sums that were added in another order, at most."""
 
 
-class Weighing:
-    """One worker's.
+class LossNormaliser:
+    """Weights of the losses since the last update.
 
     Args:
         workers: where this worker is.

@@ -50,12 +50,12 @@ _NOTHING = nullcontext()
 class Head(Protocol):
     """Function after a stage's layers: it takes their output apart, or makes the loss of it."""
 
-    def __call__(self, output: Any, *, again: bool = False) -> Output:
+    def __call__(self, output: Any, *, rerun: bool = False) -> Output:
         """Return the output's structure and tensors.
 
         Args:
             output: output of the layers.
-            again: True if the unit's output was read before, so that nothing is recorded a second time.
+            rerun: True if the unit's output was read before, so that nothing is recorded a second time.
         """
 
     def empty(self) -> Output:
@@ -242,7 +242,7 @@ class PlainPass(StagePass):
             stage.replays.hold = None
         with stage.buffers.as_then(stage.buffers.now()):
             output = stage.forward(value, self.step, self.rows)
-            return self.head(output, again=True)[1]
+            return self.head(output, rerun=True)[1]
 
     @override
     def backward(self, gradients: Sequence[Tensor | None]) -> None:

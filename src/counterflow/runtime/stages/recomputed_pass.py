@@ -114,7 +114,7 @@ class RecomputedPass(StagePass):
         spare = None if stage.checked else mapped(copied, source.value)
         with stage.precision.computing(), stage.buffers.as_then(source.buffers):
             output = graph.run(source.value)
-            _, tensors = self.head(output, again=True)
+            _, tensors = self.head(output, rerun=True)
         del output
         if source.marked and len(tensors) != len(source.marked):
             raise other_values(place)
@@ -212,7 +212,7 @@ def forward_joined(
             outputs = [run_alone(index) for index in range(len(passes))]
             if last:
                 tensors = [
-                    unit_pass.head(put_together(structure, its_tensors), again=True)[1]
+                    unit_pass.head(put_together(structure, its_tensors), rerun=True)[1]
                     for unit_pass, its_tensors in zip(passes, tensors, strict=True)
                 ]
             same = last or all(of_unit == structure for of_unit, _ in outputs)
