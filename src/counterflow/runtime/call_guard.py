@@ -17,7 +17,7 @@ import torch
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.program.actions import Matching
 
-from .build.partition import PartitionedModel
+from .assembly.partition import PartitionedModel
 from .execution.runner import Runner
 from .mini_batch.agreement import agreed_call
 from .mini_batch.refusal import Refusal

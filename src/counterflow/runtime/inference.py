@@ -13,7 +13,7 @@ from torch import Tensor
 from counterflow.execution import Batching
 from counterflow.schedule.ir import Schedule
 
-from .build.recordings import Recordings
+from .assembly.recordings import Recordings
 from .cut_probe import CutProbe
 from .execution.evaluation import Outcome, PendingEvaluation
 from .execution.step import Evaluation

@@ -25,12 +25,12 @@ from counterflow.schedule.ir import Schedule
 from counterflow.schedule.recomputation import as_recomputed
 from counterflow.schedule.registry import schedule_of
 
-from .build.defaults import captured_layers, transport_of
-from .build.local_stages import local_stages, refuse_embeddings
-from .build.partition import PartitionedModel, partition_model
-from .build.recordings import Recordings
-from .build.runners import batches_of, runners_of
-from .build.weights import weights_of
+from .assembly.defaults import captured_layers, transport_of
+from .assembly.local_stages import local_stages, refuse_embeddings
+from .assembly.partition import PartitionedModel, partition_model
+from .assembly.recordings import Recordings
+from .assembly.runners import batches_of, runners_of
+from .assembly.weights import weights_of
 from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
 from .execution.step import Step, Workers, replica_and_worker

@@ -18,8 +18,8 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Op
 
-from .build.local_stages import LocalStages
-from .build.partition import PartitionedModel
+from .assembly.local_stages import LocalStages
+from .assembly.partition import PartitionedModel
 from .call_guard import CallGuard
 from .execution.evaluation import EvaluationRunner
 from .execution.interpreter import timelines

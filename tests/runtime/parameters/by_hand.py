@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from counterflow.runtime.build import weights as build
+from counterflow.runtime.assembly import weights as build
 from counterflow.runtime.mesh.parallel_dims import ParallelDims, WeightDims
 from counterflow.runtime.mesh.rank_mesh import RankMesh
 from counterflow.runtime.parameters.extra_state import ExtraState

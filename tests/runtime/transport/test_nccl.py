@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import WorkerError
-from counterflow.runtime.build import runners
+from counterflow.runtime.assembly import runners
 from counterflow.runtime.transport import nccl
 from counterflow.runtime.transport.base import Control, Group, Status
 from counterflow.runtime.transport.ordered import OrderedTransport

@@ -22,8 +22,8 @@ from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
-from ..parameters.replica_digests import refuse_other_seeds, broadcast_initial_weights
 from ..parameters.names import named_buffers, named_parameters, shared_names
+from ..parameters.replica_digests import broadcast_initial_weights, refuse_other_seeds
 from ..stages.carrying import carries_in
 from ..stages.compiled import Backend
 from ..stages.deferred import defer
@@ -114,7 +114,9 @@ def local_stages(
     roots = [layer.module for layers in model.layers for layer in layers]
     named = ((f"{n} of layer {i}", p) for i, root in enumerate(roots) for n, p in root.named_parameters())
     refuse_other_seeds(named, transport)
-    held = sorted({stage for _, stage in schedule.placement.stages_on(mesh.coordinates(transport.rank)[WORKER])})
+    held = sorted(
+        {stage for _, stage in schedule.placement.stages_on(mesh.coordinates(transport.rank)[WORKER])}
+    )
     last = schedule.stages - 1
     layers = [layer for stage in held for layer in model.layers[stage]]
     if model.loss is not None and last in held:

@@ -15,9 +15,9 @@ from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
 from ..mini_batch.losses import LossFunction
+from ..parameters.extra_state import ExtraState
 from ..parameters.names import Names
 from ..parameters.shared_buffers import SharedBuffer, shared_buffers
-from ..parameters.extra_state import ExtraState
 from ..stages.estimates import estimated_costs
 from ..stages.layers import aliases_of, layers_of, state_names
 from ..stages.materialization import have_statistics
