@@ -37,7 +37,6 @@ from .execution.step import Step, Workers, replica_and_worker
 from .generation import GenerationCheck
 from .inference import Forwards
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
-from .mesh.parallel_dims import ParallelDims
 from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
 from .messages.compression import Compression
 from .mini_batch.given import Given
@@ -138,13 +137,13 @@ class Pipeline(Forwards):
                 model, example, list_layers, costs, self.batching, stages=schedule.stages
             )
         refuse_what_cannot_run(schedule)
+        refuse_unsharded(execution, schedule, parallelized=parallelize is not None)
+        refuse_uncompressed(execution, schedule, parallelized=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
         self.device, self.steps = transport.device, 0
         refuse_sharded(model)
         further = further_mesh(mesh, parallelize, transport)
         ranks = rank_mesh(transport.rank, transport.world_size, schedule, mesh)
-        refuse_unsharded(execution, schedule, ParallelDims(ranks))
-        refuse_uncompressed(execution, schedule, ParallelDims(ranks))
         self.worker = ranks.coordinates(transport.rank)[WORKER]
         self.streams = RandomStreams(
             execution.seed,

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.checkpoints import load_checkpoint, save_checkpoint
 from counterflow.execution import SENT_SHARES, Execution, why_in_full
-from counterflow.runtime.mesh.parallel_dims import ParallelDims
-from counterflow.runtime.mesh.rank_mesh import RankMesh
 from counterflow.runtime.parameters.compressed_sums import (
     BLOCK,
     CODECS,
@@ -317,7 +315,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         assert why in found
     assert why_in_full(halves, "dapple", synchronous=True) is None
     with pytest.raises(cf.ConfigError, match="does not go with parallelize"):
-        refuse_uncompressed(halves, S.dapple(2, 2), ParallelDims(RankMesh((1, 2, 2), (0, 1, 2, 3))))
+        refuse_uncompressed(halves, S.dapple(2, 2), parallelized=True)
     with pytest.raises(cf.ConfigError, match="wpipe updates each stage at its own time"):
         cf.launch(trained, S.wpipe(4, 4), 1, gradient_compression="int8", workers=4, transport="local")
     with pytest.raises(cf.ConfigError, match="gradient_compression"):

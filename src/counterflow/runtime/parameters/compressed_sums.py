@@ -27,7 +27,6 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Execution, why_in_full
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.parallel_dims import ParallelDims
 from ..transport.base import Group, Pending, Transport
 
 BLOCK = 256
@@ -184,19 +183,19 @@ class CompressedSum:
             self._numbers.copy_(self._codec.decode(self._received).view(-1)[: self._numbers.numel()])
 
 
-def refuse_uncompressed(execution: Execution, schedule: Schedule, dims: ParallelDims) -> None:
+def refuse_uncompressed(execution: Execution, schedule: Schedule, *, parallelized: bool) -> None:
     """Refuse what sums of gradients are not compressed for.
 
     Args:
         execution: how it is run.
         schedule: what is run.
-        dims: record of the parallel dimensions.
+        parallelized: True if the mesh has further dimensions.
 
     Raises:
         ConfigError: compressed sums do not go with the rest.
     """
     why = why_in_full(execution, schedule.scheme, synchronous=schedule.synchronous)
-    if why is None and dims.further and execution.gradient_compression is not None:
+    if why is None and parallelized and execution.gradient_compression is not None:
         why = (
             f'gradient_compression = "{execution.gradient_compression}" does not go with parallelize: '
             "residuals are saved for whole weights; use only one of them"

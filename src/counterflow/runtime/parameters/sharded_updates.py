@@ -20,20 +20,19 @@ from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.owners import owners
 
-from ..mesh.parallel_dims import ParallelDims
 from ..transport.base import Group, Transport
 from .gradients import GradientGroup
 from .names import Names
 from .replica_digests import broadcast_tensors
 
 
-def refuse_unsharded(execution: Execution, schedule: Schedule, dims: ParallelDims) -> None:
+def refuse_unsharded(execution: Execution, schedule: Schedule, *, parallelized: bool) -> None:
     """Refuse what optimiser state is not sharded for.
 
     Args:
         execution: how it is run.
         schedule: what is run.
-        dims: record of the parallel dimensions.
+        parallelized: True if the mesh has further dimensions.
 
     Raises:
         ConfigError: sharded state does not go with the rest.
@@ -50,7 +49,7 @@ def refuse_unsharded(execution: Execution, schedule: Schedule, dims: ParallelDim
             "zero_stage = 1: updated weights are sent when a step ends on all workers, and without a barrier "
             "it does not; omit it or barrier=False"
         )
-    if dims.further:
+    if parallelized:
         raise ConfigError(
             "zero_stage = 1 does not go with parallelize: fully_shard shards optimiser state already; use "
             "only one of them"
