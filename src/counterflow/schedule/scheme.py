@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from functools import partial, wraps
-from typing import Any, ParamSpec, Protocol, overload
+from functools import partial
+from typing import Any
 
 from counterflow.errors import ConfigError
 
@@ -398,39 +398,6 @@ class Scheme:
             return self.build(**options).workload
         order_only = {option.name for option in self.options if option.order_only}
         return self.workload(**{name: v for name, v in options.items() if name not in order_only})
-
-
-_P = ParamSpec("_P")
-
-
-class EitherDepth(Protocol[_P]):
-    """A scheme's builder that accepts both ``workers`` and ``stages`` for the depth."""
-
-    __name__: str
-
-    @overload
-    def __call__(self, *sizes: _P.args, **options: _P.kwargs) -> Schedule: ...
-    @overload
-    def __call__(self, **options: OptionValue | Sequence[int]) -> Schedule: ...
-
-
-def either_depth(scheme: Scheme, build: Callable[_P, Schedule]) -> EitherDepth[_P]:
-    """The builder of a scheme that accepts both ``workers=`` and ``stages=``.
-
-    Args:
-        scheme: record of the scheme.
-        build: its own builder, which accepts one of the two.
-    """
-    names = [*inspect.signature(build).parameters]
-
-    @wraps(build)
-    def by_either(*sizes: Any, **options: Any) -> Schedule:
-        if any(name in options for name in (*DEPTH, SLICES) if name != scheme.depth):
-            return scheme.schedule({**dict(zip(names, sizes, strict=False)), **options})
-        return scheme.build(*sizes, **options)
-
-    by_either.__module__ = build.__module__.rpartition(".")[0]  # where the function is found, also by pickle
-    return by_either
 
 
 def _times(count: OptionValue, slices: int) -> OptionValue:

@@ -3,7 +3,7 @@
 Each function here accepts ``workers=`` or ``stages=``.
 """
 
-from counterflow.schedule.scheme import either_depth as _either_depth
+from counterflow.schedule.either_depth import either_depth as _either_depth
 
 from .chimera import SCHEME as _CHIMERA
 from .chimera import chimera as _chimera
