@@ -48,10 +48,10 @@ def attend(
             saves the keys and values of earlier slices.
         scale: factor of the products; None: one over the square root of the width.
         window: number of positions that a position sees, itself included; None: all earlier ones.
-        documents: [samples, positions], numbers of the documents packed in a sequence, which do not see each
-            other; None: one document. All slices of a sequence count together.
-        seen: [samples, positions], whether a position is seen by others and itself (padding is not); None:
-            all are. A query that sees nothing gives 0.
+        documents: [samples, positions], numbers of the documents packed in a sequence, which do not attend
+            to each other; None: one document. Numbers are those of the whole sequence, not of a slice.
+        seen: [samples, positions], True if queries may attend to a position (False for padding); None: all
+            True. A query without any key gives 0.
 
     Returns:
         [samples, heads, positions, width].

@@ -1,9 +1,9 @@
 """Losses that layers add to the one that is trained: a router's balance, a z-loss, a head in the middle.
 
-What a layer adds goes on with its stage's output, from stage to stage, and joins the loss after the last one
-(``runtime/stages/added.py``); so its gradient is of the right size whatever the loss is divided by.
+An added loss travels with its stage's output, from stage to stage, and joins the loss after the last one
+(``runtime/stages/added.py``); so its gradient is scaled correctly by any normaliser of the loss.
 
-Invariant: nothing is added in silence to a loss that nobody trains: where nobody collects, it is refused.
+Invariant: no added loss is dropped in silence; it is refused if nobody collects it.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Collected:
 
 
 COLLECTED: ContextVar[Collected | None] = ContextVar("counterflow_added_losses", default=None)
-"""What collects now; None: nobody does."""
+"""The current collection; None: no losses are collected."""
 
 
 @never_compiled
 def add_loss(loss: Tensor, name: str = "added_loss") -> None:
-    """Add to the loss what a layer's forward makes of its own; called within the forward.
+    """Add a layer's own loss to that of its micro-batch; call it within the layer's forward.
 
-    A micro-batch is trained on its loss and the sum of all that layers of any stage, and the loss function,
-    added to it. What is added has to be a mean over samples of what each makes by itself; the first
-    mini-batch of each kind shows whether it is, and with ``per_micro_batch_loss=True`` it may be anything: it
-    weighs as the micro-batch's own loss does. A layer adds in each forward, 0 if need be. ``Step.loss`` has
-    it, and ``Step.metrics`` the sum of each name. In one process ``cf.added_losses`` collects it.
+    A micro-batch is trained on its loss plus all losses that layers of any stage, and the loss function, add
+    to it. An added loss must be a mean over samples (or tokens) in which each sample's value depends on this
+    sample alone; the first mini-batch of each kind checks that. With ``per_micro_batch_loss=True`` it may be
+    anything, and weighs as the micro-batch's loss does. A layer adds a loss in each forward, 0 if need be.
+    ``Step.loss`` includes it, and ``Step.metrics`` has the sum of each name. In one process
+    ``cf.added_losses`` collects it.
 
     Args:
-        loss: one real number with its factor (0.01 of a balance, say), a mean over the samples, or tokens,
-            that the layer was given.
-        name: its name among the metrics; layers may share one.
+        loss: one real number, with its factor (0.01 for a balance, say).
+        name: name among the metrics; layers may share it.
 
     Raises:
-        ConfigError: it is no such number; nobody collects it; or its graph would be lost, as within
+        ConfigError: the loss is no such number; nobody collects it; or its graph would be lost, as within
             ``torch.no_grad`` or a reentrant checkpoint.
 
     >>> class Squares(torch.nn.Module):
@@ -100,7 +100,7 @@ def add_loss(loss: Tensor, name: str = "added_loss") -> None:
 
 @contextmanager
 def added_losses() -> Iterator[dict[str, Tensor]]:
-    """Collect what layers add to the loss by ``cf.add_loss`` where they run in one process.
+    """Collect the losses that layers add by ``cf.add_loss``, if they run in one process.
 
     Yields:
         The sums by name, which are to be added to the loss: ``loss + sum(added.values())``.

@@ -1,7 +1,7 @@
 """State that a layer passes on to the next slice of its micro-batch: keys and values, a recurrence, an edge.
 
-A ``Carry`` is held by the layer. In a pipeline with slices it waits in none: a layer's state goes through the
-stage beside its value, as what a skip connection has does (``runtime/stages/skips.py``), from the run of one
+A ``Carry`` is a submodule of the layer, but does not store the state between slices: the state passes through
+the stage beside its value, like that of a skip connection (``runtime/stages/skips.py``), from the run of one
 slice to that of the next; so recomputation, split backwards and precision treat it as inputs and outputs.
 
 Invariant: outside of a sliced run nothing is carried, and the same layer sees the whole sequence.
@@ -23,16 +23,15 @@ from ..errors import ConfigError
 from .torch_internals import in_backward
 
 NOTHING = object()
-"""In place of a state that there is none of."""
+"""Placeholder for a state that does not exist."""
 
 
 class Carry(nn.Module):
     """A layer's state between the slices of a micro-batch; a submodule of the layer, without weights.
 
-    In its forward the layer takes what the slice before left, and leaves what the next one needs: anything of
-    tensors, numbers and None in tuples, lists and dicts. Gradients go back the same way. Where the whole
-    sequence runs at once, in one process or without slices, there is nothing to take and nobody takes
-    what is left.
+    In its forward the layer takes the state of the slice before, and leaves one for the next slice: tensors,
+    numbers and None in tuples, lists and dicts. Gradients go back the same way. If the whole sequence runs at
+    once, in one process or without slices, no state exists to take, and a state that is left is dropped.
 
     >>> class Sums(nn.Module):
     ...     def __init__(self) -> None:
@@ -70,8 +69,8 @@ class Carry(nn.Module):
         """Leave a state to the next slice.
 
         Args:
-            state: tensors, numbers and None in tuples, lists and dicts; what is in it is not changed later.
-                A small part of a large tensor is left as a copy (``clone``), as a view keeps all of it.
+            state: tensors, numbers and None in tuples, lists and dicts, which must not be changed in place
+                later. Leave a copy (``clone``) of a small part of a large tensor, as a view saves all of it.
         """
         if self._expected:
             self._leave(state)
@@ -127,10 +126,10 @@ class Carry(nn.Module):
         self._runs, self._joins = True, joins
 
     def end(self) -> Any:
-        """A slice has run: what it left, or ``NOTHING``.
+        """End the run of a slice; return the state that it left, or ``NOTHING``.
 
         Raises:
-            ConfigError: what it left was changed in place.
+            ConfigError: the state was changed in place.
         """
         state, before = self._outgoing, self._versions
         self._incoming, self._outgoing, self._versions, self._runs = NOTHING, NOTHING, [], False

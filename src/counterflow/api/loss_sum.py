@@ -65,7 +65,7 @@ def next_target(target: Tensor, last: float) -> Tensor:
 
     Args:
         target: a tensor of the targets that the loss function was given.
-        last: what the sequence's last position gets, one that does not count: -100 for torch's losses.
+        last: target of the sequence's last position, a value that does not count: -100 for torch's losses.
     """
     of: SliceOf = getattr(target, SLICE, SliceOf(target, 0, min(1, target.dim() - 1)))
     length = target.shape[of.dim]
