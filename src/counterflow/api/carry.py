@@ -121,7 +121,7 @@ class Carry(nn.Module):
         self._expected = expected
 
     def begin(self, state: Any, *, joins: bool = False) -> None:
-        """A slice runs; ``state`` is what the one before left, or ``NOTHING``."""
+        """Begin the run of a slice; ``state`` is that of the slice before, or ``NOTHING``."""
         self._incoming, self._outgoing, self._versions = state, NOTHING, []
         self._runs, self._joins = True, joins
 
