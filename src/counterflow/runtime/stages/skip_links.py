@@ -1,4 +1,4 @@
-"""Where a model's skips lead: which layer saves what for which, and what therefore crosses which stages.
+"""Skip connections of a model: which layer saves for which, and which values cross which stages.
 
 Invariant: who makes and who uses a skip is known without running anything, from the modules that hold it.
 """
@@ -54,7 +54,7 @@ class StageSkips:
 
     @property
     def handed_on(self) -> set[int]:
-        """What later stages take, or the next slice."""
+        """Values for later stages, or for the next slice."""
         by_links = {number for _, numbers in self.gives for number in numbers}
         return by_links | {*self.next, *self.carries}
 
@@ -83,22 +83,22 @@ def stage_skips(
                 links.setdefault(SkipLink(source, target, skip.once), []).append(number)
             else:
                 following.setdefault(source, []).append(number)
-    found: list[StageSkips | None] = []
+    of_stages: list[StageSkips | None] = []
     for stage in range(len(edges) - 1):
-        mine = by_layer[edges[stage] : edges[stage + 1]]
-        every = sorted(links.items())
-        takes = tuple((link, tuple(numbers)) for link, numbers in every if link.target == stage)
-        gives = tuple((link, tuple(numbers)) for link, numbers in every if link.source == stage)
-        carries = tuple(number for layer in mine for number in layer.carries)
-        its = StageSkips(tuple(mine), takes, gives, tuple(following.get(stage, ())), carries)
-        of_layers = any(layer.inner or layer.carries for layer in mine)
-        has_any = takes or gives or its.next or following.get(stage - 1) or of_layers
-        found.append(its if has_any else None)
-    return found
+        layers_here = by_layer[edges[stage] : edges[stage + 1]]
+        all_links = sorted(links.items())
+        takes = tuple((link, tuple(numbers)) for link, numbers in all_links if link.target == stage)
+        gives = tuple((link, tuple(numbers)) for link, numbers in all_links if link.source == stage)
+        carries = tuple(number for layer in layers_here for number in layer.carries)
+        skips_here = StageSkips(tuple(layers_here), takes, gives, tuple(following.get(stage, ())), carries)
+        of_layers = any(layer.inner or layer.carries for layer in layers_here)
+        has_any = takes or gives or skips_here.next or following.get(stage - 1) or of_layers
+        of_stages.append(skips_here if has_any else None)
+    return of_stages
 
 
 def links_of(stages: Iterable[StageSkips | None]) -> tuple[SkipLink, ...]:
-    """What goes from stages to others than the next one."""
+    """Links from stages to others than the next one."""
     return tuple(sorted(link for stage in stages if stage is not None for link, _ in stage.gives))
 
 
@@ -156,23 +156,22 @@ def _read(
 def _numbered_carries(
     layers: Sequence[nn.Module], places: Sequence[str], *, first: int
 ) -> list[tuple[int, ...]]:
-    """Numbers of each layer's carried states, from ``first`` on."""
     holders: dict[int, int] = {}
-    found: list[tuple[int, ...]] = []
+    numbers: list[tuple[int, ...]] = []
     for index, layer in enumerate(layers):
-        its = carries_in(layer)
-        for carry in its:
+        carries = carries_in(layer)
+        for carry in carries:
             if holders.setdefault(id(carry), index) != index:
                 raise ConfigError(
                     f"{places[holders[id(carry)]]} and {places[index]} hold the same cf.Carry; make one for "
                     "each, as each layer leaves a state of its own"
                 )
-        found.append(tuple(range(first, first + len(its))))
-        first += len(its)
-    return found
+        numbers.append(tuple(range(first, first + len(carries))))
+        first += len(carries)
+    return numbers
 
 
 def skips_in(layer: nn.Module) -> list[Skip]:
     """A layer's skips, each once, in the order of its modules."""
-    found = [m.skip for m in layer.modules() if isinstance(m, (SaveSkip, LoadSkip))]
-    return list({id(skip): skip for skip in found}.values())
+    skips = [m.skip for m in layer.modules() if isinstance(m, (SaveSkip, LoadSkip))]
+    return list({id(skip): skip for skip in skips}.values())

@@ -42,9 +42,13 @@ class PassBy(Feature):
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
         self._of_layer: dict[int, tuple[set[int], set[int], set[int]]] = {}
         needed = plan.handed_on
-        for layer, its in reversed(list(zip(layers, plan.layers, strict=True))):
-            self._of_layer[layer.index] = {*its.loads, *its.carries}, needed - {*its.carries}, set(needed)
-            needed |= {*its.loads}
+        for layer, layer_skips in reversed(list(zip(layers, plan.layers, strict=True))):
+            self._of_layer[layer.index] = (
+                {*layer_skips.loads, *layer_skips.carries},
+                needed - {*layer_skips.carries},
+                set(needed),
+            )
+            needed |= {*layer_skips.loads}
 
     @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -54,16 +58,16 @@ class PassBy(Feature):
             ConfigError: the layer changes in place what others saved.
         """
         takes, passing, needed = self._of_layer[layer.index]
-        value, held = value
-        before = versions(held)
-        output, made = run(Carried(value, {n: v for n, v in held.items() if n in takes}), step, rows)
-        if versions(held) != before:
+        value, skips = value
+        before = versions(skips)
+        output, saved = run(Carried(value, {n: v for n, v in skips.items() if n in takes}), step, rows)
+        if versions(skips) != before:
             raise ConfigError(
                 f"{place_of(layer)} changes in place what was saved in a skip before, or what another slice "
                 "left in a cf.Carry; save a copy, or let the layer make a new tensor"
             )
-        past = {n: v for n, v in held.items() if n in passing}
-        return Carried(output, past | {n: v for n, v in made.items() if n in needed})
+        past = {n: v for n, v in skips.items() if n in passing}
+        return Carried(output, past | {n: v for n, v in saved.items() if n in needed})
 
 
 class SkipRunner(Feature):
@@ -84,18 +88,18 @@ class SkipRunner(Feature):
         """Copies of the states that the stage's run at hand leaves, if it makes no graph."""
         self._of_layer: dict[int, tuple[LayerSkips, dict[int, Skip], list[Skip]]] = {}
         self._carries: dict[int, list[tuple[int, Carry]]] = {}
-        for layer, its in zip(layers, plan.layers, strict=True):
+        for layer, layer_skips in zip(layers, plan.layers, strict=True):
             skips = skips_in(layer.module)
-            numbered = {n: s for n, s in zip(its.inner, skips, strict=True) if n is not None}
-            self._of_layer[layer.index] = its, numbered, skips
-            its_carries = carries_in(layer.module) if its.carries else ()
-            self._carries[layer.index] = list(zip(its.carries, its_carries, strict=True))
+            numbered = {n: s for n, s in zip(layer_skips.inner, skips, strict=True) if n is not None}
+            self._of_layer[layer.index] = layer_skips, numbered, skips
+            its_carries = carries_in(layer.module) if layer_skips.carries else ()
+            self._carries[layer.index] = list(zip(layer_skips.carries, its_carries, strict=True))
 
     @override
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        found = run(value if type(value) is Carried else Carried(value, {}), step, rows)
+        output = run(value if type(value) is Carried else Carried(value, {}), step, rows)
         self._compact.clear()
-        return found if self._gives or (self._leaves and rows.slices > 1) else found.value
+        return output if self._gives or (self._leaves and rows.slices > 1) else output.value
 
     @override
     def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -104,33 +108,33 @@ class SkipRunner(Feature):
         Raises:
             ConfigError: it does not save what it has to.
         """
-        its, numbered, skips = self._of_layer[layer.index]
+        layer_skips, numbered, skips = self._of_layer[layer.index]
         carries = self._carries[layer.index] if rows.slices > 1 else []
-        value, held = value
-        states = [held.get(number, NOTHING) for number, _ in carries]
+        value, values = value
+        states = [values.get(number, NOTHING) for number, _ in carries]
         for skip in skips:
             skip._empty()  # noqa: SLF001 - what a plain run left
             skip._runs = True  # noqa: SLF001
         try:
-            for number in its.loads:
-                numbered[number]._put(held[number])  # noqa: SLF001
+            for number in layer_skips.loads:
+                numbered[number]._put(values[number])  # noqa: SLF001
             with carrying(layer, [carry for _, carry in carries], states) as ends:
                 output = run(value, step, rows)
-            made = {number: self._made(layer.index, numbered[number]) for number in its.saves}
+            saved = {number: self._saved_value(layer.index, numbered[number]) for number in layer_skips.saves}
         finally:
             for skip in skips:
                 skip._empty()  # noqa: SLF001
                 skip._runs = False  # noqa: SLF001
-        left = {number: state for (number, _), state in zip(carries, ends, strict=True)}
+        states_out = {number: state for (number, _), state in zip(carries, ends, strict=True)}
         if rows.slice == rows.slices - 1:
-            left = {}  # nobody takes it
-        if left and self._by_layer:
-            left = _Compact().of(left)  # each layer is computed again with its own copies
-        elif left and not torch.is_grad_enabled():
-            left = self._compact.of(left)
-        return Carried(output, made | left)
+            states_out = {}  # nobody takes it
+        if states_out and self._by_layer:
+            states_out = _Compact().of(states_out)  # each layer is computed again with its own copies
+        elif states_out and not torch.is_grad_enabled():
+            states_out = self._compact.of(states_out)
+        return Carried(output, saved | states_out)
 
-    def _made(self, index: int, skip: Skip) -> Any:
+    def _saved_value(self, index: int, skip: Skip) -> Any:
         if skip._value is NOTHING:  # noqa: SLF001
             raise ConfigError(f"layer {index} did not save the skip {skip.name!r} in its forward")
         skip._check()  # noqa: SLF001
@@ -150,10 +154,10 @@ class _Compact:
         self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         """By ``id`` the view, which need not live on, and its copy; None: it stays."""
 
-    def of(self, left: dict[int, Any]) -> dict[int, Any]:
+    def of(self, states: dict[int, Any]) -> dict[int, Any]:
         """States without other memory."""
         sizes: dict[int, int] = {}
-        views = {id(leaf): leaf for leaf in pytree.tree_leaves(left) if type(leaf) is Tensor}
+        views = {id(leaf): leaf for leaf in pytree.tree_leaves(states) if type(leaf) is Tensor}
         for view in views.values():
             pointer = view.untyped_storage().data_ptr()
             sizes[pointer] = sizes.get(pointer, 0) + view.nbytes
@@ -170,8 +174,8 @@ class _Compact:
             copy = self._copies[id(leaf)][1] if id(leaf) in views else None
             return leaf if copy is None else copy
 
-        found: dict[int, Any] = pytree.tree_map(compact, left)
-        return found
+        compact_states: dict[int, Any] = pytree.tree_map(compact, states)
+        return compact_states
 
     def clear(self) -> None:
         """Hold nothing any more."""

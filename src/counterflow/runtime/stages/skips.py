@@ -75,7 +75,7 @@ class Skip:
         self._versions: list[int] = []
 
     def _put(self, value: Any) -> None:
-        if self._is_again():
+        if self._recomputes():
             if not self._with_graph:
                 raise ConfigError(
                     f"the skip {self.name!r} was saved without a graph and again in the backward, as a "
@@ -91,7 +91,7 @@ class Skip:
         self._value, self._versions = value, versions(value)
 
     def _get(self) -> Any:
-        if self._is_again():
+        if self._recomputes():
             raise ConfigError(
                 f"the skip {self.name!r} is loaded in a torch.utils.checkpoint, which would load it again in "
                 "the backward, when another micro-batch's may be there; load it before, and pass it in"
@@ -111,8 +111,8 @@ class Skip:
                 "layer that changes it make a new tensor"
             )
 
-    def _is_again(self) -> bool:
-        """Whether a user's checkpoint computes again, in the backward."""
+    def _recomputes(self) -> bool:
+        """True if a user's checkpoint recomputes, in the backward."""
         return not self._runs and in_backward()
 
 
@@ -158,7 +158,7 @@ def _keep_out_of_compiled_code() -> None:
 
 
 class Carried(NamedTuple):
-    """What a layer or stage takes or gives, and the skips beside it by their number."""
+    """Value of a layer or stage, and the skips beside it by their number."""
 
     value: Any
     skips: dict[int, Any]

@@ -38,21 +38,21 @@ class Twin:
     """A module of the user's, and the copy of it that this worker runs.
 
     Args:
-        own: the user's module.
+        module: the user's module.
         twin: its copy.
-        memo: by identity, copies of objects that ``own`` reaches.
+        memo: by identity, copies of objects that ``module`` reaches.
     """
 
-    def __init__(self, own: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-        self._own, self._twin = own, twin
+    def __init__(self, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
+        self._module, self._twin = module, twin
         self._memo = memo
         self._tensors = [
             _CopiedTensor(table, twins, name)
-            for table, twins in zip(tables(own), tables(twin), strict=True)
+            for table, twins in zip(tables(module), tables(twin), strict=True)
             for name in table
         ]
-        self._attributes = _attributes(own)
-        self._hooks = [set(hooks) for hooks in module_hook_tables(own)]
+        self._attributes = _attributes(module)
+        self._hooks = [set(hooks) for hooks in module_hook_tables(module)]
 
     def follow(self) -> None:
         """Set what was set in the user's module since ``note``.
@@ -61,40 +61,46 @@ class Twin:
             ConfigError: an attribute cannot be copied.
         """
         self._follow_attributes()
-        of_both = zip(module_hook_tables(self._own), module_hook_tables(self._twin), self._hooks, strict=True)
-        for own, twin, seen in of_both:
-            for gone in seen - own.keys():
+        of_both = zip(
+            module_hook_tables(self._module), module_hook_tables(self._twin), self._hooks, strict=True
+        )
+        for table, twin, seen in of_both:
+            for gone in seen - table.keys():
                 twin.pop(gone, None)
-            twin.update({key: hook for key, hook in own.items() if key not in seen})
+            twin.update({key: hook for key, hook in table.items() if key not in seen})
             seen.clear()
-            seen.update(own)
-        theirs = parameters_of(self._twin)
-        for name, parameter in parameters_of(self._own).items():
-            mine = theirs.get(name)
-            if parameter is not None and mine is not None and mine.requires_grad != parameter.requires_grad:
-                mine.requires_grad_(parameter.requires_grad)
+            seen.update(table)
+        copies = parameters_of(self._twin)
+        for name, parameter in parameters_of(self._module).items():
+            copy_of_it = copies.get(name)
+            if (
+                parameter is not None
+                and copy_of_it is not None
+                and copy_of_it.requires_grad != parameter.requires_grad
+            ):
+                copy_of_it.requires_grad_(parameter.requires_grad)
         for tensor in self._tensors:
             tensor.follow()
 
     def note(self, *, contents: bool) -> None:
         """Note what the user's module is after a call; ``contents``: also whether tensors are equal."""
-        self._attributes = _attributes(self._own)
+        self._attributes = _attributes(self._module)
         for tensor in self._tensors:
             tensor.note(contents=contents)
 
     def _follow_attributes(self) -> None:
-        now, before = _attributes(self._own), self._attributes
+        now, before = _attributes(self._module), self._attributes
         changed = [name for name, (_, content) in now.items() if before.get(name, (None, None))[1] != content]
         if changed:
             values = {name: now[name][0] for name in changed}
             # Objects of before may have changed within; modules and registered tensors have their copies.
-            known = {key: each for key, each in self._memo.items() if isinstance(each, (nn.Module, Tensor))}
+            known = {key: item for key, item in self._memo.items() if isinstance(item, (nn.Module, Tensor))}
             try:
                 vars(self._twin).update(copy.deepcopy(values, known))
             except Exception as error:
                 raise ConfigError(
-                    f"{', '.join(map(repr, changed))} of a {type(self._own).__name__} changed and cannot be "
-                    f"copied ({error}), and threads that are given one model copy what several of them use; "
+                    f"{', '.join(map(repr, changed))} of a {type(self._module).__name__} changed and cannot "
+                    f"be copied ({error}), and threads that are given one model copy what several of them use; "
                     "make the model in the function that launch() runs"
                 ) from error
         for name in before.keys() - now.keys():
@@ -106,15 +112,15 @@ class _CopiedTensor:
     """A weight or a buffer of the user's module, and the copy of it that this worker computes with.
 
     Args:
-        own: the table of the user's module.
+        original: the table of the user's module.
         twin: the table of its copy.
         name: the tensor's name in both.
     """
 
     def __init__(
-        self, own: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
+        self, original: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
     ) -> None:
-        self._own, self._twin, self._name = own, twin, name
+        self._module, self._twin, self._name = original, twin, name
         self._noted: tuple[int, int] | None = None
         self._equal = self._by_data = False
 
@@ -123,14 +129,14 @@ class _CopiedTensor:
         pair = self._pair()
         if pair is None or self._noted is None:
             return
-        own, twin = pair
-        state = _state(own)
+        original, twin = pair
+        state = _state(original)
         changed = state != self._noted
-        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(own, twin))):
+        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(original, twin))):
             changed = self._by_data = True  # others of these may show in the contents alone
         if changed:
             with torch.no_grad():
-                twin.copy_(own)
+                twin.copy_(original)
 
     def note(self, *, contents: bool) -> None:
         """Note the user's tensor after a call."""
@@ -139,15 +145,18 @@ class _CopiedTensor:
         self._equal = (contents or self._by_data) and pair is not None and _equal(*pair)
 
     def _pair(self) -> tuple[Tensor, Tensor] | None:
-        """Both tensors; None: there is no copy, or one of another shape."""
-        own, twin = self._own.get(self._name), self._twin.get(self._name)
-        if own is None or twin is None or own is twin or own.shape != twin.shape:
+        original, twin = self._module.get(self._name), self._twin.get(self._name)
+        if original is None or twin is None or original is twin or original.shape != twin.shape:
             return None
-        return None if is_dtensor(twin) or own.is_meta or twin.is_meta else (own.detach(), twin.detach())
+        return (
+            None
+            if is_dtensor(twin) or original.is_meta or twin.is_meta
+            else (original.detach(), twin.detach())
+        )
 
 
-def _equal(own: Tensor, twin: Tensor) -> bool:
-    return own.to(twin.device).equal(twin)
+def _equal(original: Tensor, twin: Tensor) -> bool:
+    return original.to(twin.device).equal(twin)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
@@ -165,7 +174,6 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Hashable]]:
 
 
 def _content(value: Any, depth: int) -> Hashable:
-    """What identifies an object and its contents while it lives."""
     if isinstance(value, (bool, int, float, complex, str, bytes)):
         return type(value), repr(value)
     if isinstance(value, Tensor):
@@ -183,5 +191,5 @@ def _content(value: Any, depth: int) -> Hashable:
         parts = (value.func, value.args, value.keywords)
     if len(parts) > _LARGEST:
         return id(value), len(parts)
-    own = getattr(value, "__dict__", {})
-    return id(value), *(_content(part, depth - 1) for part in (*parts, *own.values()))
+    members = getattr(value, "__dict__", {})
+    return id(value), *(_content(part, depth - 1) for part in (*parts, *members.values()))

@@ -31,17 +31,17 @@ class Versions:
     Args:
         stage: the stage's number, for messages.
         parameters: gives the stage's parameters.
-        made: called with a new version's tensors.
+        on_new_version: called with a new version's tensors.
     """
 
     def __init__(
         self,
         stage: int,
         parameters: Callable[[], Iterable[nn.Parameter]],
-        made: Callable[[Sequence[Tensor]], None],
+        on_new_version: Callable[[Sequence[Tensor]], None],
     ) -> None:
         self.stage = stage
-        self.made = made
+        self.on_new_version = on_new_version
         self._all = parameters
         self._trained: tuple[nn.Parameter, ...] = ()
         self._memory: tuple[Tensor, ...] = ()
@@ -53,7 +53,7 @@ class Versions:
         """By version, the count that a parameter's ``_version`` has while that version is shown."""
         self._last_count = 0
         self._overwritten: dict[int, nn.Parameter] = {}
-        self._held: dict[int, list[Tensor]] = {}
+        self._tensors: dict[int, list[Tensor]] = {}
         self._shown: list[Tensor] = []
         self.shown = 0
         """The number of the version in use."""
@@ -63,7 +63,7 @@ class Versions:
     @property
     def held(self) -> tuple[int, ...]:
         """The versions held, oldest first; none while the pipeline is empty."""
-        return tuple(sorted(self._held))
+        return tuple(sorted(self._tensors))
 
     @property
     def swapped(self) -> frozenset[int]:
@@ -76,7 +76,7 @@ class Versions:
         self._memory = tuple(map(local, self._trained))
         self._counted = tuple({id(tensor): tensor for tensor in (*self._trained, *self._memory)}.values())
         self._shown = [tensor.data for tensor in self._memory]
-        self._held = {0: self._shown}
+        self._tensors = {0: self._shown}
         self._ids = frozenset(map(id, self._trained))
         self._counts.clear()
         self._overwritten.clear()
@@ -87,13 +87,13 @@ class Versions:
     def end(self) -> None:
         """Keep only the latest version."""
         self.show_latest()
-        self._held.clear()
+        self._tensors.clear()
         self._counts.clear()
         self._ids = frozenset()
 
     def show_latest(self) -> None:
         """Show the latest version, which is what everybody but an op wants to see."""
-        self.use(max(self._held))
+        self.use(max(self._tensors))
 
     def use(self, version: int) -> None:
         """Let the stage compute with a version.
@@ -101,17 +101,17 @@ class Versions:
         Raises:
             ScheduleError: it is not held.
         """
-        found = self._held.get(version)
-        if found is None:
-            held = ", ".join(map(str, self.held))
-            raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {held}")
+        tensors = self._tensors.get(version)
+        if tensors is None:
+            known = ", ".join(map(str, self.held))
+            raise ScheduleError(f"version {version} of stage {self.stage} is not there, only {known}")
         if version == self.shown:
             return
         self._note_overwritten()
         self.shown = version
         set_version_counters(self._counted, self._counts[version])
-        if found is not self._shown:
-            self._show(found)
+        if tensors is not self._shown:
+            self._show(tensors)
 
     def make(self, version: int, frees: Sequence[int]) -> None:
         """Show a new version, equal to the latest one until the optimiser changes it.
@@ -121,21 +121,21 @@ class Versions:
             frees: versions that nothing uses from now on. Their storages are used again.
         """
         self._note_overwritten()
-        latest = self._held[version - 1]
-        freed = [self._held.pop(v) for v in frees if v in self._held]
-        if any(found is latest for found in freed):
+        latest = self._tensors[version - 1]
+        freed = [self._tensors.pop(v) for v in frees if v in self._tensors]
+        if any(tensors is latest for tensors in freed):
             new = latest  # nobody needs the old numbers: they are changed in place
         else:
             new = freed[0] if freed else [torch.empty_like(tensor) for tensor in latest]
             for target, source in zip(new, latest, strict=True):
                 target.copy_(source)
-        self._held[version] = new
-        self._counts = {each: count for each, count in self._counts.items() if each in self._held}
+        self._tensors[version] = new
+        self._counts = {number: count for number, count in self._counts.items() if number in self._tensors}
         self.shown = version
         self._recount()
-        self.peak = max(self.peak, len(self._held))
+        self.peak = max(self.peak, len(self._tensors))
         if new is not latest and not freed:
-            self.made(new)
+            self.on_new_version(new)
         if new is not self._shown:
             self._show(new)
 

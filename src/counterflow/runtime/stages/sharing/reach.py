@@ -1,4 +1,4 @@
-"""What the Python code of a stage's layers can reach: objects, variables, functions.
+"""Reach of the Python code of a stage's layers: objects, variables, functions.
 
 Followed are attributes of modules and of the user's own objects, containers, closures, default arguments,
 partials, bound methods, hooks, classes, weak references, and the module variables that a function names.
@@ -53,7 +53,7 @@ _ATOMS = (
 
 
 class Kind(Enum):
-    """How an object is reached from another one."""
+    """Kind of step by which an object is reached from another one."""
 
     LAYER = "layer"
     MEMBER = "member"
@@ -91,7 +91,7 @@ class Reached:
 
 @dataclass(slots=True)
 class Reach:
-    """What a stage reaches.
+    """Objects and code that a stage reaches.
 
     Attributes:
         reached: subjects, by identity.
@@ -107,7 +107,7 @@ Root = tuple[int, object]
 
 
 def reach_of(roots: Iterable[Root]) -> Reach:
-    """What the layers of one stage reach."""
+    """Return the reach of one stage's layers."""
     walk = _Walk()
     for index, root in roots:
         walk.follow(root, ((Kind.LAYER, index),))
@@ -140,9 +140,9 @@ class _Walk:
             subject = Subject(value)
         else:
             return
-        found = self.reach.reached.setdefault(subject.key, Reached(subject, []))
-        if len(found.paths) < _PATHS:
-            found.paths.append(path)
+        entry = self.reach.reached.setdefault(subject.key, Reached(subject, []))
+        if len(entry.paths) < _PATHS:
+            entry.paths.append(path)
 
     def _children(self, value: Any) -> Iterator[tuple[Step, object]]:
         if isinstance(value, Subject):
@@ -155,10 +155,10 @@ class _Walk:
             yield from self._of_class(value)
         elif isinstance(value, Mapping):
             if len(value) <= LARGEST:
-                yield from (((Kind.KEY, plain_key(key)), each) for key, each in value.items())
+                yield from (((Kind.KEY, plain_key(key)), member) for key, member in value.items())
         elif isinstance(value, (list, tuple, deque)):
             if len(value) <= LARGEST:
-                yield from (((Kind.KEY, index), each) for index, each in enumerate(value))
+                yield from (((Kind.KEY, index), member) for index, member in enumerate(value))
         else:
             yield from _of_object(value)
 
@@ -174,8 +174,8 @@ class _Walk:
         defaults = function.__defaults__ or ()
         arguments = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
         named = chain(zip(arguments, defaults, strict=True), (function.__kwdefaults__ or {}).items())
-        yield from (((Kind.NAME, name), each) for name, each in named)
-        yield from (((Kind.ATTRIBUTE, name), each) for name, each in vars(function).items())
+        yield from (((Kind.NAME, name), member) for name, member in named)
+        yield from (((Kind.ATTRIBUTE, name), member) for name, member in vars(function).items())
         for name in _global_names(code):
             yield from _of_variable(scope, name, code)
 
@@ -198,14 +198,14 @@ _NOT_RUN = {
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Step, object]]:
-    """A module's own attributes, hooks, members and buffers; its parameters are the pipeline's matter."""
+    # without parameters, which are the pipeline's matter
     for name, value in attributes(module).items() if not is_opaque(module) else ():
         yield (Kind.ATTRIBUTE, name), value
     for table in module_hook_tables(module):
         yield from (((Kind.INSIDE, "hook"), hook) for hook in table.values() if callable(hook))
     yield (Kind.INSIDE, "class"), type(module)
-    yield from (((Kind.MEMBER, name), each) for name, each in children_of(module).items())
-    yield from (((Kind.MEMBER, name), each) for name, each in buffers_of(module).items())
+    yield from (((Kind.MEMBER, name), member) for name, member in children_of(module).items())
+    yield from (((Kind.MEMBER, name), member) for name, member in buffers_of(module).items())
 
 
 def _of_object(value: Any) -> Iterator[tuple[Step, object]]:
@@ -214,12 +214,12 @@ def _of_object(value: Any) -> Iterator[tuple[Step, object]]:
         yield (Kind.INSIDE, "function"), value.__func__
     elif isinstance(value, partial):
         yield (Kind.INSIDE, "function"), value.func
-        yield from (((Kind.ELSEWHERE, ""), each) for each in (*value.args, *value.keywords.values()))
+        yield from (((Kind.ELSEWHERE, ""), member) for member in (*value.args, *value.keywords.values()))
     elif isinstance(value, weakref.ref):
         yield (Kind.INSIDE, "referent"), value()
     elif not isinstance(value, (*OPAQUE, ModuleType)) and not is_opaque(value):
         yield (Kind.INSIDE, "class"), type(value)
-        yield from (((Kind.ATTRIBUTE, name), each) for name, each in attributes(value).items())
+        yield from (((Kind.ATTRIBUTE, name), member) for name, member in attributes(value).items())
 
 
 def _of_variable(scope: dict[str, Any], name: str, code: CodeType) -> Iterator[tuple[Step, object]]:
@@ -230,7 +230,7 @@ def _of_variable(scope: dict[str, Any], name: str, code: CodeType) -> Iterator[t
             for inner in _names(code):
                 if inner in vars(value):
                     of_module = _of_variable(vars(value), inner, code)
-                    yield from (((Kind.MODULE, inner), each) for _, each in of_module)
+                    yield from (((Kind.MODULE, inner), member) for _, member in of_module)
         return
     if isinstance(value, (FunctionType, type)):
         if not is_library(value):
@@ -248,17 +248,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType) -> list[str]:
-    return sorted({name for each in _codes(code) for name in each.co_names})
+    return sorted({name for part in _codes(code) for name in part.co_names})
 
 
 @lru_cache(maxsize=4096)
 def _global_names(code: CodeType) -> list[str]:
-    """The module variables that code reads or sets."""
     return sorted(
         {
             instruction.argval
-            for each in _codes(code)
-            for instruction in dis.get_instructions(each)
+            for part in _codes(code)
+            for instruction in dis.get_instructions(part)
             if instruction.opname in {"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"}
         }
     )

@@ -1,4 +1,4 @@
-"""What code does with an object that it reaches by a path: whether it reads it, or writes it only.
+"""Use that code makes of an object that it reaches by a path: it reads it, or only writes it.
 
 It is read off the source. A write is an assignment to an entry or attribute, or the call of a method whose
 value nobody uses (``seen.append(x)``). All other uses are reads: tests, arguments, iterations, other names.
@@ -23,7 +23,7 @@ _KEYED = {"get", "pop", "setdefault", "__getitem__"}
 
 
 class Use(Flag):
-    """What is done with an object."""
+    """Use of an object."""
 
     NONE = 0
     WRITE = 1
@@ -32,7 +32,7 @@ class Use(Flag):
 
 
 def use_of(paths: Iterable[Path], codes: Iterable[CodeType], changed: Collection[Hashable]) -> Use:
-    """What code does with some entries of an object.
+    """Return the use that code makes of some entries of an object.
 
     Args:
         paths: paths by which the code reaches the object.
@@ -40,19 +40,19 @@ def use_of(paths: Iterable[Path], codes: Iterable[CodeType], changed: Collection
         changed: the entries.
     """
     sources = [_source(code) for code in codes]
-    found = Use.NONE
+    use = Use.NONE
     for path in paths:
         for anchor, rest in _anchors(path, changed):
             if anchor is None:
                 return Use.ANY
             for source in sources:
-                if found is not Use.ANY:
-                    found |= source.use(anchor, rest, changed)
-    return found
+                if use is not Use.ANY:
+                    use |= source.use(anchor, rest, changed)
+    return use
 
 
 def _anchors(path: Path, changed: Collection[Hashable]) -> Iterator[tuple[Step | None, Sequence[Step]]]:
-    """The name by which code reaches an object, and the steps from there; None: nobody knows."""
+    # name by which code reaches the object, and the steps from there; None: unknown
     first = 0
     for number, (kind, _) in enumerate(path):
         if kind is Kind.ELSEWHERE:
@@ -92,11 +92,11 @@ class _Source:
                 )  # a private name
 
     def use(self, anchor: Step, rest: Sequence[Step], changed: Collection[Hashable]) -> Use:
-        """What the code does with what it reaches from a name by some steps."""
+        """Return the use of what the code reaches from a name by some steps."""
         kind, name = anchor
         if name not in self._names:
             return Use.NONE
-        found = Use.NONE if self._known else Use.ANY
+        uses = Use.NONE if self._known else Use.ANY
         for node in self._nodes:
             if kind in {Kind.NAME, Kind.VARIABLE}:
                 fits = isinstance(node, ast.Name) and node.id == name
@@ -105,8 +105,8 @@ class _Source:
                 if _is_getattr(node, name):
                     return Use.ANY
             if fits:
-                found |= self._of_chain(node, list(rest), changed)
-        return found
+                uses |= self._of_chain(node, list(rest), changed)
+        return uses
 
     def _of_chain(self, node: ast.AST, rest: list[Step], changed: Collection[Hashable]) -> Use:
         """The use of one expression, from which the object is some steps away."""
@@ -115,7 +115,7 @@ class _Source:
             if _is_set(node):
                 return Use.NONE  # the name gets another object
             if isinstance(outer, ast.Subscript) and outer.value is node:
-                if _other(outer.slice, _indices(rest[0])):
+                if _is_other_index(outer.slice, _indices(rest[0])):
                     return Use.NONE
             elif isinstance(outer, ast.Attribute):
                 if outer.attr != rest[0][1]:
@@ -132,7 +132,7 @@ class _Source:
         if _is_set(node):
             return Use.WRITE
         if isinstance(outer, ast.Subscript) and outer.value is node:
-            return Use.NONE if _other(outer.slice, changed) else self._of_entry(outer)
+            return Use.NONE if _is_other_index(outer.slice, changed) else self._of_entry(outer)
         if isinstance(outer, ast.Attribute):
             if outer.attr in changed:
                 return self._of_entry(outer)
@@ -162,7 +162,7 @@ class _Source:
         call = self._parents.get(node)
         if not (isinstance(call, ast.Call) and call.func is node):
             return Use.WRITE if _is_set(node) else otherwise
-        if node.attr in _KEYED and call.args and entries and _other(call.args[0], entries):
+        if node.attr in _KEYED and call.args and entries and _is_other_index(call.args[0], entries):
             return Use.NONE
         outer = self._parents.get(call)
         while isinstance(outer, ast.Attribute) and isinstance(self._parents.get(outer), ast.Call):
@@ -178,8 +178,7 @@ def _is_set(node: ast.AST) -> bool:
     return isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
 
 
-def _other(index: ast.AST, entries: Collection[Hashable]) -> bool:
-    """Whether an index is a constant that is none of some entries."""
+def _is_other_index(index: ast.AST, entries: Collection[Hashable]) -> bool:
     return isinstance(index, ast.Constant) and index.value not in entries and "" not in entries
 
 
@@ -192,8 +191,8 @@ def _indices(step: Step) -> set[Hashable]:
 def _is_getattr(node: ast.AST, name: Hashable) -> bool:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1):
         return False
-    asked = node.args[1]
-    return node.func.id == "getattr" and isinstance(asked, ast.Constant) and asked.value == name
+    attribute = node.args[1]
+    return node.func.id == "getattr" and isinstance(attribute, ast.Constant) and attribute.value == name
 
 
 @lru_cache(maxsize=4096)

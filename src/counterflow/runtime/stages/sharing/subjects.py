@@ -44,8 +44,8 @@ _PLAIN_CLASSES = (
     *(queue.Queue, threading.local),
 )
 _ITERATORS = tuple(
-    type(each)
-    for each in (iter([]), iter(()), iter({}), iter(range(0)), itertools.count(), itertools.cycle(()))
+    type(iterator)
+    for iterator in (iter([]), iter(()), iter({}), iter(range(0)), itertools.count(), itertools.cycle(()))
 )
 _RANDOM = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 OPAQUE = (Tensor, CellType, np.ndarray, *_RANDOM, *_ITERATORS, GeneratorType, ContextVar)
@@ -56,19 +56,19 @@ _CONSTANT = (MethodType, ModuleType, partial, tuple, frozenset, weakref.ref, nn.
 
 
 def is_library(value: object) -> bool:
-    """Whether a function or class belongs to Python, torch, NumPy or Counterflow."""
+    """True if a function or class belongs to Python, torch, NumPy or Counterflow."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
 def is_opaque(value: object) -> bool:
-    """Whether an object is one of a library's, whose attributes are its own matter."""
+    """True if an object is one of a library's, whose attributes are its own matter."""
     if isinstance(value, nn.Module) and type(value).__module__.startswith("torch."):
         return False
     return is_library(type(value)) and not isinstance(value, _PLAIN_CLASSES)
 
 
 def is_subject(value: object) -> bool:
-    """Whether it may be changed, and compared."""
+    """True if an object may be changed, and compared."""
     if isinstance(value, _CONSTANT):
         return False
     if isinstance(value, (*_CONTAINERS, *OPAQUE)):
@@ -78,7 +78,7 @@ def is_subject(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """What may change: an object, or a variable of a module.
+    """Object that may change, or variable of a module.
 
     Attributes:
         target: the object; of a variable the namespace.
@@ -95,42 +95,44 @@ class Subject:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor."""
+        """True if the subject is a tensor."""
         return self.variable is None and isinstance(self.target, Tensor)
 
     @property
     def is_sequence(self) -> bool:
-        """Whether its entries are found by their place."""
+        """True if its entries are found by their place."""
         return self.variable is None and isinstance(self.target, (list, collections.deque))
 
     def entries(self) -> dict[Hashable, Any]:
-        """What it holds, by key, index or name; of an object with a hidden state that state."""
+        """Return its entries by key, index or name; of an object with a hidden state that state."""
         if self.variable is not None:
-            found = self.target.get(self.variable, _ABSENT)
-            return {} if found is _ABSENT else {self.variable: found}
+            value = self.target.get(self.variable, _ABSENT)
+            return {} if value is _ABSENT else {self.variable: value}
         return entries_of(self.target)
 
 
 def entries_of(value: Any) -> dict[Hashable, Any]:
-    """What an object holds, as ``Subject.entries``."""
+    """Return an object's entries, as ``Subject.entries``."""
     kind = next((kind for kind in _ENTRIES if isinstance(value, kind)), None)
     return attributes(value) if kind is None else _ENTRIES[kind](value)
 
 
 def attributes(value: Any) -> dict[Hashable, Any]:
     """An object's own attributes, without those that a module's machinery has."""
-    found: dict[Hashable, Any] = {}
+    members: dict[Hashable, Any] = {}
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in {"__dict__", "__weakref__"} and hasattr(value, name):
-                found[name] = getattr(value, name)
-    found |= getattr(value, "__dict__", {})
+                members[name] = getattr(value, name)
+    members |= getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
-        return {name: each for name, each in found.items() if name not in _SLOTS_OF_MODULES}
+        return {name: member for name, member in members.items() if name not in _SLOTS_OF_MODULES}
     if isinstance(value, type):
-        return {n: each for n, each in found.items() if not str(n).startswith("__") and not callable(each)}
-    return found
+        return {
+            n: member for n, member in members.items() if not str(n).startswith("__") and not callable(member)
+        }
+    return members
 
 
 def _of_sequence(value: Any) -> dict[Hashable, Any]:
@@ -180,15 +182,14 @@ _ENTRIES: dict[type, Callable[[Any], dict[Hashable, Any]]] = {
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Numbers among the members of a tree of tuples and mappings."""
     if isinstance(value, (int, float)):
         yield value
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ():
-        yield from _numbers(each)
+    for member in value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else ():
+        yield from _numbers(member)
 
 
 class Snapshot:
-    """What a subject held at a time.
+    """Entries of a subject at one time.
 
     Args:
         subject: the subject.
@@ -196,17 +197,17 @@ class Snapshot:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._held = {key: (value, _state_of(value)) for key, value in subject.entries().items()}
+        self._contents = {key: (value, _state_of(value)) for key, value in subject.entries().items()}
 
     def changed(self) -> tuple[set[Hashable], set[Hashable]]:
         """The entries that hold something else now, and those that are new, or larger tensors."""
         replaced: set[Hashable] = set()
         added: set[Hashable] = set()
         now = self._subject.entries()
-        for key in self._held.keys() - now.keys():
+        for key in self._contents.keys() - now.keys():
             replaced.add(key)
         for key, value in now.items():
-            before, state = self._held.get(key, (None, None))
+            before, state = self._contents.get(key, (None, None))
             if same(_state_of(value), state) if value is before else same(before, value):
                 continue
             larger = isinstance(value, Tensor) and isinstance(before, Tensor) and value.shape != before.shape
@@ -232,27 +233,33 @@ def _state_of(value: object) -> object:
     return version_of(value) if large else value.detach().clone()
 
 
-def same(value: Any, other: Any, depth: int = 3) -> bool:
-    """Whether two objects have equal contents, as far as these are tensors, plain values and containers."""
-    if value is other or type(value) is not type(other):
-        return value is other
+def same(value: Any, reference: Any, depth: int = 3) -> bool:
+    """True if two objects have equal contents, as far as these are tensors, plain values and containers."""
+    if value is reference or type(value) is not type(reference):
+        return value is reference
     if isinstance(value, Tensor):
-        alike = value.shape == other.shape and value.dtype == other.dtype and value.device == other.device
-        return alike and value.detach().equal(other.detach())
+        comparable = (
+            value.shape == reference.shape
+            and value.dtype == reference.dtype
+            and value.device == reference.device
+        )
+        return comparable and value.detach().equal(reference.detach())
     if isinstance(value, (dict, list, tuple)):
-        return depth > 0 and len(value) == len(other) and _same_entries(value, other, depth - 1)
+        return depth > 0 and len(value) == len(reference) and _same_entries(value, reference, depth - 1)
     plain = isinstance(value, (bool, int, float, complex, str, bytes, frozenset, set))
-    return plain and (bool(value == other) or repr(value) == repr(other) == "nan")
+    return plain and (bool(value == reference) or repr(value) == repr(reference) == "nan")
 
 
-def _same_entries(value: Any, other: Any, depth: int) -> bool:
+def _same_entries(value: Any, reference: Any, depth: int) -> bool:
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(same(value[key], other[key], depth) for key in value)
-    return all(same(each, its, depth) for each, its in zip(value, other, strict=True))
+        return value.keys() == reference.keys() and all(
+            same(value[key], reference[key], depth) for key in value
+        )
+    return all(same(item, expected, depth) for item, expected in zip(value, reference, strict=True))
 
 
 def content(value: Any, depth: int = 4) -> object:
-    """What identifies an object's contents in every process; of other objects than values their kind."""
+    """Return a value that identifies an object's contents in every process; its kind, if it is no value."""
     if isinstance(value, Tensor):
         if value.is_meta or value.layout is not torch.strided or value.numel() > LARGEST**2:
             return tuple(value.shape), str(value.dtype)
@@ -262,5 +269,5 @@ def content(value: Any, depth: int = 4) -> object:
         return repr(value)
     if depth and isinstance(value, (dict, list, tuple, collections.deque)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(str(key), content(each, depth - 1)) for key, each in pairs]
+        return [(str(key), content(item, depth - 1)) for key, item in pairs]
     return type(value).__name__

@@ -50,7 +50,7 @@ class SharedObject:
 
     @property
     def title(self) -> str:
-        """What identifies it on all workers."""
+        """Title that identifies the object on all workers."""
         return repr(next(iter(self.paths.items()))[1][0])
 
 
@@ -79,12 +79,12 @@ class SharedObjects:
             reader = next((s for s, use in uses.items() if s != writer and Use.READ in use), None)
             if Use.WRITE not in uses[writer] or reader is None:
                 continue
-            here, there = shared.paths[writer][0], shared.paths[reader][0]
+            writer_path, reader_path = shared.paths[writer][0], shared.paths[reader][0]
             raise ConfigError(
-                f"{self.names[_layer(here)]} changes {_shown(here, changed)} in a forward, and "
-                f"{self.names[_layer(there)]} in another stage reads {_shown(there, changed)}, which it has "
-                f"of its own there, or reads at another time than in one process (stages {writer} and "
-                f"{reader}); {_REMEDY}"
+                f"{self.names[_layer(writer_path)]} changes {_shown(writer_path, changed)} in a forward, and "
+                f"{self.names[_layer(reader_path)]} in another stage reads {_shown(reader_path, changed)}, "
+                f"which it has of its own there, or reads at another time than in one process "
+                f"(stages {writer} and {reader}); {_REMEDY}"
             )
 
     def refuse_failed(
@@ -119,15 +119,14 @@ class SharedObjects:
                 writer = next((s for s, use in uses.items() if s != reader and Use.WRITE in use), None)
                 if not here or writer is None:
                     continue
-                there, path = shared.paths[writer][0], shared.paths[reader][0]
+                writer_path, path = shared.paths[writer][0], shared.paths[reader][0]
                 raise ConfigError(
                     f"{self.names[_layer(path)]} fails ({type(error).__name__}: {error}) where it reads "
-                    f"{_shown(path, set())}, which {self.names[_layer(there)]} in another stage changes: a "
-                    f"worker has one of its own (stages {writer} and {reader}); {_REMEDY}"
+                    f"{_shown(path, set())}, which {self.names[_layer(writer_path)]} in another stage "
+                    f"changes: a worker has one of its own (stages {writer} and {reader}); {_REMEDY}"
                 ) from error
 
     def _uses(self, shared: SharedObject, changed: Collection[Hashable]) -> dict[int, Use]:
-        """What the code of each stage does with some entries of an object."""
         return {stage: use_of(paths, self.codes[stage], changed) for stage, paths in shared.paths.items()}
 
 
@@ -152,13 +151,13 @@ def shared_objects(
         for key, reached in reach.reached.items():
             by_key.setdefault(key, {})[stage] = reached
     shared = [
-        SharedObject({stage: reached.paths for stage, reached in found.items()})
-        for found in by_key.values()
-        if len(found) > 1 and _is_python(found)
+        SharedObject({stage: reached.paths for stage, reached in reached_by_stage.items()})
+        for reached_by_stage in by_key.values()
+        if len(reached_by_stage) > 1 and _is_python(reached_by_stage)
     ]
     names = {layer.index: place_of(layer) for members in layers for layer in members}
     names[LOSS] = "the loss function" if loss is None else place_of(loss)
-    objects = {each.title: each for each in shared}
+    objects = {item.title: item for item in shared}
     return SharedObjects(objects, [tuple(reach.codes) for reach in reaches], names)
 
 
@@ -168,11 +167,11 @@ def _roots(layers: Sequence[NamedLayer], loss_function: object) -> list[Root]:
 
 
 def _is_python(reached: Mapping[int, Reached]) -> bool:
-    """Whether it is no buffer that stages have registered, all of them."""
+    # True unless it is a buffer that all these stages have registered
     registered = {Kind.LAYER, Kind.MEMBER}
-    tensor = any(each.subject.is_tensor for each in reached.values())
+    tensor = any(entry.subject.is_tensor for entry in reached.values())
     return not tensor or any(
-        kind not in registered for each in reached.values() for path in each.paths for kind, _ in path
+        kind not in registered for entry in reached.values() for path in entry.paths for kind, _ in path
     )
 
 
@@ -216,12 +215,16 @@ class ObjectWatch:
         self._shared, self._transport = shared, transport
         counts = transport.gather([float(len(shared.objects))])
         self._active = any(row[0] for row in counts) and not exact
-        own = {stage: _by_path(reach_of(roots)) for stage, roots in stages.items()} if self._active else {}
+        own_objects = (
+            {stage: _by_path(reach_of(roots)) for stage, roots in stages.items()} if self._active else {}
+        )
         self._here: dict[str, list[tuple[int, Reached]]] = {}
         """Shared objects by title: of each of this worker's stages what it has."""
-        for title, each in shared.objects.items():
-            found = ((stage, own.get(stage, {}).get(paths[0])) for stage, paths in each.paths.items())
-            here = [(stage, reached) for stage, reached in found if reached is not None]
+        for title, item in shared.objects.items():
+            candidates = (
+                (stage, own_objects.get(stage, {}).get(paths[0])) for stage, paths in item.paths.items()
+            )
+            here = [(stage, reached) for stage, reached in candidates if reached is not None]
             if here:
                 self._here[title] = here
         self._calls = {True: 0, False: 0}
@@ -284,23 +287,23 @@ class ObjectWatch:
             return
         self.check()
         self._snapshots.clear()  # what they hold is of this step
-        mine = {
+        row_here = {
             title: (
                 self._changed.get(title, set()),
                 {stage: number_of(content(reached.subject.entries())) for stage, reached in here},
             )
             for title, here in self._here.items()
         }
-        rows = cast("list[dict[str, _Held]]", self._transport.gather_objects(mine))
+        rows = cast("list[dict[str, _Contents]]", self._transport.gather_objects(row_here))
         for title, shared in self._shared.objects.items():
-            held = [row[title] for row in rows if title in row]
-            changed = {entry for entries, _ in held for entry in entries}
-            if changed and len({digest for _, contents in held for digest in contents.values()}) > 1:
-                writers = {stage for entries, contents in held if entries for stage in contents}
+            of_object = [row[title] for row in rows if title in row]
+            changed = {entry for entries, _ in of_object for entry in entries}
+            if changed and len({digest for _, contents in of_object for digest in contents.values()}) > 1:
+                writers = {stage for entries, contents in of_object if entries for stage in contents}
                 self._shared.refuse(shared, sorted(writers), changed)
 
 
-_Held = tuple[set[Hashable], dict[int, int]]
+_Contents = tuple[set[Hashable], dict[int, int]]
 """Entries of an object that one worker changed, and by stage a digest of the contents."""
 
 
