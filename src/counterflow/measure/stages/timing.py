@@ -213,7 +213,7 @@ class _ByLayer(Feature):
 
         def outputs() -> list[Tensor]:
             with added_losses() as added:
-                box.append(run(InputGuard().given(value), step, rows))
+                box.append(run(InputGuard().as_input(value), step, rows))
             return [*tensors_in(box[0]), *added.values()]
 
         self.beyond.append(_saved([*self._constant, *given], outputs))

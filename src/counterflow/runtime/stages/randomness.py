@@ -61,12 +61,12 @@ class RandomStreams(Feature):
     @cached_property
     def generators(self) -> list[torch.Generator]:
         """The generators that layers draw from."""
-        found = [torch.default_generator]
+        generators = [torch.default_generator]
         if self.device.type == "cuda":
             index = self.device.index if self.device.index is not None else torch.cuda.current_device()
             torch.cuda.init()
-            found.append(torch.cuda.default_generators[index])
-        return found
+            generators.append(torch.cuda.default_generators[index])
+        return generators
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -81,11 +81,11 @@ class RandomStreams(Feature):
                     generator.set_state(state)
 
     def step(self) -> Any:
-        """Around a step: keeps the user's random state, where that need not be done layer by layer."""
+        """Context of a step: it preserves the user's random state, unless each layer does."""
         return _NOTHING if self.shared else self.kept()
 
     def initial(self, layer: int) -> Any:
-        """Around the initialisation of a layer's weights."""
+        """Context of the initialisation of a layer's weights."""
         return self._seeded(number_of(self.seed, "weights", layer))
 
     def update(self, what: str, step: int, *of: int) -> Any:
@@ -102,7 +102,7 @@ class RandomStreams(Feature):
         return self._from(key)
 
     def layer(self, index: int, step: int, rows: SampleRows) -> AbstractContextManager[Any]:
-        """Around a layer's run on some samples of a micro-batch.
+        """Context of a layer's run on some samples of a micro-batch.
 
         Args:
             index: its number among all layers; -1: the loss function.
@@ -125,7 +125,7 @@ class RandomStreams(Feature):
             return run(value, step, rows)
 
     def _from(self, key: int) -> AbstractContextManager[Any]:
-        """Around what draws from a stream; ``step`` restores the state where no other worker needs it."""
+        # ``step`` restores the state where no other worker needs it
         if self.shared:
             return self._seeded(key)
         for generator in self.generators:
@@ -176,22 +176,22 @@ class RandomStreams(Feature):
             ends.extend(self.states())
 
     def unless_drawn(self, run: Callable[[], Value]) -> Value | None:
-        """What ``run`` gives; None if it drew random numbers."""
+        """Return the result of ``run``; None if it drew random numbers."""
         with self._seeded(self.seed):
             before = self.states()
             output = run()
             return output if self.drew_nothing(before) else None
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Around a backward, in which the user's own checkpoints may draw again."""
+        """Context of a backward, in which the user's own checkpoints may draw again."""
         return self.turn() if self.shared else _NOTHING
 
     def states(self) -> list[Tensor]:
-        """Where the generators are by now."""
+        """Current states of the generators."""
         return [generator.get_state() for generator in self.generators]
 
     def drew_nothing(self, before: list[Tensor]) -> bool:
-        """Whether the generators are where they were."""
+        """True if no generator has drawn since the states ``before``."""
         return all(map(torch.equal, self.states(), before))
 
     @contextmanager

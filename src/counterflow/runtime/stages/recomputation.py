@@ -1,4 +1,4 @@
-"""What computing a second time needs: inputs and buffers as they were, and what autograd saved.
+"""Support of recomputation: inputs and buffers as they were, and tensors that autograd saved.
 
 Invariant: the second run finds what the first one found, and leaves everything as it is. Inputs and buffers
 that nothing changes in place are not copied again and again: torch counts such changes (``_version``).
@@ -38,12 +38,12 @@ def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A value with its tensors replaced; a tensor that occurs twice is replaced by one tensor."""
     if isinstance(value, Tensor):
         return function(value)
-    made: dict[int, Tensor] = {}
+    replaced: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = function(tensor)
-        return made[id(tensor)]
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = function(tensor)
+        return replaced[id(tensor)]
 
     return pytree.tree_map_only(Tensor, once, value)
 
@@ -58,7 +58,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class InputGuard(Feature):
-    """Where something takes its input, which it may change in place.
+    """Guard of an input that a stage or layer may change in place.
 
     The first run is watched. For what changes nothing, nothing is done from then on.
     """
@@ -70,25 +70,25 @@ class InputGuard(Feature):
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if self.changes is False:
             return run(value, step, rows)
-        given = self.given(value)
-        same = same_tensors(given)
+        value_in = self.as_input(value)
+        same = same_tensors(value_in)
         before = versions(same)
-        output = run(given, step, rows)
+        output = run(value_in, step, rows)
         self.learn(same, before)
         return output
 
-    def given(self, value: Any) -> Any:
-        """What to run on: autograd lets nobody change a leaf that needs a gradient."""
+    def as_input(self, value: Any) -> Any:
+        """Return the value to run on: autograd lets nobody change a leaf that needs a gradient."""
         return value if self.changes is False else mapped(_no_leaf, value)
 
-    def kept(self, value: Any) -> Any:
-        """What to keep for another run."""
+    def saved_copy(self, value: Any) -> Any:
+        """Return the value to save for another run."""
         return value if self.changes is False else mapped(copied, value)
 
-    def learn(self, given: Any, before: list[int]) -> None:
+    def learn(self, value_in: Any, before: list[int]) -> None:
         """See whether the first run changed what it was given."""
         if self.changes is None:
-            self.changes = versions(given) != before
+            self.changes = versions(value_in) != before
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def copied(tensor: Tensor) -> Tensor:
 
 def _with_strides(tensor: Tensor, dense: Tensor) -> Tensor:
     """``dense`` in memory with the gaps of ``tensor``; ``dense`` itself if elements of that share memory."""
-    apart = tuple(
+    distinct = tuple(
         slice(0, 1) if size > 1 and not stride else slice(None)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    part = tensor[apart]  # without what an expand repeats
+    part = tensor[distinct]  # without what an expand repeats
     gaps = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
     try:
         return gaps.copy_(part).expand(tensor.shape)
@@ -122,24 +122,24 @@ def _no_leaf(tensor: Tensor) -> Tensor:
 
 
 class First:
-    """What a run gave, to be compared with the run of its backward.
+    """Output of a run, to be compared with that of its recomputation.
 
     Args:
         tensors: its output.
-        whole: whether copies are kept; else their norms, which take no memory.
+        exact: True to compare copies; otherwise norms, which take no memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, whole: bool) -> None:
-        self.whole = whole
-        self.kept = self.of(tensors)
+    def __init__(self, tensors: Sequence[Tensor], *, exact: bool) -> None:
+        self.exact = exact
+        self.contents = self.of(tensors)
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is compared."""
-        return [_copy(tensor) if self.whole else _norm(tensor) for tensor in tensors]
+        """Return copies, or norms, to compare."""
+        return [_copy(tensor) if self.exact else _norm(tensor) for tensor in tensors]
 
 
 class FirstRuns:
-    """Which runs of something are compared with those of their backwards: one a step, whole the first time.
+    """Choice of the runs that are compared with their recomputations: one a step, whole the first time.
 
     On a GPU, where comparing waits for the device, in fewer and fewer steps.
 
@@ -152,14 +152,14 @@ class FirstRuns:
         self._last: int | None = None
 
     def of(self, tensors: Sequence[Tensor], step: int) -> First | None:
-        """What is compared of a run that gave some tensors; None: nothing is."""
+        """Return the output to compare with a recomputation; None: it is not compared."""
         last = self._last
         if last == step:
             return None
         self._last = step
         if last is not None and self._waits and not is_doubling(step):
             return None
-        return First(tensors, whole=last is None)
+        return First(tensors, exact=last is None)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -186,10 +186,10 @@ def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
     Raises:
         ConfigError: it does.
     """
-    if len(output) != len(first.kept):
+    if len(output) != len(first.contents):
         raise other_values(place)
-    again = output if first.whole else first.of(output)
-    for new, old in zip(again, first.kept, strict=True):
+    values = output if first.exact else first.of(output)
+    for new, old in zip(values, first.contents, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
             continue
         limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
@@ -219,7 +219,7 @@ class Buffers:
         self._changing: set[int] = set()
 
     def now(self) -> Contents:
-        """What they hold now, but for running statistics; not to be changed."""
+        """Return the buffers' contents, without running statistics; they must not be changed."""
         first = self._seen is None
         if self._seen is None:
             self._seen = [(None, 0)] * len(self.places)
@@ -234,7 +234,7 @@ class Buffers:
         if changed:
             if not first:
                 self._changing.update(changed)
-            self._contents = tuple(changed.get(i, held) for i, held in enumerate(self._contents))
+            self._contents = tuple(changed.get(i, content) for i, content in enumerate(self._contents))
         return self._contents
 
     def restore(self, then: Contents) -> None:
@@ -247,14 +247,14 @@ class Buffers:
     def as_then(self, then: Contents) -> Iterator[None]:
         """Others in their place that hold what they held then; whatever happens to these is forgotten."""
         now = self.now()
-        others = [
-            (*self.places[index], held)
-            for index, held in enumerate(then)
-            if index in self._changing or held is not now[index]
+        replacements = [
+            (*self.places[index], content)
+            for index, content in enumerate(then)
+            if index in self._changing or content is not now[index]
         ]
-        others += [(module, name, buffers_of(module)[name]) for module, name in self.norms]
-        before = [(module, name, buffers_of(module).get(name)) for module, name, _ in others]
-        self._replace(others)
+        replacements += [(module, name, buffers_of(module)[name]) for module, name in self.norms]
+        before = [(module, name, buffers_of(module).get(name)) for module, name, _ in replacements]
+        self._replace(replacements)
         try:
             yield
         finally:
@@ -278,7 +278,7 @@ class Buffers:
 
 
 class Packed:
-    """What stands in a graph for a tensor that autograd saved in a run: the ``number``-th of them."""
+    """Placeholder for the ``number``-th tensor that autograd saved in a run; a replay makes it again."""
 
     __slots__ = ("number", "replay")
 
@@ -288,13 +288,13 @@ class Packed:
 
     def keep(self) -> None:
         """The tensor is needed once more after a backward has first asked for it."""
-        self.replay.kept.add(self.number)
+        self.replay.needed_twice.add(self.number)
 
     @property
     def tensor(self) -> Tensor | None:
         """The tensor, if it is there."""
-        found = self.replay.found.get(self.number)
-        return None if found is None else found[0]
+        entry = self.replay.tensors.get(self.number)
+        return None if entry is None else entry[0]
 
 
 class Replay:
@@ -302,29 +302,29 @@ class Replay:
 
     Args:
         place: what runs, for messages.
-        again: runs it again, and gives its output.
+        rerun: runs it again, and returns its output.
         recount: called before that: forgets what the last replay kept, and gives what notes what this does.
     """
 
-    def __init__(self, place: str, again: Callable[[Any], Any], recount: Callable[[], Hold | None]) -> None:
+    def __init__(self, place: str, rerun: Callable[[Any], Any], recount: Callable[[], Hold | None]) -> None:
         self.place = place
-        self._again = again
+        self._rerun = rerun
         self._recount = recount
         self._value: Any = None
         self._versions: list[int] = []
         self._changes = False
         self._hold: Callable[[], None] | None = None
         self._shapes: list[torch.Size] = []
-        self.found: dict[int, tuple[Tensor, int]] = {}
+        self.tensors: dict[int, tuple[Tensor, int]] = {}
         """What the run gave that no backward asked for yet, with the tensors' versions."""
-        self.kept: set[int] = set()
+        self.needed_twice: set[int] = set()
         """What is kept although a backward asks for it."""
         self._ran = self._runs = False
         self.first: First | None = None
         """Record of a run that is compared with the next one."""
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
-        """What to run on.
+        """Save the input to run on.
 
         Args:
             value: the input; a copy of it, if a run may change it.
@@ -336,7 +336,7 @@ class Replay:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around the first run.
+        """Context of the first run.
 
         Raises:
             ConfigError: it makes gradients of its own, which would compute it again before it has ended.
@@ -361,7 +361,9 @@ class Replay:
     def settle(self) -> None:
         """If it ran, forget all but what is kept: there is no other run."""
         if self._ran:
-            self.found = {number: found for number, found in self.found.items() if number in self.kept}
+            self.tensors = {
+                number: item for number, item in self.tensors.items() if number in self.needed_twice
+            }
             self._value = None
 
     @never_compiled
@@ -376,9 +378,9 @@ class Replay:
         if self._runs:
             raise self._refused()
         number = packed.number
-        if number not in self.found:
+        if number not in self.tensors:
             self._run()
-        tensor, version = self.found[number] if number in self.kept else self.found.pop(number)
+        tensor, version = self.tensors[number] if number in self.needed_twice else self.tensors.pop(number)
         if tensor._version != version:  # noqa: SLF001
             raise ConfigError(
                 f"{self.place} changes a tensor in place that its own backward needs; leave out "
@@ -393,21 +395,21 @@ class Replay:
                 "happen in the first forward; copy it before it is changed"
             )
         hold = self._recount()
-        found: list[tuple[Tensor, int]] = []
+        saved_tensors: list[tuple[Tensor, int]] = []
 
         @never_compiled
         def pack(tensor: Tensor) -> Tensor:
-            kept = tensor.detach()
-            found.append((kept, kept._version))  # noqa: SLF001
+            detached = tensor.detach()
+            saved_tensors.append((detached, detached._version))  # noqa: SLF001
             if hold is not None:
-                hold(kept)
-            return kept
+                hold(detached)
+            return detached
 
         with torch.enable_grad():
-            value = mapped(self._given, self._value)
+            value = mapped(self._fresh_input, self._value)
             with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-                output = self._again(value)
-        shapes = [tensor.shape for tensor, _ in found]
+                output = self._rerun(value)
+        shapes = [tensor.shape for tensor, _ in saved_tensors]
         if shapes != self._shapes:
             raise ConfigError(
                 f"{self.place} saved {len(self._shapes)} tensors for its backward and {len(shapes)} of other "
@@ -417,10 +419,10 @@ class Replay:
         if self.first is not None:
             refuse_other(list(tensors_in(output)), self.first, self.place)
             self.first = None
-        self.found = dict(enumerate(found))
+        self.tensors = dict(enumerate(saved_tensors))
         self._ran = True
 
-    def _given(self, tensor: Tensor) -> Tensor:
+    def _fresh_input(self, tensor: Tensor) -> Tensor:
         if self._changes:
             return _no_leaf(copied(tensor))
         return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -71,7 +71,7 @@ class RecomputedPass(StagePass):
         stage = self.stage
         contents = stage.buffers.now()
         same = same_tensors(value)
-        saved, before = stage.entry.kept(same), versions(same)
+        saved, before = stage.entry.saved_copy(same), versions(same)
         output = stage.forward(value, self.step, self.rows)
         if stage.entry.changes:
             before = versions(saved)
@@ -190,7 +190,7 @@ def forward_joined(
     """
     first = passes[0]
     stage, last = first.stage, first.stage.last
-    sizes = [each.rows.stop - each.rows.start for each in passes]
+    sizes = [unit.rows.stop - unit.rows.start for unit in passes]
     with without_graph(stage):
         contents = stage.buffers.now()
         output = stage.forward_joined(torch.cat(list(values)), first.step, first.rows)
@@ -198,15 +198,15 @@ def forward_joined(
             stage.joins = False
             return None
         try:
-            structure, whole = take_apart(output, f"stage {stage.stage}")
+            structure, joined = take_apart(output, f"stage {stage.stage}")
         except ConfigError:  # an object, which a loss function may accept
             if not last:
                 raise
             stage.joins = False
             return None
-        if any(not t.dim() or t.shape[0] % sum(sizes) for t in whole):  # not all are the samples'
+        if any(not t.dim() or t.shape[0] % sum(sizes) for t in joined):  # not all are the samples'
             return None
-        pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in whole]
+        pieces = [t.split([t.shape[0] // sum(sizes) * size for size in sizes]) for t in joined]
         tensors = [[piece[index] for piece in pieces] for index in range(len(passes))]
         if stage.joins is None:
             outputs = [run_alone(index) for index in range(len(passes))]

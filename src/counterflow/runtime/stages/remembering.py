@@ -34,20 +34,20 @@ class Remembering(Feature):
         self._carries: dict[int, list[Carry]] = {layer.index: carries_in(layer.module) for layer in layers}
         self._states: dict[tuple[int, int], list[Any]] = {}
         self.paused = False
-        """Whether a whole sequence runs meanwhile."""
+        """True while a whole sequence runs."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around the runs of the parts of one sequence: layers leave states, which are forgotten after it."""
-        every = [carry for its in self._carries.values() for carry in its]
-        before = [carry.expects_slices for carry in every]
+        """Context of the parts of one sequence: layers leave states, which are forgotten after it."""
+        carries = [carry for of_layer in self._carries.values() for carry in of_layer]
+        before = [carry.expects_slices for carry in carries]
         try:
-            for carry in every:
+            for carry in carries:
                 carry.expect_slices(expected=True)
             yield
         finally:
             self._states.clear()
-            for carry, expected in zip(every, before, strict=True):
+            for carry, expected in zip(carries, before, strict=True):
                 carry.expect_slices(expected=expected)
 
     @override
@@ -60,7 +60,7 @@ class Remembering(Feature):
             return run(value, step, rows)
         place = layer.index, rows.micro_batch
         states = self._states.get(place) or [NOTHING] * len(carries)
-        with carrying(layer, carries, states, joins=True) as left:
-            found = run(value, step, rows)
-        self._states[place] = left
-        return found
+        with carrying(layer, carries, states, joins=True) as states_out:
+            output = run(value, step, rows)
+        self._states[place] = states_out
+        return output

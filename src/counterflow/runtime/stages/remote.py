@@ -52,11 +52,11 @@ class Remote(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, place: str) -> Remote:
-        """What stands in place of a tensor."""
-        made = torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)
-        found = subclassed(cls, made, parameter=isinstance(tensor, nn.Parameter))
-        found.place = place
-        return found
+        """Make the placeholder of a tensor."""
+        meta_tensor = torch.empty_like(tensor.detach(), device="meta").requires_grad_(tensor.requires_grad)
+        remote = subclassed(cls, meta_tensor, parameter=isinstance(tensor, nn.Parameter))
+        remote.place = place
+        return remote
 
     @classmethod
     def __torch_function__(
@@ -75,11 +75,11 @@ class Remote(Tensor):
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _KNOWN or name == "__get__" or (name == "__set__" and owner in _SET):
-            found = plain_call(func, args, kwargs or {})
-            return cls.of(found, args[0].place) if type(found) is Tensor and found.is_meta else found
-        given = [*args, *(kwargs or {}).values()]
-        given += [each for row in given if isinstance(row, (list, tuple)) for each in row]
-        raise RemoteTensorError(next(each.place for each in given if isinstance(each, Remote)))
+            result = plain_call(func, args, kwargs or {})
+            return cls.of(result, args[0].place) if type(result) is Tensor and result.is_meta else result
+        values = [*args, *(kwargs or {}).values()]
+        values += [item for row in values if isinstance(row, (list, tuple)) for item in row]
+        raise RemoteTensorError(next(item.place for item in values if isinstance(item, Remote)))
 
 
 def refuse_remote(index: int, module: nn.Module) -> None:
@@ -99,8 +99,8 @@ def refuse_remote(index: int, module: nn.Module) -> None:
 
 def leave(
     layers: Iterable[tuple[str, nn.Module, Sequence[int]]],
-    every: Iterable[nn.Module],
-    held: Collection[int],
+    modules: Iterable[nn.Module],
+    local_ids: Collection[int],
     rank: int,
 ) -> None:
     """Free the weights and buffers of layers that live elsewhere; their use is refused from now on.
@@ -109,37 +109,41 @@ def leave(
 
     Args:
         layers: of each its name in messages, the user's module, and the ranks on which it lives.
-        every: the modules of the user's model, which may use a tensor outside of any layer.
-        held: by identity, the modules and tensors that live here; these stay wherever they are used.
+        modules: the modules of the user's model, which may use a tensor outside of any layer.
+        local_ids: by identity, the modules and tensors that live here; these stay wherever they are used.
         rank: this worker's.
     """
-    every = tuple(every)
+    modules = tuple(modules)
     here = {
-        id(t) for module in every if id(module) in held for table in tables(module) for t in table.values()
+        id(t)
+        for module in modules
+        if id(module) in local_ids
+        for table in tables(module)
+        for t in table.values()
     }
-    left: dict[int, tuple[Tensor, Remote]] = {}  # the tensors too, so that their ids stay their own
+    replaced: dict[int, tuple[Tensor, Remote]] = {}  # the tensors too, so that their ids stay their own
     for called, layer, ranks in layers:
-        there = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+        owners = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
         for prefix, module in layer.named_modules():
-            for name, tensor in () if id(module) in held else _own(module):
-                if tensor.is_meta or id(tensor) in left or id(tensor) in held or id(tensor) in here:
+            for name, tensor in () if id(module) in local_ids else _tensors_of(module):
+                if tensor.is_meta or id(tensor) in replaced or id(tensor) in local_ids or id(tensor) in here:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 place = (
-                    f"{full} of {called} lives on {there} and not on rank {rank}, "
+                    f"{full} of {called} lives on {owners} and not on rank {rank}, "
                     "because a pipeline trains its model: call the pipeline's evaluate() or predict() to run "
                     "the model, and load its state_dict() into a model made anew to have all weights"
                 )
-                left[id(tensor)] = tensor, Remote.of(tensor, place)
-    for module in every if left else ():
+                replaced[id(tensor)] = tensor, Remote.of(tensor, place)
+    for module in modules if replaced else ():
         for table in tables(module):
-            table.update({name: left[id(t)][1] for name, t in table.items() if id(t) in left})
+            table.update({name: replaced[id(t)][1] for name, t in table.items() if id(t) in replaced})
 
 
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module looks up its own parameters, and its own buffers."""
+    """Tables in which a module looks up its own parameters, and its own buffers."""
     return parameters_of(module), buffers_of(module)
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for table in tables(module) for n, t in table.items() if t is not None]

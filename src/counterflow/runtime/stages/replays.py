@@ -78,10 +78,10 @@ class LayerReplays(Feature):
     def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         self._watched.clear()
         value = run(value, step, rows)
-        for guard, given, before, replay in self._watched:
-            guard.learn(given, before)
+        for guard, layer_input, before, replay in self._watched:
+            guard.learn(layer_input, before)
             if not guard.changes:
-                replay.keep(given, changes=False)
+                replay.keep(layer_input, changes=False)
         self._watched.clear()
         return value
 
@@ -92,17 +92,17 @@ class LayerReplays(Feature):
         guard, buffers, first_runs = self._of[layer.index]
         then = buffers.now()
 
-        def again(value: Value) -> Value:
+        def rerun(value: Value) -> Value:
             with self._computing(), buffers.as_then(then):
                 return run(value, step, rows)
 
-        replay = Replay(place_of(layer), again, lambda: None if self.recount is None else self.recount())
+        replay = Replay(place_of(layer), rerun, lambda: None if self.recount is None else self.recount())
         self._note(replay)
         same = same_tensors(value)
         if guard.changes is None:
             self._watched.append((guard, same, versions(same), replay))
         hold = None if self.hold is None else partial(_hold_all, self.hold, same)
-        replay.keep(guard.kept(same), changes=guard.changes is not False, hold=hold)
+        replay.keep(guard.saved_copy(same), changes=guard.changes is not False, hold=hold)
         with replay.watch():
             value = run(value, step, rows)
         replay.first = first_runs.of(list(tensors_in(value)), step)

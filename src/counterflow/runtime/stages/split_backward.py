@@ -114,23 +114,23 @@ class Splitting(Feature):
         Raises:
             ConfigError: the piece extends past another one's end, which the first graph did not.
         """
-        found = self._divisions.get(graph.shape)
-        if found is None:
+        division = self._divisions.get(graph.shape)
+        if division is None:
             if len(self._divisions) == _MOST_SHAPES:
                 self._divisions.clear()
-            found = divided(graph, inputs, pointers(self._constant()))
+            division = divided(graph, inputs, pointers(self._constant()))
             if enters(graph, inputs, joints):
                 raise ConfigError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
                     "them, and did not in the first forward; pass it on through them, or take a schedule "
                     "that splits no backward"
                 )
-            self._divisions[graph.shape] = found
-        return found
+            self._divisions[graph.shape] = division
+        return division
 
 
 class _Plan(NamedTuple):
-    """How a piece of a graph is done.
+    """Plan of a piece of a graph.
 
     Attributes:
         edges: where it begins.
@@ -148,7 +148,7 @@ class _Plan(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """What is to be done for weights' gradients.
+    """Work that is left for weights' gradients.
 
     Attributes:
         edges: where a backward begins.
@@ -176,7 +176,7 @@ class SplitBackward:
         self._joints = joints.found if joints is not None else []
         self._replays = joints.replays if joints is not None else []
         self._waiting: list[_Waiting] = []
-        self._kept: list[Any] = []
+        self._saved: list[Any] = []
         self._ahead: _Plan | None = None
 
     def look_ahead(self, edges: Sequence[GradientEdge]) -> None:
@@ -207,7 +207,6 @@ class SplitBackward:
         self.splitting.waits = bool(self.splitting.waits or self._waiting)
 
     def _pieces(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, look: bool) -> None:
-        """The input gradients of all pieces, from the last one on."""
         joints = list(self._joints)
         while joints:  # what layers add to the loss goes from the stage's input past all layers
             self._piece(edges, gradients, [*joints[-1].leaves, *self._inputs], joints, look=look)
@@ -221,11 +220,11 @@ class SplitBackward:
         self._piece(edges, gradients, self._inputs, joints, look=look)
 
     def kept(self) -> list[Tensor]:
-        """What is kept between the two, if it was to be looked for: saved tensors, and gradients."""
-        found = [one.tensor if isinstance(one, Packed) else one for one in self._kept]
-        self._kept.clear()
+        """Return the tensors between the two ops, if they were looked for: saved tensors, and gradients."""
+        saved = [item.tensor if isinstance(item, Packed) else item for item in self._saved]
+        self._saved.clear()
         return [
-            *(tensor for tensor in found if isinstance(tensor, Tensor)),
+            *(tensor for tensor in saved if isinstance(tensor, Tensor)),
             *(gradient for waiting in self._waiting for gradient in waiting.gradients),
         ]
 
@@ -252,8 +251,8 @@ class SplitBackward:
         if not inputs:
             self._waiting.append(_Waiting(edges, gradients, None))
             if look:
-                its = enumerate(walked(edges, inputs).nodes)
-                self._kept += (found for number, node in its for _, found in slots(number, node))
+                numbered = enumerate(walked(edges, inputs).nodes)
+                self._saved += (saved for number, node in numbered for _, saved in slots(number, node))
             return
         plan, self._ahead = self._ahead, None
         if plan is None or plan.edges is not edges:
@@ -265,14 +264,14 @@ class SplitBackward:
         if look or self._replays:
             self._keep(list(saved_in(nodes, division.kept)), look=look)
         reached = [inputs[number] for number in division.inputs]
-        made = iter(_captured(edges, gradients, [*reached, *weights, *places], direct=direct))
+        gradients_made = iter(_captured(edges, gradients, [*reached, *weights, *places], direct=direct))
         for tensor in reached:
-            gradient = next(made)
+            gradient = next(gradients_made)
             if gradient is not None:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
-            _add(weight, next(made))
-        self._wait(division, nodes, list(zip(places, made, strict=True)))
+            _add(weight, next(gradients_made))
+        self._wait(division, nodes, list(zip(places, gradients_made, strict=True)))
         for slot in division.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
@@ -280,7 +279,6 @@ class SplitBackward:
     def _plan(
         self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], joints: Sequence[Joint]
     ) -> _Plan:
-        """How the piece that begins at some edges is done."""
         graph = walked(edges, inputs)
         nodes, division = graph.nodes, self.splitting.division(graph, inputs, joints)
         weights = [variable(nodes[n]) for n in division.early] if division.boundaries else ()
@@ -292,25 +290,24 @@ class SplitBackward:
         return _Plan(edges, nodes, division, weights, places)
 
     def _keep(self, saved: list[Any], *, look: bool) -> None:
-        """Let what was saved be there for the weights' gradients."""
         for packed in saved:
             if isinstance(packed, Packed):
                 packed.keep()
         if look:
-            self._kept += saved
+            self._saved += saved
 
     def _wait(
         self, division: Division, nodes: Sequence[Node], reached: Sequence[tuple[GradientEdge, Tensor | None]]
     ) -> None:
-        """Note what the weights' gradients begin with: what reached their boundaries."""
+        """Save the gradients at the detach points; weight gradients start from them."""
         at = 0
         for boundary in division.boundaries:
-            each = reached[at : at + len(boundary.outputs)]
-            at += len(each)
-            there = [(place, gradient) for place, gradient in each if gradient is not None]
-            if there:
+            of_boundary = reached[at : at + len(boundary.outputs)]
+            at += len(of_boundary)
+            known = [(place, gradient) for place, gradient in of_boundary if gradient is not None]
+            if known:
                 leaves = [variable(nodes[n]) for n in boundary.weights]
-                self._waiting.append(_Waiting([p for p, _ in there], [g for _, g in there], leaves))
+                self._waiting.append(_Waiting([p for p, _ in known], [g for _, g in known], leaves))
 
 
 def accumulate(
@@ -342,14 +339,13 @@ def accumulate(
 def _captured(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], wanted: Sequence[Any], *, direct: bool
 ) -> Gradients:
-    """The gradients that reach some leaves and places of a graph, which stays."""
     if not direct or not gradients:
         return torch.autograd.grad(edges, wanted, gradients or None, retain_graph=True, allow_unused=True)
-    found: Gradients = run_backward(
+    captured: Gradients = run_backward(
         tuple(edges), tuple(gradients), True, False, tuple(wanted), allow_unreachable=True,
         accumulate_grad=False,
     )  # fmt: skip
-    return found
+    return captured
 
 
 def _add(weight: Tensor, gradient: Tensor | None) -> None:

@@ -116,7 +116,7 @@ class LocalStage:
         self._drawing = Drawing(streams, self._compose)
         self.adding = Adding()
         self.joins: bool | None = None if skips is None else False
-        """Whether samples give the same in one run with others; None: not tried."""
+        """True if outputs are row-independent (a joined run equals single runs); None: unknown."""
         self.first_runs = FirstRuns(streams.device)
         self.precision = precision(self)
         self.replays: LayerReplays | None = None
@@ -135,7 +135,7 @@ class LocalStage:
         """Its layers without a stage around them, and the numbers of their carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
-        features = _there(precision, self._pass_by, self._skip_runner)
+        features = _present(precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), features) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
 
@@ -148,7 +148,7 @@ class LocalStage:
                 check.add(self, self.precision.cast_input(value) if self.stage == 0 else value, step, rows)
 
     def carried(self, value: Value) -> Value:
-        """What the stage runs on without what was added to the loss, as its layers take it."""
+        """Return the layers' input: the stage's without auxiliary losses."""
         value, _ = apart(value)
         return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
@@ -161,25 +161,25 @@ class LocalStage:
         mappings = None if self.checked else _MAPPINGS
         inner = [self.module, precision, self.means]
         streams = self._drawing if compiles else self.streams
-        self.features = _there(mappings, *inner, streams, self._skip_runner)
+        self.features = _present(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plain = _there(self.adding, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plain = _present(self.adding, self._pass_by, *inner, self._skip_runner, self._remembers)
         self._plainly = composed(self.layers, self._plain, self._compiled)
         entry = None if self.entry.changes is False and self.checked else self.entry
-        self._around = self._within(_there(entry, hooks, splitting), _there(self.replays))
+        self._around = self._within(_present(entry, hooks, splitting), _present(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
-        self._loss_plainly = layer_run(_LOSS, _of_three, _there(self.means))
-        self.loss = layer_run(_LOSS, _of_three, _there(self.means, hooks, self.streams))
+        self._loss_plainly = layer_run(_LOSS, _of_three, _present(self.means))
+        self.loss = layer_run(_LOSS, _of_three, _present(self.means, hooks, self.streams))
 
     @contextmanager
     def alone(self, *, splits: bool = False, layer_wrappers: Sequence[Feature] = ()) -> Iterator[None]:
-        """Within this context passes run beside the steps: nothing is recomputed, buffers and draws stay.
+        """Context of passes beside the steps: nothing is recomputed, buffers and draws stay.
 
         Args:
             splits: True if graphs have the detach points of a split backward.
             layer_wrappers: wrappers of each layer, within all others.
         """
-        outer = [InputGuard(), *_there(self.splitting if splits else None)]
+        outer = [InputGuard(), *_present(self.splitting if splits else None)]
         run = composed(self.layers, self._within(outer, layer_wrappers), self._compiled)
 
         def forward(value: Value, step: int, rows: SampleRows) -> Value:
@@ -199,23 +199,23 @@ class LocalStage:
     def run_plainly(self, value: Value, step: int, rows: SampleRows, inner: Sequence[Feature] = ()) -> Value:
         """Run the layers with the draws of a step, without recomputation and without a compiler."""
         precision = None if self.precision.plain else self.precision
-        outer = _there(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
-        return composed(self.layers, [*outer, *_there(self._skip_runner), *inner])(value, step, rows)
+        outer = _present(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
+        return composed(self.layers, [*outer, *_present(self._skip_runner), *inner])(value, step, rows)
 
     def loss_plainly(
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows
     ) -> Any:
         """Return what a loss function makes of (itself, output, target), with the draws of a step."""
-        return layer_run(_LOSS, _of_three, _there(self.means, self.streams))(value, step, rows)
+        return layer_run(_LOSS, _of_three, _present(self.means, self.streams))(value, step, rows)
 
     def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
-        return [self.adding, *outer, *_there(self._pass_by), *inner, *self.features]
+        return [self.adding, *outer, *_present(self._pass_by), *inner, *self.features]
 
     @property
     def statistics(self) -> list[Tensor]:
         """Running statistics of batch norms."""
-        found = [buffers_of(module)[name] for module, name in self.buffers.norms if name != SUMS]
-        return [buffer for buffer in found if buffer is not None]
+        buffers = [buffers_of(module)[name] for module, name in self.buffers.norms if name != SUMS]
+        return [buffer for buffer in buffers if buffer is not None]
 
     @property
     def deferred(self) -> list[Deferred]:
@@ -226,17 +226,17 @@ class LocalStage:
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, each once."""
-        found = [p for layer in self.with_weights for p in layer.module.parameters()]
-        return list({id(parameter): parameter for parameter in found}.values())
+        parameters = [p for layer in self.with_weights for p in layer.module.parameters()]
+        return list({id(parameter): parameter for parameter in parameters}.values())
 
     def constant(self) -> list[Tensor]:
-        """What is there whether the stage runs or not."""
+        """Return the tensors that the stage occupies between steps."""
         buffers = [buffer for layer in self.with_weights for buffer in layer.module.buffers()]
         return [*self.parameters(), *buffers]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this context the modules are in evaluation mode and layers draw no keyed random numbers."""
+        """Context in which the modules are in evaluation mode and layers draw no keyed random numbers."""
         training, divides = (self.forward, self.loss), self.means.divides
         self.forward, self.loss = self._plainly, self._loss_plainly
         self.means.divides = True  # nothing is updated before all is known
@@ -250,7 +250,7 @@ class LocalStage:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Within this context the stage is in evaluation mode, without compiled code; buffers stay."""
+        """Context in which the stage is in evaluation mode, without compiled code; buffers stay."""
         contents, token = self.buffers.now(), PROBING.set(True)
         try:
             with self.evaluating():
@@ -263,7 +263,7 @@ class LocalStage:
 
     @contextmanager
     def remembering(self) -> Iterator[Remembering]:
-        """Within this context an evaluation goes on from the states that layers left in the one before."""
+        """Context in which an evaluation continues from the states that layers left in the one before."""
         self._remembers = Remembering(self.layers)
         self._compose()
         try:
@@ -284,7 +284,7 @@ class LocalStage:
         self._compose()
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:
-        """What is compiled as one function in training; nothing: the stage is not compiled."""
+        """Layers that are compiled as one function in training; empty: the stage is not compiled."""
         return () if self._compiled is None else self._compiled.told(blocks(self.layers, self._around))
 
     def hang_in(self, module: StageModule) -> None:
@@ -364,7 +364,7 @@ class LocalStage:
                 module.reshard()
 
     def joining(self) -> AbstractContextManager[Joints | None]:
-        """Around a forward whose backward is split: notes where its graph is joined, if it may be."""
+        """Context of a forward whose backward is split; it records detach points."""
         may_be = self.replays is not None or self.splitting.joined != _NOWHERE
         return self.splitting.joining() if may_be else _NOTHING
 
@@ -409,14 +409,14 @@ class LocalStage:
         """
         then = self.buffers.now()
         mode = torch.set_grad_enabled(graph)
-        kept = self.buffers.as_then(then)
-        with mode, added_losses() as terms, self.streams.kept(), kept, self.means.watching():
-            found = self.streams.unless_drawn(lambda: (function(output, target),))
+        unchanged = self.buffers.as_then(then)
+        with mode, added_losses() as terms, self.streams.kept(), unchanged, self.means.watching():
+            outcome = self.streams.unless_drawn(lambda: (function(output, target),))
         if self.buffers.now() is not then:
             self.buffers.restore(then)
-        if found is None:
+        if outcome is None:
             raise ConfigError("it draws random numbers")
-        read = self.means.read(found[0], samples)
+        read = self.means.read(outcome[0], samples)
         return read.with_added(terms) if terms else read
 
 
@@ -425,7 +425,7 @@ class _Mappings(Feature):
 
     @override
     def separates(self, _: NamedLayer) -> None:
-        """What is passed on within a block goes through no message."""
+        """Return None: values within a block go through no message."""
 
     @override
     def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -437,7 +437,7 @@ class _Mappings(Feature):
 _MAPPINGS = _Mappings()
 
 
-def _there(*features: Feature | None) -> list[Feature]:
+def _present(*features: Feature | None) -> list[Feature]:
     return [feature for feature in features if feature is not None]
 
 
@@ -449,15 +449,15 @@ def _of_three(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within this context modules are in evaluation mode; after it each is in the one it had before."""
-    given = [(module, module.training) for module in modules]
-    modes = [(child, child.training) for module, _ in given for child in module.modules()]
+    """Context in which modules are in evaluation mode; after it each is in the mode that it had."""
+    modes_before = [(module, module.training) for module in modules]
+    modes = [(child, child.training) for module, _ in modes_before for child in module.modules()]
     try:
-        for module, _ in given:
+        for module, _ in modes_before:
             module.eval()
         yield
     finally:
-        for module, mode in given:
+        for module, mode in modes_before:
             module.train(mode)  # some do more than to note it
         for child, mode in modes:
             child.training = mode

@@ -99,8 +99,8 @@ class Twin:
                 vars(self._twin).update(copy.deepcopy(values, known))
             except Exception as error:
                 raise ConfigError(
-                    f"{', '.join(map(repr, changed))} of a {type(self._module).__name__} changed and cannot "
-                    f"be copied ({error}), and threads that are given one model copy what several of them use; "
+                    f"{', '.join(map(repr, changed))} of a {type(self._module).__name__} changed and "
+                    f"cannot be copied ({error}), and threads that share one model copy what several use; "
                     "make the model in the function that launch() runs"
                 ) from error
         for name in before.keys() - now.keys():
