@@ -19,7 +19,6 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.features import Feature
 from counterflow.runtime.stages.passes import Output
 from counterflow.runtime.stages.sample_rows import SampleRows
-from counterflow.runtime.stages.saved_bytes import SavedBytes
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import LocalStage
 from counterflow.schedule.ir import SkipLink
@@ -173,15 +172,8 @@ def output_of(
         step: number of the step.
         layer_wrappers: wrappers of its layers, which need a graph; empty: no graph is made.
     """
-    outputs: list[Any] = []
-
-    def save(output: Any) -> list[Tensor]:
-        outputs.append(output)
-        return []
-
     with torch.set_grad_enabled(bool(layer_wrappers)), copy.alone(layer_wrappers=layer_wrappers):
-        copy.begin_evaluation(rows, step, OutputHead(save), NOT_COUNTED).forward([], value)
-    return outputs[0]
+        return copy.output(value, step, rows)
 
 
 class OutputHead:
@@ -208,8 +200,3 @@ class OutputHead:
     def targets() -> list[Tensor]:
         """Return no targets."""
         return []
-
-
-NOT_COUNTED: SavedBytes = SavedBytes([])
-"""Count of no bytes, for passes that are timed."""
-NOT_COUNTED.counting = False

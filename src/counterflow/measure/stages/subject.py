@@ -16,10 +16,10 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import PlainPass, SplitPass
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import SavedBytes
-from counterflow.runtime.stages.stage import LocalStage
+from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 
 from .allocations import allocated
-from .chain import NOT_COUNTED, Chain, OutputHead
+from .chain import Chain, OutputHead
 from .workspace import Workspace
 
 
@@ -88,8 +88,7 @@ class StageSubject:
         seconds: list[tuple[float, float]] = []
         deferred: list[Tensor] = []
         for turn in range(repeats + 2):  # the first graph shows the detach points of others
-            meter = SavedBytes([])
-            meter.counting = turn == 1
+            meter = SavedBytes([], counting=turn == 1)
             unit_pass = self.begin_split(meter)
             _, outputs = unit_pass.forward(self.inputs, self.value)
             if not outputs:

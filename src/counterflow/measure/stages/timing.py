@@ -28,10 +28,10 @@ from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import SavedBytes
-from counterflow.runtime.stages.stage import LocalStage
+from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 
 from ..sequences import Growth, at_lengths
-from .chain import NOT_COUNTED, Chain, output_of
+from .chain import Chain, output_of
 from .costs import StageCost, median_of
 from .subject import StageSubject, measure_workspace
 

@@ -65,6 +65,25 @@ class Head(Protocol):
         """Return tensors that the loss reads beside the output."""
 
 
+class RawHead:
+    """Head that returns a stage's output as it is, in the place of its structure."""
+
+    def __call__(self, output: Any, *, rerun: bool = False) -> Output:
+        """Return the output, without its tensors."""
+        del rerun
+        return output, []
+
+    @staticmethod
+    def empty() -> Output:
+        """Return None."""
+        return None, []
+
+    @staticmethod
+    def targets() -> list[Tensor]:
+        """Return no targets."""
+        return []
+
+
 class StagePass:
     """One unit in one stage without gradients: an evaluation, of which nothing is saved.
 

@@ -37,13 +37,14 @@ class SavedBytes:
 
     Args:
         constant: tensors that do not count: parameters and buffers.
+        counting: True if bytes are counted from the beginning.
     """
 
-    def __init__(self, constant: Iterable[Tensor]) -> None:
+    def __init__(self, constant: Iterable[Tensor], *, counting: bool = True) -> None:
         self._constant = pointers(constant)
         self._excluded: set[int] = set()
         self._storages: dict[int, SavedStorage] = {}
-        self.counting = True
+        self.counting = counting
         """True while bytes are counted."""
         self.current = 0
         self.peak = 0

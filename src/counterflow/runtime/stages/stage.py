@@ -28,7 +28,7 @@ from .deferred import SUMS, Deferred
 from .features import Feature, Run, blocks, called, composed, layer_run
 from .joints import Joints
 from .named_layer import LOSS, NamedLayer
-from .passes import EmptyPass, GuardedPass, Head, StagePass
+from .passes import EmptyPass, GuardedPass, Head, RawHead, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
 from .reading import Reads
@@ -48,6 +48,9 @@ from .versions import Versions
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
 PLAIN = PassKind()
+RAW = RawHead()
+NOT_COUNTED = SavedBytes([], counting=False)
+"""Count of no bytes, for passes beside the steps."""
 
 _LOSS = NamedLayer(LOSS, {}, nn.Identity())
 
@@ -196,11 +199,25 @@ class LocalStage:
         finally:
             self.forward, self.checked = before
 
-    def run_plainly(self, value: Value, step: int, rows: SampleRows, inner: Sequence[Feature] = ()) -> Value:
-        """Run the layers with the draws of a step, without recomputation and without a compiler."""
+    @contextmanager
+    def uncompiled(self, layer_wrappers: Sequence[Feature] = ()) -> Iterator[None]:
+        """Context of passes with the draws of a step, without recomputation and without compiled code.
+
+        Args:
+            layer_wrappers: wrappers of each layer, within all others.
+        """
         precision = None if self.precision.plain else self.precision
         outer = _present(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
-        return composed(self.layers, [*outer, *_present(self._skip_runner), *inner])(value, step, rows)
+        before = self.forward
+        self.forward = composed(self.layers, [*outer, *_present(self._skip_runner), *layer_wrappers])
+        try:
+            yield
+        finally:
+            self.forward = before
+
+    def output(self, value: Value, step: int, rows: SampleRows) -> Value:
+        """Return the output of some rows; nothing is saved for a backward."""
+        return StagePass(self, rows, step, RAW, NOT_COUNTED).forward([], value)[0]
 
     def loss_plainly(
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows

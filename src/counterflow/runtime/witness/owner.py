@@ -236,11 +236,12 @@ class Owner:
         copy, value = self._stages[request.stage], request.value
         if copy.skips is None and type(value) is Carried:
             value = value.value
-        with self._sketching(copy), copy.precision.computing():
+        with self._sketching(copy):
             if not self._training:
-                return StageResult(copy.forward(value, self.step, self.rows), draws=False)
+                return StageResult(copy.output(value, self.step, self.rows), draws=False)
             draws, repeats = _Draws(self._streams), Repeats(self._streams.device, self._least)
-            output = copy.run_plainly(value, self.step, self.rows, [draws, repeats][: 1 + request.repeats])
+            with copy.uncompiled([draws, repeats][: 1 + request.repeats]):
+                output = copy.output(value, self.step, self.rows)
             return StageResult(output, draws.any, repeats.layer)
 
     @contextmanager
