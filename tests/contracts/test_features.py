@@ -15,7 +15,7 @@ import counterflow as cf
 from counterflow.schedule import registry
 from counterflow.schedule.registry import schedule_of
 
-from ..tables import turns
+from ..tables import WHOLE, turns
 from .features import DECAY, FEATURES, SCHEMES, STEPS, Case, Feature
 from .one_process import OneProcess, Training
 
@@ -181,6 +181,13 @@ def test_a_feature(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", cases(list(combinations(FEATURES.values(), 2)), share=3), ids=str)
+PAIRS = [
+    pair
+    for pair in combinations(FEATURES.values(), 2)
+    if WHOLE or FEATURES["compiled"] not in pair  # takes seconds
+]
+
+
+@pytest.mark.parametrize("case", cases(PAIRS, share=8), ids=str)
 def test_a_pair(case: Case) -> None:
     check(case)

@@ -80,11 +80,8 @@ def _train(
 @pytest.mark.parametrize(
     "schedule",
     [
-        schemes.dapple(4, 4),
         schemes.interleaved(2, 4, chunks=2),
-        schemes.chimera(4, 4, concat="forward-doubling"),
         schemes.chimera(4, 4, concat="backward-halving"),
-        schemes.hanayo(2, 4, waves=1),
         schemes.wpipe(2, 4),
     ],
     ids=str,

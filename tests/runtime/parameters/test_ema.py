@@ -94,11 +94,7 @@ def trained(
 
 
 CASES: dict[str, tuple[Schedule, dict[str, Any]]] = {
-    "gpipe": (schemes.gpipe(4, 4), {}),
-    "chimera": (schemes.chimera(4, 4), {}),
-    "chimera, no barrier": (schemes.chimera(4, 4), {"barrier": False}),
     "chimera, sharded": (schemes.chimera(4, 4), {"zero_stage": 1}),
-    "zero bubble": (schemes.zb_h1(4, 4), {}),
     "zero bubble, clipped, no barrier": (schemes.zb_h1(4, 4), {"barrier": False, "clip_norm": 0.01}),
     "pipedream-2bw": (schemes.pipedream_2bw(4, 4), {}),
     "pipedream": (schemes.pipedream(4, 4), {}),

@@ -16,7 +16,6 @@ from counterflow.runtime.parameters.local_state import ParameterState
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
 
 from ...kit import adamw, linears, mean_square, run, sgd
 
@@ -159,14 +158,6 @@ def test_groups_by_name_rates_and_clipping_are_the_same(schedule: Schedule, repl
         assert same(plain[1]["optimizer"], sharded[1]["optimizer"])
         assert plain[2] == sharded[2]
         assert plain[2][0] > 0.1
-
-
-def test_it_agrees_with_one_process() -> None:
-    batches = [[numbers(8, step)] for step in range(3)]
-    found = verify(
-        schemes.chimera(4, 4), linears(4), mean_square, batches, optimizer=adamw, zero_stage=1, clip_norm=0.1
-    )
-    assert found.ok
 
 
 def test_each_worker_of_chimera_keeps_half_of_the_state() -> None:

@@ -67,8 +67,6 @@ def trained(schedule: Schedule, layers: list[nn.Module], options: dict[str, Any]
     ("schedule", "replicas", "options"),
     [
         (schemes.dapple(2, 4), 1, {}),
-        (schemes.dapple(2, 4), 1, {"recompute": "layer"}),
-        (schemes.chimera(2, 4), 1, {"recompute": "stage"}),
         (schemes.chimera(2, 4), 2, {"barrier": False}),
         (schemes.chimera(2, 4, concat="backward-halving", split=True), 1, {}),
         (schemes.zb_h1(2, 4), 2, {"recompute": "layer"}),
