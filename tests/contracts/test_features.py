@@ -132,6 +132,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "loss scale",
         "bfloat16",
     ): "compute_dtype replaces weights while layers run; autocast does not go with it",
+    ("bfloat16", "compiled"): "compute_dtype replaces weights while layers run; compile does not go with it",
     ("slices", "balance"): "has no loss of a whole micro-batch where it cuts them in slices",
     ("slices", "doubled"): "micro-batches that run together, or are halved, cannot be sliced",
     ("slices", "halved"): "micro-batches that run together, or are halved, cannot be sliced",
