@@ -25,7 +25,7 @@ from ..stages.recomputation import copied, mapped
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
 from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
-from ..stages.sliced_pass import PassKind
+from ..stages.sliced_pass import pass_maker
 from .outputs import UnitHead, part
 from .skips import Output, OutputLayout, SkipInputs
 from .tasks import RunOp, Tools
@@ -61,7 +61,7 @@ class RunForward(RunOp):
         self._messages = self._in_flight.messages
         self._sliced = self.op.parts > 1
         recomputed = self.copy.recompute is Recompute.STAGE
-        self._kind = PassKind(splits=self.splits, sliced=self._sliced, recomputed=recomputed)
+        self._make_pass = pass_maker(splits=self.splits, sliced=self._sliced, recomputed=recomputed)
         self._joins = recomputed and len(self.units) > 1
 
     @override
@@ -126,7 +126,7 @@ class RunForward(RunOp):
         head = UnitHead(self._outputs, copy, batch, inputs.unit, self.skips)
         if not batch.training:
             return copy.begin_evaluation(inputs.rows, batch.step, head, saved, guarded=batch.guarded)
-        unit_pass = copy.begin(inputs.rows, batch.step, head, saved, self._kind)
+        unit_pass = copy.begin(inputs.rows, batch.step, head, saved, self._make_pass)
         unit_pass.buffers, unit_pass.skip_gradients = inputs.buffers, inputs.skip_gradients
         return unit_pass
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +14,9 @@ from .passes import Head, Output, PlainPass, SplitPass, StagePass
 from .recomputed_pass import RecomputedPass
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
+
+PassMaker = Callable[[RunnableStage, SampleRows, int, Head, SavedBytes], StagePass]
+"""Function that makes the pass of a unit."""
 
 
 class SlicedPass(StagePass):
@@ -83,25 +85,24 @@ class SlicedPass(StagePass):
         self.meter.release(self.state)
 
 
-class PassKind(NamedTuple):
-    """The way in which an op's units run in training, chosen once.
+def pass_maker(*, splits: bool = False, sliced: bool = False, recomputed: bool = False) -> PassMaker:
+    """Choose the way in which an op's units run in training.
 
-    Attributes:
+    Args:
         splits: True if the backward of a unit may be two ops.
         sliced: True if a unit is a slice of a sequence.
         recomputed: True if the forward saves its input alone.
+
+    Returns:
+        A function that makes the pass of a unit, with the arguments of ``StagePass``.
     """
+    graph_pass = SplitPass if splits else PlainPass
+    if not (recomputed or sliced):
+        return graph_pass
 
-    splits: bool = False
-    sliced: bool = False
-    recomputed: bool = False
+    def make(stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes) -> StagePass:
+        graph = graph_pass(stage, rows, step, head, meter)
+        unit_pass = RecomputedPass(graph) if recomputed else graph
+        return SlicedPass(unit_pass) if sliced else unit_pass
 
-    def begin(
-        self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
-    ) -> StagePass:
-        """Make the pass of a unit; arguments as of ``StagePass``."""
-        graph = (SplitPass if self.splits else PlainPass)(stage, rows, step, head, meter)
-        if not (self.recomputed or self.sliced):
-            return graph
-        unit_pass = RecomputedPass(graph) if self.recomputed else graph
-        return SlicedPass(unit_pass) if self.sliced else unit_pass
+    return make

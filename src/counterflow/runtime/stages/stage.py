@@ -28,7 +28,7 @@ from .deferred import SUMS, Deferred
 from .features import Feature, Run, blocks, called, composed, layer_run
 from .joints import Joints
 from .named_layer import LOSS, NamedLayer
-from .passes import EmptyPass, GuardedPass, Head, RawHead, StagePass
+from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
 from .reading import Reads
@@ -41,13 +41,12 @@ from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
 from .slice_check import SliceCheck
-from .sliced_pass import PassKind
+from .sliced_pass import PassMaker
 from .split_backward import Splitting
 from .versions import Versions
 
 _NOTHING = nullcontext()
 _NOWHERE: frozenset[int] = frozenset()
-PLAIN = PassKind()
 RAW = RawHead()
 NOT_COUNTED = SavedBytes([], counting=False)
 """Count of no bytes, for passes beside the steps."""
@@ -313,7 +312,7 @@ class LocalStage:
         self._compose()
 
     def begin(
-        self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, kind: PassKind = PLAIN
+        self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, make: PassMaker = PlainPass
     ) -> StagePass:
         """Begin the pass of a unit in training.
 
@@ -322,11 +321,11 @@ class LocalStage:
             step: number of the step.
             head: function after the layers.
             meter: count of the bytes that are saved for backwards.
-            kind: the way in which the unit runs.
+            make: maker of the pass, by ``pass_maker``.
         """
         if rows.start == rows.stop:
             return EmptyPass(self, rows, step, head, meter)
-        return kind.begin(self, rows, step, head, meter)
+        return make(self, rows, step, head, meter)
 
     def begin_evaluation(
         self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, *, guarded: bool = False
