@@ -38,7 +38,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import Trial, small_trial
-from counterflow.verification.agreement import Trained
+from counterflow.verification.training_agreement import Trained
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from counterflow.program.check import inspect
+from counterflow.program.checker import inspect
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes.chimera import Concat

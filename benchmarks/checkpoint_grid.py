@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import parts_of
 from counterflow.verification.reference import Reference
+from counterflow.verification.training_agreement import parts_of
 
 SAMPLES, WIDTH, LAYERS = 16, 8, 18
 STEPS, NEXT = 4, 2

@@ -43,7 +43,7 @@ from namespaces import all_done, inside, nodes, probe, require_namespaces
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import measure_links
 from counterflow.measure.survey import _pairs
 from counterflow.planning import (

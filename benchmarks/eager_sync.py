@@ -37,7 +37,7 @@ from namespaces import all_done, nodes, one_a_node
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import measure_links
 from counterflow.planning import (
     AllReduce,

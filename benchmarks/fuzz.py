@@ -43,7 +43,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
 from counterflow.training import RunConfig
 from counterflow.training import run as training
-from counterflow.verification import agreement
+from counterflow.verification import training_agreement
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.txt"
 
@@ -457,7 +457,7 @@ _LAUNCHED = training._launched
 def _end_where_workers_start() -> None:
     training._launched = _end  # type: ignore[assignment]
     survey.launch = _end  # type: ignore[assignment]
-    agreement.launch = _end  # type: ignore[assignment]
+    training_agreement.launch = _end  # type: ignore[assignment]
 
 
 def _end(*_: object, **__: object) -> Any:

@@ -25,8 +25,8 @@ import torch
 from kit import RESULTS, arguments, machine_line
 from torch import nn
 
+from counterflow.measure.layer_costs import assembled, kinds_of
 from counterflow.measure.layer_times import bytes_of
-from counterflow.measure.profile import assembled, kinds_of
 from counterflow.measure.stages.allocations import allocated
 from counterflow.models.gpt import GPTConfig
 from counterflow.planning import Cluster, Configuration, Link, Model, Predictor, Profile

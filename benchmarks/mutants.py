@@ -31,7 +31,7 @@ EQUIVALENT = ROOT / "benchmarks" / "mutants.toml"
 RULES = "program/test_rules.py", "schedule/test_skips.py", "program/test_posting.py"
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "program/rules/orders.py": RULES,
+    "program/rules/order_rules.py": RULES,
     "program/rules/traffic.py": RULES,
     "program/rules/updates.py": RULES,
     "program/sync.py": ("program/test_sync.py",),

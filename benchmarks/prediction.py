@@ -51,11 +51,11 @@ from kit import RESULTS, arguments, keep, machine_line
 from torch import Tensor
 
 import counterflow as cf
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
+from counterflow.measure.layer_costs import kinds_of
 from counterflow.measure.layer_times import AtSize, LayerTimer, StepTimer
 from counterflow.measure.links import MESSAGES, measure_allreduces, measure_messages
 from counterflow.measure.op_times import WARM_UP_STEPS, OpTimer, OpTimes, least
-from counterflow.measure.profile import kinds_of
 from counterflow.papers.step_times import planned_closed_form
 from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.planning.play import Play

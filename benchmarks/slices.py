@@ -25,7 +25,7 @@ import torch
 from kit import arguments, keep, machine_line
 
 import counterflow as cf
-from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.stage_record import StageCost
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss

@@ -27,7 +27,7 @@ from emulated_device import note, precise_sleep, undisturbed
 from kit import arguments, keep, machine_line
 
 import counterflow as cf
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import measure_links
 from counterflow.planning import (
     Cluster,

@@ -19,7 +19,7 @@ from kit import arguments, machine_line
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import MESSAGES, Travel, measure_messages
 from counterflow.planning import AllReduce, Cluster, Configuration, LayerProfile, Model, Predictor, Profile
 from counterflow.runtime.workers.world import current_transport

@@ -31,8 +31,8 @@ from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import CLIP_NORM, small_trial
-from counterflow.verification.agreement import Trained, _train, compare
 from counterflow.verification.reference import Staleness
+from counterflow.verification.training_agreement import Trained, _train, compare
 from one_gpu import Report, case_name
 
 s = cf.schemes

@@ -16,7 +16,7 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
-from counterflow.verification.agreement import Agreement
+from counterflow.verification.training_agreement import Agreement
 from one_gpu import Report, case_name
 
 s = cf.schemes

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.execution import Execution
+from counterflow.measure.layer_costs import assembled, kinds_of
 from counterflow.measure.layer_times import Subject
 from counterflow.measure.machine import device_name
-from counterflow.measure.profile import assembled, kinds_of
 from counterflow.measure.survey import survey
 from counterflow.models.loss import next_token_loss
 from counterflow.planning import Model

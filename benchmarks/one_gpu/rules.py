@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from counterflow.runtime.host_copy import HostCopy
 from counterflow.testing.strict_nccl.device import Device
-from counterflow.testing.strict_nccl.memory import CopyError
-from counterflow.testing.strict_nccl.modes import computing
+from counterflow.testing.strict_nccl.device_memory import CopyError
+from counterflow.testing.strict_nccl.operator_modes import computing
 from one_gpu import Report
 
 LONG = 50_000_000

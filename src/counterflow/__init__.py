@@ -10,7 +10,7 @@ from . import testing as _testing  # noqa: F401 - it registers its transports
 from .common.lazy import attributes
 from .drawing import draw
 from .errors import ConfigError, CounterflowError, DeadlockError, ScheduleError, WorkerError
-from .program.check import check
+from .program.checker import check
 from .schedule import schemes
 from .schedule.ir import Op, OpKind, Schedule
 from .simulation import ByteCosts, Costs, Simulation, balanced_slices, lower, simulate
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .capture import layers
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
     from .execution import Batching, Execution
-    from .planning.comparison import Comparison, compare
+    from .planning.scheme_comparison import Comparison, compare
     from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
     from .runtime.mini_batch.entries import ENTRIES
@@ -94,7 +94,7 @@ __all__ = [
 _LATE = {
     "Batching": "execution",
     "Carry": "api.carry",
-    "Comparison": "planning.comparison",
+    "Comparison": "planning.scheme_comparison",
     "ENTRIES": "runtime.mini_batch.entries",
     "Evaluation": "runtime.execution.step",
     "Execution": "execution",
@@ -107,7 +107,7 @@ _LATE = {
     "add_loss": "api.aux_loss",
     "added_losses": "api.aux_loss",
     "attend": "api.attention",
-    "compare": "planning.comparison",
+    "compare": "planning.scheme_comparison",
     "launch": "runtime.workers.launch",
     "layers": "capture",
     "load_checkpoint": "checkpoints",

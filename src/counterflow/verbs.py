@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
     from .training import Callback, RunConfig
     from .training.training_report import RunResult
-    from .verification.agreement import Agreement, MiniBatches
+    from .verification.training_agreement import Agreement, MiniBatches
 
 
 def plan(
@@ -179,7 +179,7 @@ def verify(
     """
     from .execution import Flat, records  # noqa: PLC0415
     from .training.trial import small_trial, updates_compared  # noqa: PLC0415 - torch takes seconds
-    from .verification.agreement import verify as compare  # noqa: PLC0415
+    from .verification.training_agreement import verify as compare  # noqa: PLC0415
 
     sizes = {name: options.pop(name) for name in [*options] if name in registry.options()}
     schedule = registry.schedule_of(schedule, sizes)

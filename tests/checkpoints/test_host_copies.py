@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.checkpoints.host_copies import _SLAB_BYTES, HostCopies, HostCopy, _targets
-from counterflow.checkpoints.memory import Memory
+from counterflow.checkpoints.memory_copies import Memory
 from counterflow.checkpoints.memory_file import opened
 from counterflow.checkpoints.saver import Saver
-from counterflow.checkpoints.state import at_hand
+from counterflow.checkpoints.state_tables import at_hand
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.testing.strict_nccl.device import Device
-from counterflow.testing.strict_nccl.memory import CopyError
-from counterflow.testing.strict_nccl.modes import computing
+from counterflow.testing.strict_nccl.device_memory import CopyError
+from counterflow.testing.strict_nccl.operator_modes import computing
 
 from .test_pipelines import adamw, loss
 

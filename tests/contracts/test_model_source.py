@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from counterflow.data.text_batches import NextByte
 from counterflow.errors import ConfigError
 from counterflow.models import next_token_loss
-from counterflow.training import RunConfig, load_config, registry
+from counterflow.training import RunConfig, load_config, source_registry
 from counterflow.training.job import operations, prepare
 from counterflow.training.load import SECTIONS
 from counterflow.training.run import run
@@ -52,7 +52,7 @@ class Bigrams(ModelSource):
 
 
 BIGRAMS = Bigrams()
-SOURCES = [*registry.sources(), BIGRAMS]
+SOURCES = [*source_registry.sources(), BIGRAMS]
 
 KEYS: dict[str, dict[str, Any]] = {
     "BuiltIn": {"model.kind": "bert", "model.hidden": 16, "model.heads": 2, "model.layers": 3},
@@ -64,9 +64,9 @@ KEYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    registry.register(BIGRAMS)
+    source_registry.register(BIGRAMS)
     yield
-    registry._SOURCES.remove(BIGRAMS)
+    source_registry._SOURCES.remove(BIGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def small(source: ModelSource, folder: Path, out: Path, **changes: Any) -> RunCo
 def test_it_is_found_by_its_kinds_which_no_other_has(source: ModelSource) -> None:
     assert source.kinds
     for kind in (*source.kinds, *source.named):
-        assert registry.source_of(kind) is source
-        assert [kind in (*other.kinds, *other.named) for other in registry.sources()].count(True) == 1
+        assert source_registry.source_of(kind) is source
+        assert [kind in (*other.kinds, *other.named) for other in source_registry.sources()].count(True) == 1
 
 
 LEGAL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from counterflow.planning import Configuration, predict
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
 from counterflow.planning.task import load_example
-from counterflow.program.check import inspect
+from counterflow.program.checker import inspect
 
 EVIL = "<script>alert(1)</script>--><img src=x onerror=y>\"'&$x^2$"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from counterflow.explore.app import HEADER, application
+from counterflow.explore.web_app import HEADER, application
 
 ASKS = {HEADER: "page"}
 

@@ -19,8 +19,8 @@ pytest.importorskip("uvicorn", reason="needs the extra counterflow[explore]")
 import uvicorn
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from counterflow.explore.app import application
 from counterflow.explore.serve import listening
+from counterflow.explore.web_app import application
 from counterflow.training import load_config
 
 from .test_runs import run_at, timeline

@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from counterflow.errors import ConfigError
+from counterflow.explore.best_orders import order, workload_of
 from counterflow.explore.jobs import Jobs
-from counterflow.explore.orders import order, workload_of
-from counterflow.explore.plans import changed, known, plan, task_of
+from counterflow.explore.plan_answers import changed, known, plan, task_of
 from counterflow.explore.requests import OrderRequest, PlanRequest, ScheduleReference, SearchInput
 from counterflow.planning.inputs import input_files
 from counterflow.planning.task import load_example

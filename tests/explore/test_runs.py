@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from counterflow.explore.app import application
 from counterflow.explore.follow import AT_ONCE, FollowedRuns, Pace
 from counterflow.explore.requests import RunsRequest
 from counterflow.explore.runs import RunState, difference, state_of
+from counterflow.explore.web_app import application
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps
 from counterflow.simulation import ByteCosts, Costs, Span, simulate

@@ -17,8 +17,8 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from counterflow.errors import ConfigError
-from counterflow.explore.app import HEADER, STATIC, application
 from counterflow.explore.serve import listening
+from counterflow.explore.web_app import HEADER, STATIC, application
 
 from .conftest import ASKS, refused
 

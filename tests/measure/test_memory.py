@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from counterflow.measure.layer_costs import assembled, kinds_of
 from counterflow.measure.layer_times import bytes_of
-from counterflow.measure.profile import assembled, kinds_of
 from counterflow.measure.stages.allocations import allocated
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow.measure.cluster import kinds_by_speed
+from counterflow.measure.cluster_costs import kinds_by_speed
 
 
 @pytest.mark.parametrize(

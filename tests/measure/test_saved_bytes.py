@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import counterflow as cf
-from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.stage_record import StageCost
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.graphs import graph_of

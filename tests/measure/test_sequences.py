@@ -14,7 +14,7 @@ import counterflow as cf
 from counterflow.execution import Batching
 from counterflow.measure.layer_times import AtLengths
 from counterflow.measure.sequences import LENGTHS, Growth, at_lengths, positions_of_batch
-from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.stage_record import StageCost
 from counterflow.measure.stages.subject import StageSubject
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.schedule import schemes

@@ -15,7 +15,7 @@ import pytest
 
 from counterflow import OpKind, Simulation
 from counterflow.program import player
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.schedule.orders import mixpipe_plan
 from counterflow.schedule.schemes import chimera, mixpipe
 from counterflow.simulation import simulate

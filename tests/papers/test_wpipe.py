@@ -13,7 +13,7 @@ import pytest
 
 from counterflow import ByteCosts, ConfigError, Costs, OpKind, Schedule
 from counterflow.papers import closed_forms
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.placement import looped
 from counterflow.schedule.residency import peak_activations

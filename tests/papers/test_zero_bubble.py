@@ -14,7 +14,7 @@ import pytest
 
 from counterflow import Costs, OpKind, Schedule
 from counterflow.errors import ConfigError
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.program.rules import RULES, Subject, details
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.schemes import (

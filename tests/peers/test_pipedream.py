@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow import schemes
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 from .alone import MODES, SCHEMES, STEPS, Case, Given, adamw, agrees, numbers, seeded
 from .models import WIDTH, First, Mlp, Recurrent

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from counterflow.program.actions import Program
-from counterflow.program.check import inspect
+from counterflow.program.checker import inspect
 from counterflow.program.lowering import Ends, lower, lower_evaluation
 from counterflow.program.posting import Posting, settle
 from counterflow.schedule import schemes

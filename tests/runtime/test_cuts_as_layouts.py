@@ -11,7 +11,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 from ..kit import mean_square, sgd
 

@@ -21,7 +21,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import one_process, verify
+from counterflow.verification.training_agreement import one_process, verify
 
 from ..kit import linears, mean_square, momentum, run
 

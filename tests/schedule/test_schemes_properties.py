@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.schedule.ir import Product
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.schedule.registry import SCHEMES, build
 from counterflow.schedule.schemes import chimera, dapple, mixpipe
 from counterflow.schedule.schemes.chimera import Concat

@@ -10,7 +10,7 @@ import pytest
 
 from counterflow.errors import ConfigError, ScheduleError
 from counterflow.program.actions import Action, Matching, Program, Receive, Send
-from counterflow.program.check import check, inspect
+from counterflow.program.checker import check, inspect
 from counterflow.program.lowering import lower, lower_evaluation
 from counterflow.program.segments import segments
 from counterflow.schedule import schemes

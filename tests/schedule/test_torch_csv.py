@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from counterflow.errors import ConfigError
-from counterflow.program.check import inspect
+from counterflow.program.checker import inspect
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import Schedule, SkipLink

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.program.check import check, inspect
+from counterflow.program.checker import check, inspect
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule import registry, schemes
 from counterflow.schedule.formats import dumps, loads

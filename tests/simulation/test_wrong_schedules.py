@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterflow.errors import CounterflowError, ScheduleError
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Op, OpKind, Schedule

@@ -17,13 +17,13 @@ import counterflow as cf
 from counterflow.runtime.host_copy import HostCopy
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.progress import Progress
-from counterflow.runtime.transport.watch import Watch
+from counterflow.runtime.transport.worker_watch import Watch
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.testing.strict_nccl.device import Device
-from counterflow.testing.strict_nccl.memory import CopyError
-from counterflow.testing.strict_nccl.modes import computing
+from counterflow.testing.strict_nccl.device_memory import CopyError
+from counterflow.testing.strict_nccl.operator_modes import computing
 
 from ..kit import sgd
 

@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.testing.strict_nccl.device import Device
-from counterflow.testing.strict_nccl.modes import computing
+from counterflow.testing.strict_nccl.operator_modes import computing
 from counterflow.training.trial import small_trial
 from counterflow.verification.reference import Staleness
 

@@ -21,8 +21,8 @@ from counterflow.schedule.formats import dumps
 from counterflow.schedule.registry import SCHEMES
 from counterflow.training import RunConfig, load_config
 from counterflow.training.load import SECTIONS
-from counterflow.training.sections.pipeline import PipelineSection
-from counterflow.training.sections.schedule import ScheduleSection
+from counterflow.training.sections.pipeline_section import PipelineSection
+from counterflow.training.sections.schedule_section import ScheduleSection
 from counterflow.training.sources.built_in import family_of
 
 

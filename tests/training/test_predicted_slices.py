@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.stage_record import StageCost
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.errors import ConfigError
-from counterflow.measure.cluster import fitted
+from counterflow.measure.cluster_costs import fitted
 from counterflow.measure.links import Travel, measure_allreduces, measure_messages
 from counterflow.measure.survey import _pairs, _workers_of_each_node
 from counterflow.planning import Configuration, predict

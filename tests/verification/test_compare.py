@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.execution.step import Step
-from counterflow.verification.agreement import TOLERANCES, Agreement, Trained, compare
+from counterflow.verification.training_agreement import TOLERANCES, Agreement, Trained, compare
 
 D = torch.float64
 

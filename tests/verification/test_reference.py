@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.schedule import schemes
-from counterflow.verification.agreement import one_process
 from counterflow.verification.reference import Reference, Staleness, parts_of
+from counterflow.verification.training_agreement import one_process
 
 D = torch.float64
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from counterflow.execution import Batching, Execution
 from counterflow.schedule import schemes
 from counterflow.schedule.modes import Recompute
-from counterflow.verification import agreement
-from counterflow.verification.agreement import Agreement, Trained, compare, verify
+from counterflow.verification import training_agreement
 from counterflow.verification.reference import Staleness
+from counterflow.verification.training_agreement import Agreement, Trained, compare, verify
 
 from ..kit import sgd
 
@@ -39,8 +39,8 @@ class Calls:
             self.pipeline = args, options
             return [found]
 
-        monkeypatch.setattr(agreement, "one_process", one_process)
-        monkeypatch.setattr(agreement, "launch", launch)
+        monkeypatch.setattr(training_agreement, "one_process", one_process)
+        monkeypatch.setattr(training_agreement, "launch", launch)
 
 
 def slower(optimizer: torch.optim.Optimizer) -> Any:
@@ -297,7 +297,7 @@ def test_the_gradients_of_every_weight_are_compared(monkeypatch: pytest.MonkeyPa
         seen.append((reference, found))
         return compare(reference, found)
 
-    monkeypatch.setattr(agreement, "compare", look)
+    monkeypatch.setattr(training_agreement, "compare", look)
     for schedule in (schemes.dapple(2, 2), schemes.pipedream(2)):
         assert verify(schedule, linears(), mean, BATCHES, optimizer=sgd, cuts=(1,)).ok
         reference, found = seen.pop()

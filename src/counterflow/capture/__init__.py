@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .layer import CapturedLayer
-    from .listing import layers
+    from .layer_listing import layers
 
 __all__ = ["CapturedLayer", "layers"]
 
-_HOMES = {"CapturedLayer": "layer", "layers": "listing"}
+_HOMES = {"CapturedLayer": "layer", "layers": "layer_listing"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .opening import Records
+from .placeholders import Ref
 from .record import Record
-from .values import Ref
 
 _SMALLEST = 1 / 96
 """Minimum share of a model's cost of a layer."""

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .instances import instances_of
-from .state import Entries, State, Watch
+from .python_state import Entries, State, Watch
 from .tracing_internals import OF_TORCH, FakeTensor
 from .walk import LRU_CACHE, Walk, is_library
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
+from .placeholders import Member
 from .record import main_dtype
 from .tracing_internals import NO_MEMORY, FakeTensorMode, drop_hooks, memory_of
-from .values import Member
 
 DEVICE = torch.device("cpu")
 """Device that fake tensors report."""

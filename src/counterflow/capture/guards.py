@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_torch
 
-from .comparison import Comparison
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
-from .state import ABSENT, Entries, Plain, Same, State, Trained, Unknown
+from .python_state import ABSENT, Entries, Plain, Same, State, Trained, Unknown
+from .record_comparison import Comparison
 from .tracing_internals import hook_tables, parameter_tables
 from .walk import Walk
 

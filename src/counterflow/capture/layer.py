@@ -18,8 +18,8 @@ from counterflow.common.probe_flag import PROBING
 from counterflow.errors import ConfigError
 
 from .example_call import Call, Example
+from .placeholders import Around, Member, OfDtype, Ref, Size, Template
 from .record import Step
-from .values import Around, Member, OfDtype, Ref, Size, Template
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from .placeholders import OfDtype, Span, Template
 from .record import Record, Step
 from .sizes import Varies
-from .values import OfDtype, Span, Template
 
 MARKS = (torch.float64, torch.bfloat16, None)
 """Dtypes of fake weights; everything of this dtype then depends on the weights' dtype.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .contexts import Change
-from .values import Ref, Template
+from .placeholders import Ref, Template
 
 
 @dataclass(frozen=True, slots=True)

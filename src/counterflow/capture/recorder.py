@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.trees import version_of
 
-from .arguments import (
+from .call_arguments import (
     ABSENT,
     DRAWING,
     UNSEEN,
@@ -38,8 +38,9 @@ from .effects import Effects, LruCache
 from .example_call import Example
 from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
+from .placeholders import Member, OfDevice, Ref, Span, Template
+from .python_state import State
 from .record import Record, Step
-from .state import State
 from .tracing_internals import (
     OF_TORCH,
     WEIGHT,
@@ -53,7 +54,6 @@ from .tracing_internals import (
     state_of,
 )
 from .untraceable import Unfollowed, called_by_torch, failed, line_of
-from .values import Member, OfDevice, Ref, Span, Template
 
 
 class Recorder(TorchFunctionMode):

@@ -22,13 +22,13 @@ from counterflow.errors import ConfigError
 
 from .guards import HOOK, Environment, Guards, Reads, guards_of
 from .layer import CapturedLayer, Part, held_names
+from .layer_steps import parts_of
 from .leaks import remove_leaks
 from .opening import Records, record_again
-from .parts import parts_of
+from .python_state import Plain, Unknown
 from .record import Record
 from .recutting import Uncut, crossings_of, places_of
 from .sizes import Varies
-from .state import Plain, Unknown
 from .tracing_internals import saved_without_hooks, silent_fake_tensors
 from .untraceable import Unfollowed, clear_frames
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from .example_call import Example
+from .placeholders import Size, Span, Template
 from .record import Record, Step
-from .values import Size, Span, Template
 
 
 class Varies(Exception):  # noqa: N818 - nothing is wrong with the model

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .state import (
+from .python_state import (
     ABSENT,
     Cell,
     Content,

@@ -33,7 +33,7 @@ from counterflow.runtime.transport.base import Transport
 
 from .files import dtype_name
 from .index import Chunk, Index, Stored
-from .state import dtype_of, file_of
+from .state_tables import dtype_of, file_of
 
 Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
 """Pieces of tensors by key, each with the place where it begins in the whole."""

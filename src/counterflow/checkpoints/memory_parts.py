@@ -12,7 +12,7 @@ from counterflow.runtime.parameters.local_state import LOSS_SCALE
 from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
 
-from .state import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, state_name
+from .state_tables import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, state_name
 
 Part = tuple[int, ...]
 """A part of a stage: (stage,) is the state that all its holders have, (stage, rank) the state that only this

@@ -21,7 +21,7 @@ from counterflow.runtime.transport.base import Transport
 
 from . import files
 from .index import CHECKPOINT, INDEX, METADATA, DamagedError, Index, complete
-from .state import AVERAGE, MODEL, OPTIMIZER, dtype_of, load, name_in_file, state_name, wanted
+from .state_tables import AVERAGE, MODEL, OPTIMIZER, dtype_of, load, name_in_file, state_name, wanted
 
 
 def load_weights(path: Path | str, *, ema: bool = False) -> dict[str, Tensor]:

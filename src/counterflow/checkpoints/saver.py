@@ -30,7 +30,7 @@ from .host_copies import HostCopies
 from .index import INDEX, Index, Written, complete, draft_of, name_of, put_aside, remove_drafts
 from .reader import damage
 from .renames import put
-from .state import at_hand, changing_in_forward, file_of, first_names, name_in_file
+from .state_tables import at_hand, changing_in_forward, file_of, first_names, name_in_file
 
 if TYPE_CHECKING:
     from .dcp import Pieces

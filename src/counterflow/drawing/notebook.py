@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from counterflow.common.html import preformatted, table, titled
 from counterflow.errors import ScheduleError
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation import Simulation, simulate
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from counterflow.drawing.chart import percent
 from counterflow.drawing.time_units import bytes_text, compact, time_unit
-from counterflow.planning.comparison import Compared, Comparison
-from counterflow.planning.comparison import compare as compared
+from counterflow.planning.scheme_comparison import Compared, Comparison
+from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.schedule.formats import dumps
 from counterflow.simulation.model_share import CostsOf
 

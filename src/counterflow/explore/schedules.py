@@ -22,7 +22,7 @@ from counterflow.drawing import Chart, chart_of, draw_charts, order_chart
 from counterflow.drawing.page import page_data
 from counterflow.drawing.time_units import AmountUnit, bytes_text, compact, time_unit
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.program.check import inspect
+from counterflow.program.checker import inspect
 from counterflow.program.lists import circle_of_ops
 from counterflow.program.player import accelerated, load_numba
 from counterflow.program.program_report import checked
@@ -31,7 +31,7 @@ from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.schedule.scheme import DEPTH
 from counterflow.simulation import Cause, Costs, Simulation, simulate
 from counterflow.simulation.model_share import CostsOf

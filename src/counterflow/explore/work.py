@@ -56,14 +56,14 @@ def _work(work: SearchInput, reports: TextIO) -> None:
             _write(reports, {"progress": progress})
 
     if work.order is not None:
-        from .orders import order  # noqa: PLC0415 - each needs other rooms
+        from .best_orders import order  # noqa: PLC0415 - each needs other rooms
         from .saved_plans import read  # noqa: PLC0415
 
         assert work.schedule is not None
         costs = None if work.planned is None else read(work.planned)
         _write(reports, {"result": order(work.order, work.schedule, report_progress, costs)})
     if work.plan is not None:
-        from .plans import plan  # noqa: PLC0415
+        from .plan_answers import plan  # noqa: PLC0415
         from .saved_plans import written  # noqa: PLC0415
 
         result, saved_plans = plan(work.plan, report_progress)

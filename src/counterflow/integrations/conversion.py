@@ -23,7 +23,7 @@ from torch import Tensor
 from counterflow.checkpoints import files
 from counterflow.checkpoints.index import INDEX, METADATA, Chunk, Index, Stored, Written, name_of
 from counterflow.checkpoints.reader import Checkpoint
-from counterflow.checkpoints.state import (
+from counterflow.checkpoints.state_tables import (
     MODEL,
     OPTIMIZER,
     OPTIONS,

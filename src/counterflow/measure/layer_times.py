@@ -27,7 +27,7 @@ from counterflow.schedule.schemes import dapple, gpipe, interleaved
 
 from .op_times import WARM_UP_STEPS, OpTimer, least
 from .sequences import Growth, at_lengths, positions_of_batch
-from .stages.costs import StageCost
+from .stages.stage_record import StageCost
 from .stages.timing import measure_stages
 from .stages.workspace import UpdateMemory, measure_update
 

@@ -24,7 +24,7 @@ from counterflow.runtime.workers.world import current_transport
 from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, timed
 from .links import Travel, measure_links
 from .machine import cores
-from .progress import Progress, reported
+from .measuring_progress import Progress, reported
 
 _Travels = tuple[tuple[Travel, ...], tuple[Travel, ...]]
 """Messages and all-reduces of two workers."""

@@ -23,7 +23,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.orders.split import split_backwards
-from counterflow.schedule.recomputation import with_recomputations, without_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations, without_recomputations
 from counterflow.schedule.scheme import SPLIT
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs

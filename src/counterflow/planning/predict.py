@@ -18,7 +18,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.simulation.periods import whole_periods
 
 from .cost.device_placement import Arrangement, Network, network

@@ -8,7 +8,7 @@ from counterflow.common.json_models import describe, reads
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schedule_report import Sized
 
-from .check import Report, RuleResult
+from .checker import Report, RuleResult
 
 
 class Checked(Sized):

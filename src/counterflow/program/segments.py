@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from counterflow.errors import ConfigError
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Op, Schedule
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 
 from .actions import (
     Action,
@@ -38,8 +38,8 @@ from .actions import (
     Update,
     WaitGather,
 )
-from .cutting import Cut
 from .lowering import NOTHING_SHARED, Ends, Shared
+from .mini_batch_cuts import Cut
 from .rules import (
     AGREED,
     COMPUTES,

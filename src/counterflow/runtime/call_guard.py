@@ -24,7 +24,7 @@ from .mini_batch.refusal import Refusal
 from .mini_batch.told import Call, Told
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
-from .transport.watch import worker_error
+from .transport.worker_watch import worker_error
 from .workers.lease import Lease
 
 

@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.recomputation import as_recomputed
+from counterflow.schedule.recompute_ops import as_recomputed
 from counterflow.schedule.registry import schedule_of
 
 from .assembly.defaults import captured_layers, transport_of
@@ -49,11 +49,11 @@ from .parameters.sharded_updates import refuse_unsharded
 from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .transport.base import Transport
-from .transport.watch import tells_who
+from .transport.worker_watch import tells_who
 from .witness.witness import Witness
 from .workers.arguments import refuse_others
 from .workers.lease import Lease, opened
-from .workers.sources import details_of_loss, details_of_model, versions
+from .workers.source_descriptions import details_of_loss, details_of_model, versions
 
 
 class Pipeline(Forwards):

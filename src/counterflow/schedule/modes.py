@@ -12,7 +12,7 @@ class Recompute(StrEnum):
     """Values that a forward saves for its backward: everything, the stage's input, or each layer's input.
 
     With ``stage`` an op of its own computes the whole stage again before each backward
-    (``recomputation.py``). With ``layer`` the backward computes one layer again after the other, so that only
+    (``recompute_ops.py``). With ``layer`` the backward computes one layer again after the other, so that only
     one of them is in memory.
     """
 

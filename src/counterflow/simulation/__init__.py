@@ -11,7 +11,7 @@ from counterflow.program.actions import Matching, Program
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.recomputation import as_recomputed, with_recomputations
+from counterflow.schedule.recompute_ops import as_recomputed, with_recomputations
 
 from .costs import Costs, Link
 from .memory import MemoryUse, peaks_of

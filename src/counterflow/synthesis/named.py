@@ -11,7 +11,7 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced_workload, slices_option
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.schedule.scheme import SLICES, SPLIT, Scheme
 from counterflow.schedule.workload import Workload
 

@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from counterflow.errors import ConfigError, DeadlockError
 from counterflow.schedule.ir import Op, OpKind, OptionValue, Schedule
-from counterflow.schedule.recomputation import with_recomputations
+from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.schedule.workload import Workload
 from counterflow.simulation import Costs, simulate
 

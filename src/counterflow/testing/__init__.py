@@ -21,7 +21,7 @@ STRICT_NCCL = register(
     TransportKind(
         "strict-nccl",
         "threads with pretended GPUs that keep NCCL's rules and report what would hang",
-        "counterflow.testing.strict_nccl.local:NcclHub",
+        "counterflow.testing.strict_nccl.thread_transport:NcclHub",
         threads=True,
         trains=False,
     )

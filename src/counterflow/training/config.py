@@ -19,15 +19,15 @@ from counterflow.errors import ConfigError
 from counterflow.execution import unskippable, why_in_full
 from counterflow.schedule.cuts import explicit
 from counterflow.schedule.ir import Schedule
-from counterflow.schedule.recomputation import as_recomputed
+from counterflow.schedule.recompute_ops import as_recomputed
 from counterflow.schedule.scheme import MICRO_BATCHES
 
-from . import registry
+from . import source_registry
 from .sections.keys import AUTO, Section
-from .sections.model import DataSection, LoraSection, ModelSection
-from .sections.pipeline import PipelineSection
-from .sections.schedule import ScheduleSection
-from .sections.training import MOST_TOKENS, OptimizerSection, PlanSection, TrainSection
+from .sections.model_section import DataSection, LoraSection, ModelSection
+from .sections.pipeline_section import PipelineSection
+from .sections.schedule_section import ScheduleSection
+from .sections.training_section import MOST_TOKENS, OptimizerSection, PlanSection, TrainSection
 
 _MOST_WARMUP = 2000
 
@@ -82,7 +82,7 @@ class RunConfig(Section):
                 "--out"
             )
         for name, table in (("data", self.data), ("lora", self.lora)):
-            registry.refuse_keys_of_others(self.model.kind, name, table.values())
+            source_registry.refuse_keys_of_others(self.model.kind, name, table.values())
         if problem := self.model.source.refusal(self, schedule):
             raise ConfigError(problem)
         self._refuse_fewer_layers_than_stages(schedule)

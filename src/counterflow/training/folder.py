@@ -22,7 +22,7 @@ from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 
-from . import registry
+from . import source_registry
 from .config import RunConfig
 from .metrics import Tail, last_step, lines_of
 from .sections.keys import AUTO
@@ -55,7 +55,7 @@ FILES = {
 
 TENSORBOARD = "tensorboard"
 
-_EXPORTS = {name: what for source in registry.sources() for name, what in source.exports.items()}
+_EXPORTS = {name: what for source in source_registry.sources() for name, what in source.exports.items()}
 
 _OF_SOME = {
     EVENTS: "failures and restarts",

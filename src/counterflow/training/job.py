@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from counterflow.checkpoints.memory import ResumePoint
+from counterflow.checkpoints.memory_copies import ResumePoint
 from counterflow.checkpoints.reader import Checkpoint
 from counterflow.errors import ConfigError
+from counterflow.measure.layer_costs import kinds_of
 from counterflow.measure.machine import cores
-from counterflow.measure.profile import kinds_of
 from counterflow.program.runnable import refuse_what_cannot_run
 from counterflow.program.segments import segments
 from counterflow.runtime.stages.estimates import estimated_costs
@@ -34,8 +34,8 @@ from counterflow.schedule.residency import weight_copies
 from .config import RunConfig
 from .resuming import changes, check, starting_checkpoint, verify_start
 from .sections.keys import AUTO
-from .sections.schedule import SCHEME
-from .sections.training import OptimizerSection
+from .sections.schedule_section import SCHEME
+from .sections.training_section import OptimizerSection
 from .source import ModelAndData
 from .supervision.exclusive import Fence
 from .training_report import About

@@ -27,7 +27,7 @@ from counterflow.schedule.scheme import DEPTH
 from .config import RunConfig
 from .folder import CONFIG, run_of
 from .sections.keys import AUTO, Section
-from .sections.schedule import SCHEME
+from .sections.schedule_section import SCHEME
 from .training_report import KeyShown
 
 SECTIONS: dict[str, type[Section]] = {

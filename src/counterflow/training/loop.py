@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from counterflow.checkpoints.index import CHECKPOINT, complete
-from counterflow.checkpoints.memory import Memory
+from counterflow.checkpoints.memory_copies import Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.measure.machine import forget_peak_bytes
@@ -31,8 +31,8 @@ from .config import RunConfig
 from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
-from .recorder import Recorder, Watch
 from .resuming import DATA, read, set_aside_after
+from .run_recorder import Recorder, Watch
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .supervision.events import run_of

@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 from counterflow.common.json_models import Result
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
-from counterflow.measure.cluster import cluster_of
+from counterflow.measure.cluster_costs import cluster_of
+from counterflow.measure.layer_costs import assembled, kinds_of, skips_of, ties_of
 from counterflow.measure.layer_times import AtLengths, AtSize, Subject
 from counterflow.measure.links import Travel
 from counterflow.measure.machine import device_name
-from counterflow.measure.profile import assembled, kinds_of, skips_of, ties_of
-from counterflow.measure.progress import Progress
+from counterflow.measure.measuring_progress import Progress
 from counterflow.measure.survey import survey
 from counterflow.planning import Cluster, Model, Profile
 from counterflow.planning.inputs import input_files

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from counterflow.checkpoints.index import CHECKPOINT, DamagedError, complete, put_aside
 from counterflow.checkpoints.reader import Checkpoint
-from counterflow.checkpoints.state import MODEL
+from counterflow.checkpoints.state_tables import MODEL
 from counterflow.common import toml
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.extra_state import extra_state_names

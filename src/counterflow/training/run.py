@@ -16,7 +16,7 @@ from typing import Literal, cast
 import torch
 
 from counterflow.checkpoints.index import DamagedError
-from counterflow.checkpoints.memory import forget
+from counterflow.checkpoints.memory_copies import forget
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world

@@ -35,7 +35,7 @@ from counterflow.simulation.op_costs import MOST_COST
 from counterflow.simulation.timed_schedule import Played, timed
 
 if TYPE_CHECKING:
-    from counterflow.measure.stages.costs import StageCost
+    from counterflow.measure.stages.stage_record import StageCost
 
 WAITING = "dependency or message"  # the duration of messages was not measured
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.program.check import checked_program
+from counterflow.program.checker import checked_program
 from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
-from counterflow.verification.agreement import Agreement, Trained, one_process, verify
 from counterflow.verification.reference import parts_of
+from counterflow.verification.training_agreement import Agreement, Trained, one_process, verify
 
 CLIP_NORM = 0.5
 """Less than the norm of the first gradients, so they are clipped."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from counterflow.common.json_models import describe, result_of
 from counterflow.schedule.schedule_report import Scheduled
 
-from .agreement import Agreement
+from .training_agreement import Agreement
 
 Verified = result_of(
     "`counterflow verify`: largest relative errors. Its `workers` are those of all replicas.",

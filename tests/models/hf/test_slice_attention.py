@@ -16,7 +16,7 @@ import counterflow as cf
 from counterflow.models import hf
 from counterflow.schedule import schemes
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.agreement import Agreement, verify
+from counterflow.verification.training_agreement import Agreement, verify
 
 from . import tiny
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import counterflow as cf
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 WIDTH, CLASSES = 6, 4
 SGD = partial(torch.optim.SGD, lr=0.1)

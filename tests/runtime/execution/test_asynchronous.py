@@ -19,7 +19,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
-from counterflow.verification.agreement import Agreement, compare
+from counterflow.verification.training_agreement import Agreement, compare
 
 SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4)),

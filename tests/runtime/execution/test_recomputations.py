@@ -19,8 +19,8 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Schedule
-from counterflow.schedule.recomputation import with_recomputations
-from counterflow.verification.agreement import verify
+from counterflow.schedule.recompute_ops import with_recomputations
+from counterflow.verification.training_agreement import verify
 
 from ...kit import sgd
 

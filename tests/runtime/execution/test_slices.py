@@ -18,7 +18,7 @@ from counterflow.models.loss import next_token_loss
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.agreement import Agreement, verify
+from counterflow.verification.training_agreement import Agreement, verify
 
 from ...tables import table
 

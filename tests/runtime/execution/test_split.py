@@ -17,7 +17,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import Trained, one_process, verify
+from counterflow.verification.training_agreement import Trained, one_process, verify
 
 from ...kit import momentum
 

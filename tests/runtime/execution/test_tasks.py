@@ -14,7 +14,7 @@ from torch import nn
 
 import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Program, Receive
-from counterflow.program.check import checked_program
+from counterflow.program.checker import checked_program
 from counterflow.program.lowering import AHEAD, lower
 from counterflow.program.segments import segments
 from counterflow.runtime.execution.addresses import Addresses

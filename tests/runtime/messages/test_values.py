@@ -26,7 +26,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skips import Skip
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 from ...kit import run, sgd
 

@@ -17,7 +17,7 @@ from counterflow.runtime.mini_batch.counted import Means
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 from ...kit import run, sgd
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from counterflow.checkpoints import load_checkpoint, save_checkpoint
-from counterflow.checkpoints.memory import Memory
+from counterflow.checkpoints.memory_copies import Memory
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.ema import ExponentialAverage
 from counterflow.runtime.pipeline import Pipeline

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.checkpoints import load_checkpoint, load_weights, save_checkpoint
-from counterflow.checkpoints.memory import Memory
+from counterflow.checkpoints.memory_copies import Memory
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch

@@ -15,7 +15,7 @@ from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 from ...kit import run
 

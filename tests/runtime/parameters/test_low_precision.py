@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.measure.profile import ties_of
+from counterflow.measure.layer_costs import ties_of
 from counterflow.planning import LayerTie
 from counterflow.runtime.parameters import gradients
 from counterflow.runtime.parameters.gradients import GradientGroup

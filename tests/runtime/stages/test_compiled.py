@@ -17,7 +17,7 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 D = torch.float64
 

@@ -15,7 +15,7 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.stages.compiled import CompiledLayers
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.agreement import verify
+from counterflow.verification.training_agreement import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 

@@ -19,7 +19,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.verification.agreement import Agreement, verify
+from counterflow.verification.training_agreement import Agreement, verify
 
 from ...kit import run, sgd
 

@@ -14,13 +14,13 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from counterflow.runtime.transport import neighbour
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.neighbour import Neighbour
-from counterflow.runtime.transport.watch import Watch
+from counterflow.runtime.transport.worker_watch import Watch
 
 WORKER = """
 import sys, time
 from torch.distributed import TCPStore
 from counterflow.runtime.transport.base import Status
-from counterflow.runtime.transport.watch import Watch
+from counterflow.runtime.transport.worker_watch import Watch
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 watch = Watch(store, Status(1), 2, timeout_seconds=300.0, break_waits=lambda: None, end=lambda why: None)
 print("here", flush=True)

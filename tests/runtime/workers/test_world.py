@@ -18,10 +18,10 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.transport import watch
+from counterflow.runtime.transport import worker_watch
 from counterflow.runtime.transport.base import Status, Transport
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL, TransportKind
-from counterflow.runtime.transport.watch import Failure, Watch, blame, culprit
+from counterflow.runtime.transport.worker_watch import Failure, Watch, blame, culprit
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place, first_host, place
@@ -342,7 +342,7 @@ def test_a_silent_worker_is_stuck(pair: tuple[Watch, Watch, Ended], monkeypatch:
 def test_a_failure_ends_who_does_not_notice(
     pair: tuple[Watch, Watch, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_watch, "_GRACE_SECONDS", 0.2)
     first, second, fate = pair
     first.post_failure(ValueError("of worker 0"))
     second.post_failure(ValueError("later"))  # only the first counts
@@ -378,7 +378,7 @@ class Device:
 
 
 def test_a_device_error_is_told_as_one_and_the_watch_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_watch, "_GRACE_SECONDS", 0.2)
     store, device, fate, others = HashStore(), Device(), Ended(), Ended()
     first = Watch(
         store,
@@ -429,7 +429,7 @@ class CutOff:
 
 
 def test_a_worker_that_is_cut_off_from_the_store_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_watch, "_GRACE_SECONDS", 0.2)
     store, fate, status = CutOff(), Ended(), Status(1)
     mine = Watch(
         store,  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from counterflow import ConfigError
-from counterflow.checkpoints import memory
+from counterflow.checkpoints import memory_copies
 from counterflow.checkpoints.memory_parts import overlapping
 from counterflow.data.text_batches import NextByte
 from counterflow.runtime.workers import world
@@ -65,7 +65,7 @@ def test_three_of_four_go_on_with_the_same_curve(  # noqa: PLR0917
     every: int,
     source: str,
 ) -> None:
-    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    monkeypatch.setattr(memory_copies, "ROOT", tmp_path)
     more = FOUR | {"train__memory_every": every}
     train("whole", **more)
     dies(3)

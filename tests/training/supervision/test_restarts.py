@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from counterflow import ConfigError
-from counterflow.checkpoints import memory
+from counterflow.checkpoints import memory_copies
 from counterflow.checkpoints.index import CHECKPOINT, INDEX, complete
-from counterflow.checkpoints.memory import Memory, choose
+from counterflow.checkpoints.memory_copies import Memory, choose
 from counterflow.checkpoints.memory_parts import Part
 from counterflow.data.text_batches import NextByte
 from counterflow.errors import WorkerError
@@ -55,7 +55,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where copies are, in place of the machine's memory; at the end there are none."""
     root = tmp_path / "memory"
     root.mkdir()
-    monkeypatch.setattr(memory, "ROOT", root)
+    monkeypatch.setattr(memory_copies, "ROOT", root)
     yield root
     assert not list(root.glob("*/*"))
 
@@ -330,8 +330,8 @@ def holding(
     digests: dict[Part, str],
     needed: Iterable[Part] = (),
     layout: tuple[int, ...] = (1,),
-) -> memory.Holding:
-    return memory.Holding(layout, step, name, digests, [], frozenset(needed))
+) -> memory_copies.Holding:
+    return memory_copies.Holding(layout, step, name, digests, [], frozenset(needed))
 
 
 @pytest.mark.parametrize("layout", [(1, 2), (1, 2, 3)])
@@ -401,7 +401,7 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
         keep(self, pipeline, records)
         self.settle()
         for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
-            held = memory.holding_of(path)
+            held = memory_copies.holding_of(path)
             assert held is not None
             assert held.layout == self.layout
             for part, digest in held.digests.items():

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from counterflow.program.check import Report, inspect
+from counterflow.program.checker import Report, inspect
 
 from ..options.flags import JsonFlag, SchemeOptions, SubjectArgument
-from ..options.subject import schedule_of
+from ..options.subject_argument import schedule_of
 from ..output.console import WIDE, console, print_json
 
 

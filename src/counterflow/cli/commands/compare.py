@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import typer
 
 from counterflow.common.cli_fields import cli_field
-from counterflow.planning.comparison import STAGES_A_WORKER, Compared, Comparison
-from counterflow.planning.comparison import compare as compared
+from counterflow.planning.scheme_comparison import STAGES_A_WORKER, Compared, Comparison
+from counterflow.planning.scheme_comparison import compare as compared
 from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import JsonFlag, ModelCostOptions, OptionRecord, bytes_of

@@ -46,9 +46,9 @@ def explore(
             raise ConfigError(f"{path}: there is no such folder")
     for package in ("starlette", "uvicorn"):
         imported(package, "explore")
-    from counterflow.explore.app import application
     from counterflow.explore.schedules import warm
     from counterflow.explore.serve import serve, stand_back
+    from counterflow.explore.web_app import application
 
     stand_back()
     Thread(target=warm, daemon=True).start()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..options.flags import SchemeOptions, SubjectArgument
-from ..options.subject import FileFormat, as_text, schedule_of
+from ..options.subject_argument import FileFormat, as_text, schedule_of
 from ..output.console import note, writing
 
 

@@ -17,7 +17,7 @@ from counterflow.simulation import Simulation, simulate
 from counterflow.simulation.model_share import CostsOf
 
 from ..options.flags import CostOptions, OptionRecord, SchemeOptions, schemes_from
-from ..options.subject import (
+from ..options.subject_argument import (
     FileFormat,
     as_text,
     build_beside,

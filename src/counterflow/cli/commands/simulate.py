@@ -15,7 +15,7 @@ from counterflow.simulation.model_share import CostsOf
 from counterflow.simulation.order_options import shorter
 
 from ..options.flags import CostOptions, JsonFlag, SchemeOptions, SubjectArgument
-from ..options.subject import is_file, periods_for_steady, schedule_of, warn_if_wrong
+from ..options.subject_argument import is_file, periods_for_steady, schedule_of, warn_if_wrong
 from ..options.wording import flag_of
 from ..output.console import (
     WIDE,

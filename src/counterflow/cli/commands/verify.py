@@ -17,11 +17,11 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.testing import STRICT_LOCAL
 
 from ..options.flags import JsonFlag, OptionRecord, SchemeOptions, SubjectArgument
-from ..options.subject import schedule_of
+from ..options.subject_argument import schedule_of
 from ..output.console import WIDE, console, note, print_json, table_of
 
 if TYPE_CHECKING:
-    from counterflow.verification.agreement import Agreement
+    from counterflow.verification.training_agreement import Agreement
 
 
 class Dtype(Enum):

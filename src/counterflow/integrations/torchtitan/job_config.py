@@ -18,7 +18,7 @@ from counterflow.common import toml
 from counterflow.common.json_models import Result, describe
 from counterflow.errors import ConfigError, hint
 from counterflow.schedule.layouts import Kind, Layout
-from counterflow.schedule.layouts.layout import Stage
+from counterflow.schedule.layouts.megatron_layout import Stage
 
 _SCHEDULES: dict[str, tuple[str, int | None]] = {
     "1f1b": ("dapple", 1),

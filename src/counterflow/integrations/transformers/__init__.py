@@ -16,14 +16,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arguments import PipelineArguments, PipelineFields
     from .trainer import PipelineTrainer, PipelineTrainerMixin
+    from .trainer_arguments import PipelineArguments, PipelineFields
 
 __all__ = ["PipelineArguments", "PipelineFields", "PipelineTrainer", "PipelineTrainerMixin"]
 
 _HOMES = {
-    "PipelineArguments": "arguments",
-    "PipelineFields": "arguments",
+    "PipelineArguments": "trainer_arguments",
+    "PipelineFields": "trainer_arguments",
     "PipelineTrainer": "trainer",
     "PipelineTrainerMixin": "trainer",
 }

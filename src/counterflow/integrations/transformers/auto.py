@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any, cast
 
 from counterflow.measure.links import measure_messages
-from counterflow.measure.stages.costs import StageCost
+from counterflow.measure.stages.stage_record import StageCost
 from counterflow.measure.stages.timing import measure_stages
-from counterflow.planning.comparison import compare
+from counterflow.planning.scheme_comparison import compare
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
 from counterflow.simulation.costs import Costs

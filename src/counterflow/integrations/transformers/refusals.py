@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from counterflow.errors import ConfigError
 
-from .arguments import AUTO, PipelineFields
+from .trainer_arguments import AUTO, PipelineFields
 
 Rule = tuple[str, Callable[[Any], object], str]
 """Name of an argument, whether its value is refused, and the reason with the way out."""

@@ -31,12 +31,12 @@ from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule.ir import Schedule
 
-from .arguments import AUTO, single_process
 from .auto import chosen
 from .checkpoints import Checkpoints
-from .objective import PACKED, Objective, as_it_was, weighed, weights
 from .optimizer_view import OptimizerView
 from .refusals import refuse, refuse_made
+from .trainer_arguments import AUTO, single_process
+from .trainer_objective import PACKED, Objective, as_it_was, weighed, weights
 from .trl import add_metrics, plain_head
 
 

@@ -23,7 +23,7 @@ from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import LocalStage
 from counterflow.schedule.ir import SkipLink
 
-from .costs import SkipCost
+from .stage_record import SkipCost
 
 _Described = tuple[Structure | None, list[tuple[torch.Size, torch.dtype, bool]]]
 """Structure of a value, and shape, type and need of a gradient of each of its tensors."""

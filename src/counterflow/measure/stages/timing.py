@@ -32,7 +32,7 @@ from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
 
 from ..sequences import Growth, at_lengths
 from .chain import Chain, output_of
-from .costs import StageCost, median_of
+from .stage_record import StageCost, median_of
 from .subject import StageSubject, measure_workspace
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from counterflow.errors import DeadlockError
 from counterflow.schedule.ir import Product
 
-from .orders import (
+from .order_rules import (
     complete,
     own_first,
     peak,

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, unskippable
-from counterflow.program.check import checked_program
+from counterflow.program.checker import checked_program
 from counterflow.program.lowering import Ends, Shared, lower_evaluation
 from counterflow.program.segments import Segments, segments, steps
 from counterflow.schedule.modes import Sync

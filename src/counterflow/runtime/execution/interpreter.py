@@ -27,7 +27,7 @@ from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
 from ..torch_private import profiling
 from ..transport.base import Transport
-from ..transport.watch import worker_error
+from ..transport.worker_watch import worker_error
 from .addresses import Addresses
 from .backwards import GradientTask, RunBackward, RunRecomputation, RunWeightGradients
 from .forwards import RunForward

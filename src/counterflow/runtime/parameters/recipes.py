@@ -21,7 +21,7 @@ from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
-from ..workers.sources import described, source_of_name
+from ..workers.source_descriptions import described, source_of_name
 from .optimizers import MakeOptimizer, MakeScheduler, Parameters
 
 _FOR_SPEED: Final = {"fused", "foreach", "capturable", "differentiable"}

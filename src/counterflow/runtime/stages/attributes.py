@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.capture.state import Entries, Items
+from counterflow.capture.python_state import Entries, Items
 from counterflow.common.trees import version_of
 
 _TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}

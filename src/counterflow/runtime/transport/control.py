@@ -33,7 +33,7 @@ from .headers import HEADER_WORDS, announced, as_bytes, describe
 from .pending import Transfer, all_over
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
 from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
-from .watch import Watch
+from .worker_watch import Watch
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,7 @@ from .gpu_environment import before_nccl, launches_hold
 from .kinds import NCCL
 from .ordered import OrderedTransport
 from .progress import Event
-from .watch import worker_error
+from .worker_watch import worker_error
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from counterflow.errors import CounterflowError, WorkerError
 
 from ..transport.base import Lost, TimedOut, Transport
-from ..transport.watch import blame, culprit
+from ..transport.worker_watch import blame, culprit
 
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Signals that end a process from outside or by its own fault, never because another worker failed."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from counterflow.common.json_models import Part, Result, describe
 
-from .layout import Kind
+from .megatron_layout import Kind
 from .rederived import Rederived
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
 
-from .layout import Kind, Layout, Stage
+from .megatron_layout import Kind, Layout, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ clock.
 from .fabric import AbortedError, Fabric, NcclRuleError
 from .group import StrictGroup, StrictWork
 from .streams import Event, Stream, current_stream
-from .threads import ThreadEndpoint, run_ranks, thread_fabric
+from .thread_ranks import ThreadEndpoint, run_ranks, thread_fabric
 
 __all__ = [
     "AbortedError",

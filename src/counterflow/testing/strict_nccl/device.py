@@ -29,7 +29,7 @@ from torch import Tensor
 from counterflow.runtime.torch_private import register_device_module, rename_spare_backend
 
 from . import streams
-from .memory import place_of
+from .device_memory import place_of
 from .streams import Stream
 
 NAME = "pretended"

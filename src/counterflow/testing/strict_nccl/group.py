@@ -26,8 +26,8 @@ from counterflow.common.trees import version_of
 
 from . import streams
 from .device import current, refuse_elsewhere
+from .device_memory import spoil
 from .fabric import RECEIVE, SEND, AbortedError, Fabric, Launch, NcclRuleError, Part
-from .memory import spoil
 from .streams import Stream
 
 _COLLECTIVES = "collectives"

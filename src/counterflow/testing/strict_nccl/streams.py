@@ -19,8 +19,8 @@ from torch import Tensor
 
 from counterflow.runtime.torch_private import without_modes
 
+from .device_memory import Copy
 from .fabric import Launch
-from .memory import Copy
 
 Wait = Callable[[Sequence[Launch], str], None]
 """Blocks the host until launches have run."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from counterflow.models import BERTConfig, GPTConfig
 
     from ..config import RunConfig
-    from ..sections.model import ModelSection
+    from ..sections.model_section import ModelSection
 
 _RATE_TIMES_WIDTH = 0.64  # narrow and wide models both train well with it: 0.01 at 64, 0.0005 at 1280
 

@@ -108,7 +108,7 @@ class HuggingFace(ModelSource):
 
     def make(self, config: RunConfig) -> ModelAndData:
         """The model cut into layers, and samples of tokens."""
-        from ..hugging_face import from_transformers
+        from ..transformers_runs import from_transformers
 
         return from_transformers(config)
 

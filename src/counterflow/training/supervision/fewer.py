@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from counterflow.errors import ConfigError, PlanError
+from counterflow.measure.layer_costs import kinds_of
 from counterflow.measure.machine import cores, memory_bytes
-from counterflow.measure.profile import kinds_of
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.cost.device_placement import Arrangement
 from counterflow.planning.search.constraints import Constraints
@@ -27,7 +27,7 @@ from counterflow.schedule.modes import Recompute
 from ..config import RunConfig
 from ..job import Job, operations, prepare
 from ..planned import carried_tables, planned_config
-from ..sections.training import PlanSection
+from ..sections.training_section import PlanSection
 from .events import FAILED, RESTARTED, Event, of_this_start, read
 
 _TRIES = 4

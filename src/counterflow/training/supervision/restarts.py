@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from counterflow.checkpoints import memory
+from counterflow.checkpoints import memory_copies
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.failures import failed_by
@@ -130,10 +130,10 @@ def with_memory(config: RunConfig, max_restarts: int) -> RunConfig:
             "it "
             "out to restart from the last checkpoint"
         )
-    available = memory.ROOT.is_dir()
+    available = memory_copies.ROOT.is_dir()
     if interval and not available:
         raise ConfigError(
-            f"train.memory_every = {interval}: this system keeps no files in memory ({memory.ROOT}); "
+            f"train.memory_every = {interval}: this system keeps no files in memory ({memory_copies.ROOT}); "
             "leave it out to restart from the last checkpoint"
         )
     wanted = max_restarts and complete and available and config.pipeline.transport != "local"

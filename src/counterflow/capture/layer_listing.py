@@ -12,8 +12,8 @@ from counterflow.errors import ConfigError
 from .cutting import Cut, cuts_of
 from .guards import Environment
 from .layer import CapturedLayer, Part, held_names
+from .layer_steps import parts_of
 from .opening import records_of
-from .parts import parts_of
 from .recording import Recording, capturing
 
 

@@ -17,7 +17,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import Trial, small_trial
-from counterflow.verification.agreement import Agreement, Trained
+from counterflow.verification.training_agreement import Agreement, Trained
 
 SCHEDULES: list[Schedule] = [
     *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5))),

@@ -17,7 +17,7 @@ from counterflow.runtime.dtypes import sum_dtype
 
 from .layer_times import AtLengths, AtSize
 from .sequences import Growth
-from .stages.costs import StageCost
+from .stages.stage_record import StageCost
 
 
 def assembled(

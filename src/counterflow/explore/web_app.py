@@ -33,8 +33,8 @@ from . import form
 from .address import is_here
 from .follow import FollowedRuns, Pace
 from .jobs import Jobs
-from .plans import config_of, task_of
-from .plans import known as example_records
+from .plan_answers import config_of, task_of
+from .plan_answers import known as example_records
 from .requests import (
     Check,
     CompareRequest,

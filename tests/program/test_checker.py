@@ -25,7 +25,7 @@ from counterflow.program.actions import (
     WaitGather,
     WaitSync,
 )
-from counterflow.program.check import check, inspect
+from counterflow.program.checker import check, inspect
 from counterflow.program.lowering import Shared, lower
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule

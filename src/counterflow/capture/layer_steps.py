@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from .cutting import Living
 from .example_call import Example
 from .layer import Entry, Part, Sizes, groups_in, held_names, needs_dtype
+from .placeholders import Ref, Size
 from .record import Record, main_dtype
-from .values import Ref, Size
 
 
 def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.Module) -> list[Part]:

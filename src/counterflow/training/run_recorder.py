@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from counterflow.checkpoints.memory import ResumePoint
+from counterflow.checkpoints.memory_copies import ResumePoint
 from counterflow.errors import WorkerError
 from counterflow.measure.machine import beside_torch_bytes, peak_bytes
 from counterflow.runtime.execution.step import Step

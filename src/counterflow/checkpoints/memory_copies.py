@@ -40,7 +40,7 @@ from .files import packed, unpacked
 from .host_copies import HostCopies
 from .memory_file import Slot, opened
 from .memory_parts import Part, overlapping, owned_elsewhere, parts_of
-from .state import at_hand, changing_in_forward, load
+from .state_tables import at_hand, changing_in_forward, load
 
 _LOG = logging.getLogger(__name__)
 

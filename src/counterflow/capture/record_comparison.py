@@ -11,7 +11,7 @@ from operator import contains, is_
 from types import MappingProxyType
 from typing import Any
 
-from .state import ABSENT, Entries, Items, Names, Watch
+from .python_state import ABSENT, Entries, Items, Names, Watch
 
 
 class Comparison:

@@ -23,7 +23,7 @@ from counterflow.models import hf
 from counterflow.models.hf.weight_files import MAKING, local_folder, read_config
 
 from .config import RunConfig
-from .sections.model import LoraSection
+from .sections.model_section import LoraSection
 from .source import ModelAndData
 
 

@@ -11,7 +11,7 @@ from counterflow.common import toml
 from counterflow.common.options import option
 from counterflow.errors import ConfigError
 
-from .. import registry
+from .. import source_registry
 from .keys import AUTO, MANY, PATH, SHARE, PathKey, Section, WholeNumbers, as_path, count
 
 MOST_TOKENS = 2**27
@@ -39,7 +39,8 @@ class OptimizerSection(Section):
         None,
         "a finite number, more than 0",
         gt=0,
-        description=f"maximum learning rate; {', '.join(source.usual_rate for source in registry.sources())}",
+        description="maximum learning rate; "
+        + ", ".join(source.usual_rate for source in source_registry.sources()),
     )
 
     weight_decay: float = option(0.01, "a finite number, 0 or more", ge=0)

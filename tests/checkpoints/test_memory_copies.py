@@ -17,7 +17,7 @@ from torch import nn
 import counterflow as cf
 from counterflow.checkpoints import files
 from counterflow.checkpoints.files import packed, pieces_of
-from counterflow.checkpoints.memory import Memory, folder_of
+from counterflow.checkpoints.memory_copies import Memory, folder_of
 from counterflow.checkpoints.memory_file import Slot, opened
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers.world import current_transport

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from . import modes
+from . import operator_modes
 from .fabric import Blocked, Fabric, Launch, NcclRuleError
 from .group import StrictGroup, move
 from .streams import Stream
@@ -75,7 +75,7 @@ def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
     def work(rank: int) -> None:
         endpoint = ThreadEndpoint(fabric, rank)
         try:
-            with modes.computing(endpoint.stream):
+            with operator_modes.computing(endpoint.stream):
                 results[rank] = function(endpoint)
                 endpoint.stream.synchronize("is at its end")
         except BaseException as error:  # reported to the caller

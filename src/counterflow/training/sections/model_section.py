@@ -11,7 +11,7 @@ from counterflow.data.text import BYTE_VALUES
 from counterflow.errors import ConfigError
 from counterflow.models.shapes import EXAMPLE
 
-from .. import registry
+from .. import source_registry
 from ..source import ModelSource
 from .keys import PATH, SHARE, PathKey, Section, count
 
@@ -19,7 +19,9 @@ from .keys import PATH, SHARE, PathKey, Section, count
 class ModelSection(Section):
     """The model that is trained. The shape of a model with a name may be changed key by key."""
 
-    kind: str = option("gpt", f"{', '.join(registry.kinds())}, or one of {', '.join(registry.named())}")
+    kind: str = option(
+        "gpt", f"{', '.join(source_registry.kinds())}, or one of {', '.join(source_registry.named())}"
+    )
     """Architecture, or the name of a model."""
 
     path: str | None = option(None, "a text, in quotes")
@@ -59,8 +61,8 @@ class ModelSection(Section):
         if not isinstance(kind, str):
             return data
         present = (name for name, value in data.items() if value is not None)
-        registry.refuse_keys_of_others(kind, "model", present)
-        return registry.source_of(kind).filled(data)
+        source_registry.refuse_keys_of_others(kind, "model", present)
+        return source_registry.source_of(kind).filled(data)
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -74,7 +76,7 @@ class ModelSection(Section):
     @property
     def source(self) -> ModelSource:
         """The source of the model."""
-        return registry.source_of(self.kind)
+        return source_registry.source_of(self.kind)
 
     @property
     def all_layers(self) -> int:

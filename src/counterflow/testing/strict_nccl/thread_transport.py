@@ -29,8 +29,8 @@ from . import streams
 from .device import Device, refuse_on_device
 from .fabric import NcclRuleError
 from .group import StrictGroup
-from .modes import computing
-from .threads import ThreadEndpoint, thread_fabric
+from .operator_modes import computing
+from .thread_ranks import ThreadEndpoint, thread_fabric
 
 
 class NcclHub(Hub):

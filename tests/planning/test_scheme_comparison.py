@@ -7,7 +7,7 @@ import math
 import pytest
 
 import counterflow as cf
-from counterflow.planning.comparison import COMPUTED
+from counterflow.planning.scheme_comparison import COMPUTED
 from counterflow.schedule import registry
 from counterflow.simulation.model_share import CostsOf, of_stages
 

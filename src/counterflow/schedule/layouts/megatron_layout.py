@@ -13,7 +13,7 @@ from typing import Self
 
 from counterflow.errors import ConfigError
 
-from .text import signs, written
+from .layout_text import signs, written
 
 
 class Kind(StrEnum):

@@ -141,7 +141,7 @@ def warn_if_wrong(subject: str, schedule: Schedule) -> None:
     """Warn on stderr if a schedule file does not pass the checker; schedules of schemes always pass."""
     if not is_file(subject):
         return
-    from counterflow.program.check import inspect
+    from counterflow.program.checker import inspect
 
     broken = [result.rule for result in inspect(schedule).results if result.ok is False]
     if broken:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterflow.runtime.workers import sources
+from counterflow.runtime.workers import source_descriptions
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ def of(text: str, name: str = "forward") -> Any:
 def details(change: Callable[[Block], object]) -> dict[str, str]:
     block = Block()
     change(block)
-    return sources.details_of(block)
+    return source_descriptions.details_of(block)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,30 @@ def forward(x):
 
 
 def test_source_counts_by_what_it_does() -> None:
-    usual = sources.described(of(SOURCE))
-    assert usual == sources.described(of("\n\n# a comment" + SOURCE.replace("As it is", "Otherwise")))
-    assert usual != sources.described(of(SOURCE.replace("gelu", "relu")))
-    assert usual != sources.described(of(SOURCE.replace("* 2", "* 3")))
+    usual = source_descriptions.described(of(SOURCE))
+    assert usual == source_descriptions.described(
+        of("\n\n# a comment" + SOURCE.replace("As it is", "Otherwise"))
+    )
+    assert usual != source_descriptions.described(of(SOURCE.replace("gelu", "relu")))
+    assert usual != source_descriptions.described(of(SOURCE.replace("* 2", "* 3")))
 
 
 def test_functions_that_a_source_calls_count(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def helper(x): return x + {}\ndef forward(x): return helper(x)"
-    assert sources.described(of(text.format(1))) == sources.described(of(text.format(1)))
-    assert sources.described(of(text.format(1))) != sources.described(of(text.format(2)))
+    assert source_descriptions.described(of(text.format(1))) == source_descriptions.described(
+        of(text.format(1))
+    )
+    assert source_descriptions.described(of(text.format(1))) != source_descriptions.described(
+        of(text.format(2))
+    )
     constant = "SCALE = {}\ndef forward(x): return x * SCALE"
-    assert sources.described(of(constant.format(1.0))) != sources.described(of(constant.format(2.0)))
+    assert source_descriptions.described(of(constant.format(1.0))) != source_descriptions.described(
+        of(constant.format(2.0))
+    )
     ranked = "rank_scale = {}\ndef forward(x): return x * rank_scale"
-    assert sources.described(of(ranked.format(1.0))) == sources.described(of(ranked.format(2.0)))
+    assert source_descriptions.described(of(ranked.format(1.0))) == source_descriptions.described(
+        of(ranked.format(2.0))
+    )
 
 
 def test_losses_count_with_their_arguments() -> None:
@@ -100,7 +110,7 @@ def test_losses_count_with_their_arguments() -> None:
     def closed(weight: float) -> Any:
         return lambda output, target: functional.mse_loss(output, target) * weight
 
-    of_loss = sources.details_of_loss
+    of_loss = source_descriptions.details_of_loss
     assert of_loss(partial(loss, weight=1.0)) != of_loss(partial(loss, weight=2.0))
     assert of_loss(closed(1.0)) != of_loss(closed(2.0))
     assert of_loss(closed(1.0)) == of_loss(closed(1.0))
@@ -110,13 +120,15 @@ def test_losses_count_with_their_arguments() -> None:
 
 
 def test_versions_name_the_source() -> None:
-    found = sources.versions()
+    found = source_descriptions.versions()
     assert found["torch"] == torch.__version__.partition("+")[0]
-    assert str(found["counterflow"]).endswith(f"(source {sources.own_source()})")
-    assert len(sources.own_source()) == 8
+    assert str(found["counterflow"]).endswith(f"(source {source_descriptions.own_source()})")
+    assert len(source_descriptions.own_source()) == 8
 
 
 def test_installed_packages_count_by_their_versions() -> None:
-    assert sources.source_of_name(pytest.MonkeyPatch).startswith("_pytest.monkeypatch.MonkeyPatch (_pytest")
-    assert "(source" not in sources.source_of_name(pytest.MonkeyPatch)
-    assert sources.source_of_name(nn.Linear) == "torch.nn.modules.linear.Linear"
+    assert source_descriptions.source_of_name(pytest.MonkeyPatch).startswith(
+        "_pytest.monkeypatch.MonkeyPatch (_pytest"
+    )
+    assert "(source" not in source_descriptions.source_of_name(pytest.MonkeyPatch)
+    assert source_descriptions.source_of_name(nn.Linear) == "torch.nn.modules.linear.Linear"

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.program.check import check, inspect
+from counterflow.program.checker import check, inspect
 from counterflow.schedule import schemes, torch_csv
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.recomputation import (
+from counterflow.schedule.recompute_ops import (
     as_recomputed,
     with_recomputations,
     without_recomputations,

@@ -27,7 +27,7 @@ from counterflow.runtime.torch_private import (
 
 from . import streams
 from .device import NAME, Device, current, on
-from .memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in
+from .device_memory import HOST, PINNED, FromHost, Place, ToHost, mark, place_of, same_memory, tensors_in
 from .streams import Stream
 
 

@@ -13,7 +13,7 @@ from counterflow.common import toml
 from counterflow.common.options import option
 from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError, ScheduleError
-from counterflow.program.check import check
+from counterflow.program.checker import check
 from counterflow.schedule import registry
 from counterflow.schedule.formats import loads
 from counterflow.schedule.ir import OptionValue, Schedule
