@@ -32,7 +32,7 @@ from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
 from counterflow.schedule.placement import bidirectional, linear
 from counterflow.schedule.workload import Pass, Share, Workload, plain
 
-from .test_check import edited, rewritten
+from .test_checker import edited, rewritten
 
 
 def said(

@@ -18,7 +18,7 @@ from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule, SkipLink
 
-from ..program.test_check import every_scheme
+from ..program.test_checker import every_scheme
 
 NEXT = SkipLink(0, 1, once=True)
 LAST = SkipLink(0, 3, once=True)

@@ -20,7 +20,7 @@ from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.workload import Pass, Share, Workload, passes_of, plain
 from counterflow.simulation import ByteCosts, Costs, simulate
 
-from ..program.test_check import broken, every_scheme
+from ..program.test_checker import broken, every_scheme
 
 EVERY = Product.OUTPUT, Product.INPUT_GRADIENT, Product.WEIGHT_GRADIENTS
 

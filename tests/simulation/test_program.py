@@ -32,7 +32,7 @@ from counterflow.schedule.placement import Placement
 from counterflow.schedule.workload import plain
 from counterflow.simulation import Cause, Costs, Link, Piece, Simulation, lower, simulate
 
-from ..program.test_check import every_scheme
+from ..program.test_checker import every_scheme
 from ..tables import examples
 
 
