@@ -1,7 +1,7 @@
 """Losses that layers add to the one that is trained: a router's balance, a z-loss, a head in the middle.
 
 An added loss travels with its stage's output, from stage to stage, and joins the loss after the last one
-(``runtime/stages/added.py``); so its gradient is scaled correctly by any normaliser of the loss.
+(``runtime/stages/aux_loss.py``); so its gradient is scaled correctly by any normaliser of the loss.
 
 Invariant: no added loss is dropped in silence; it is refused if nobody collects it.
 """

@@ -16,11 +16,11 @@ from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.features import Feature
 from counterflow.runtime.stages.passes import Output
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import LocalStage
+from counterflow.runtime.stages.stage_wrappers import StageWrapper
 from counterflow.schedule.ir import SkipLink
 
 from .stage_record import SkipCost
@@ -161,7 +161,7 @@ def _tensors_like(described: _Described, device: torch.device) -> Any:
 
 
 def output_of(
-    copy: LocalStage, value: Any, rows: SampleRows, step: int, layer_wrappers: Sequence[Feature] = ()
+    copy: LocalStage, value: Any, rows: SampleRows, step: int, layer_wrappers: Sequence[StageWrapper] = ()
 ) -> Any:
     """Return a stage's output of some rows; random state and buffers are restored.
 

@@ -22,13 +22,13 @@ from counterflow.runtime.messages.values import Unit, take_apart
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.added import apart as without_added
-from counterflow.runtime.stages.features import Feature, Run
+from counterflow.runtime.stages.aux_loss import split_aux_losses
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import SavedBytes
 from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
+from counterflow.runtime.stages.stage_wrappers import Run, StageWrapper
 
 from ..sequences import Growth, at_lengths
 from .chain import Chain, output_of
@@ -97,7 +97,7 @@ def _measured(
     def loss(output: Any, target: Any = target) -> list[Tensor]:
         if target is not None:
             assert pipeline.loss_function is not None
-            output, added = without_added(output)
+            output, added = split_aux_losses(output)
             # autocast has its own precision for losses
             with copy.precision.computing(), added_losses() as terms:
                 found = read_loss(pipeline.loss_function(output, target))
@@ -193,7 +193,7 @@ def _state_bytes(
     return growing, found[0] - growing
 
 
-class _ByLayer(Feature):
+class _ByLayer(StageWrapper):
     """Bytes that each layer saves beyond its input, and the bytes of all layers' inputs; no graph leads on.
 
     Args:
@@ -205,7 +205,7 @@ class _ByLayer(Feature):
         self.beyond: list[int] = []
         self.inputs = SavedBytes(constant)
 
-    def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+    def wrap_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
         given = list(tensors_in(value))
         for tensor in given:
             self.inputs.count(tensor, [])

@@ -132,11 +132,16 @@ class RunForward(RunOp):
 
     def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
         check, rows = batch.added_check, inputs.rows
-        if check is None or self.copy.adding.adds is False or batch.guarded or rows.start == rows.stop:
+        if (
+            check is None
+            or self.copy.aux_losses.collects is False
+            or batch.guarded
+            or rows.start == rows.stop
+        ):
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)
-        if self.copy.adding.adds:
+        if self.copy.aux_losses.collects:
             check.look(self.copy, value, batch.step, rows)
         return output
 

@@ -20,8 +20,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
-from ..stages.added import apart as without_added
-from ..stages.added import taken
+from ..stages.aux_loss import pop_aux_losses, split_aux_losses
 from ..stages.recomputation import mapped
 from ..stages.sample_rows import SampleRows
 from ..stages.saved_bytes import SavedBytes
@@ -68,7 +67,7 @@ class Outputs:
         state: dict[int, Any] = {}
         if type(output) is Carried:
             output, state = output
-        output, added = without_added(output)
+        output, added = split_aux_losses(output)
         if batch.outputs is not None and not rerun:
             batch.outputs[unit] = mapped(_copy, output)
         if batch.watch is not None and not rerun and batch.watch.covers(unit):
@@ -121,7 +120,7 @@ class Outputs:
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for check in checks:
             check.end()
-        terms = taken()  # the loss function adds to itself as layers do
+        terms = pop_aux_losses()  # the loss function adds to itself as layers do
         if (added or terms) and copy.means.compares:
             loss = loss.with_shares(share, size)
         for shares in (terms, added):

@@ -20,9 +20,9 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
-from ..stages.features import Feature, Run
 from ..stages.recomputation import mapped
 from ..stages.sample_rows import SampleRows
+from ..stages.stage_wrappers import Run, StageWrapper
 from ..torch_private import children_of, fsdp_groups, whole_parameter
 from ..transport.base import Transport
 from .one_sum import OneSum
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..stages.named_layer import NamedLayer
 
 
-class StageModule(nn.Module, Feature):
+class StageModule(nn.Module, StageWrapper):
     """A stage's layers, for ``parallelize``: iterate over it for the layers in their order.
 
     Each layer is a submodule named by its number in the model.
@@ -64,7 +64,7 @@ class StageModule(nn.Module, Feature):
         return run(value)
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """Hooks of the stage are around the run, and what it gives is there, and whole.
 
         Raises:
@@ -83,7 +83,7 @@ class StageModule(nn.Module, Feature):
         return mapped(self._plain, output)
 
     @override
-    def separates(self, layer: NamedLayer) -> str:
+    def breaks_block(self, layer: NamedLayer) -> str:
         """Layers have hooks of their own that see to their weights."""
         del layer
         return "its weights are sharded"

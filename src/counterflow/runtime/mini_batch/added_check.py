@@ -28,10 +28,10 @@ from counterflow.errors import ConfigError
 
 from ..dtensors import is_dtensor
 from ..messages.values import Unit, Value
-from ..stages.features import Run
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.sample_rows import SampleRows
 from ..stages.slice_check import calm
+from ..stages.stage_wrappers import Run
 from .graded import FITS, UNDECIDED, Comparison, Graded, added, as_leaves, compare, leaves_of, rounding_of
 from .loss_check import FirstOfKind, points
 from .losses import Entry

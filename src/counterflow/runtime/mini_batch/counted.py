@@ -24,9 +24,9 @@ from counterflow.api.loss_sum import LossSum
 
 from ..dtensors import whole
 from ..messages.values import Value
-from ..stages.features import Feature, Run
 from ..stages.named_layer import LOSS, NamedLayer
 from ..stages.sample_rows import SampleRows
+from ..stages.stage_wrappers import Run, StageWrapper
 from ..torch_private import LINEAR_CROSS_ENTROPY, whole_call
 from .losses import Found, read_loss
 
@@ -48,7 +48,7 @@ class _Counted(NamedTuple):
     weight: Tensor | int
 
 
-class Means(Feature):
+class Means(StageWrapper):
     """Finds such means in what makes a unit's loss, and what they are divided by.
 
     Args:
@@ -59,7 +59,7 @@ class Means(Feature):
         compares: whether other losses are refused where more of a sample counts in some micro-batches.
     """
 
-    why_apart = "it gives the loss"
+    break_reason = "it gives the loss"
 
     def __init__(self, layer: int | None = LOSS, *, divides: bool = True, compares: bool = True) -> None:
         self._layer, self.divides, self.compares = layer, divides, compares
@@ -71,11 +71,11 @@ class Means(Feature):
         return _NOTHING if self._layer is None else self._watch
 
     @override
-    def surrounds(self, layer: NamedLayer) -> bool:
+    def applies_to(self, layer: NamedLayer) -> bool:
         return layer.index == self._layer
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         del layer
         with self.watching():
             return run(value, step, rows)

@@ -23,11 +23,11 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from ..torch_private import backend_of, buffers_of, call_of
-from .features import Block, Feature, Run, Runs, called
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
 from .recomputation import Buffers, copied, mapped
 from .sample_rows import SampleRows
+from .stage_wrappers import Block, BlockRuns, Run, StageWrapper, called
 
 _DROPOUTS = (
     nn.Dropout,
@@ -167,7 +167,7 @@ def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
     return block
 
 
-class Drawing(Feature):
+class Drawing(StageWrapper):
     """The random streams around a compiled stage's layers, and which of these draw nothing.
 
     Args:
@@ -181,16 +181,16 @@ class Drawing(Feature):
         """By the layer's number, once it is known."""
 
     @override
-    def separates(self, layer: NamedLayer) -> str | None:
+    def breaks_block(self, layer: NamedLayer) -> str | None:
         return "it draws random numbers" if self._draws.get(layer.index) else None
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        return self._streams.around_layer(layer, run, value, step, rows)
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+        return self._streams.wrap_layer(layer, run, value, step, rows)
 
     @override
-    def around_block(
-        self, layers: Sequence[NamedLayer], runs: Runs, value: Value, step: int, rows: SampleRows
+    def wrap_block(
+        self, layers: Sequence[NamedLayer], runs: BlockRuns, value: Value, step: int, rows: SampleRows
     ) -> Value:
         """Layers that draw nothing need no stream.
 
@@ -201,7 +201,7 @@ class Drawing(Feature):
             self._learn(layers, value, step, rows)
         if not any(self._draws[layer.index] for layer in layers):
             before, forget = (_state(layers), versions(value)), forgets_added()
-            found = self._streams.unless_drawn(lambda: (runs.whole(value, step, rows),))
+            found = self._streams.unless_drawn(lambda: (runs.fused(value, step, rows),))
             if found is not None:
                 return found[0]
             if (_state(layers), versions(value)) != before:
@@ -213,7 +213,7 @@ class Drawing(Feature):
             forget()
             self._draws |= dict.fromkeys((layer.index for layer in layers), True)
         self._changed()
-        return runs.anew(value, step, rows)
+        return runs.recompose(value, step, rows)
 
     def _learn(self, layers: Sequence[NamedLayer], value: Value, step: int, rows: SampleRows) -> None:
         """Find which layers draw, by a run of each that leaves buffers and random state as they were.

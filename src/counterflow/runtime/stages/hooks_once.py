@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from ..messages.values import Value
 from ..torch_private import whole_call
-from .features import Feature, Run
 from .named_layer import LOSS, NamedLayer
 from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 _NOTHING = nullcontext()
 
@@ -39,7 +39,7 @@ class Half(Enum):
     WEIGHT_GRADIENTS = auto()
 
 
-class HooksOnce(TorchFunctionMode, Feature):
+class HooksOnce(TorchFunctionMode, StageWrapper):
     """Around the forwards, and the loss, of a stage whose backwards are split."""
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class HooksOnce(TorchFunctionMode, Feature):
         """Around what makes the loss of the forward at hand."""
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         self._watching = self if torch.is_grad_enabled() and self.watches(step) else _NOTHING
         with self._watching:
             return run(value, step, rows)
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """It is around the stage's layers already."""
         with self._watching if layer.index == LOSS and torch.is_grad_enabled() else _NOTHING:
             return run(value, step, rows)

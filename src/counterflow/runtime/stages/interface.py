@@ -14,7 +14,6 @@ from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule
 from ..messages.values import Value
-from .features import Run
 from .joints import Joints
 from .named_layer import NamedLayer
 from .precision import Precision
@@ -24,6 +23,7 @@ from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
 from .split_backward import Splitting
+from .stage_wrappers import Run
 
 
 class RunnableStage(Protocol):
@@ -52,7 +52,7 @@ class RunnableStage(Protocol):
     def joining(self) -> AbstractContextManager[Joints | None]:
         """Return the context of a forward whose backward is split."""
 
-    def around_backward(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
+    def backward_context(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
         """Return the context of a backward; None: it needs none."""
 
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:

@@ -272,7 +272,7 @@ class PlainPass(StagePass):
         known = [gradient for gradient in gradients if gradient is not None]
         if len(known) < len(gradients):
             edges = [e for e, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-        if (around := self.stage.around_backward(self.meter)) is None:
+        if (around := self.stage.backward_context(self.meter)) is None:
             self._differentiate(edges, known)
         else:
             with around:
@@ -347,7 +347,7 @@ class SplitPass(PlainPass):
     @override
     def weight_gradients(self) -> None:
         assert self.split is not None
-        with self.stage.around_backward(self.meter) or _NOTHING:
+        with self.stage.backward_context(self.meter) or _NOTHING:
             self.split.weight_gradients()
         self.split = None
 

@@ -21,11 +21,11 @@ from counterflow.execution import Execution
 from ..devices import autocast_type
 from ..messages.values import Value
 from ..torch_private import parameters_of, set_version_counters
-from .features import Feature, Run
 from .named_layer import NamedLayer
 from .recomputation import mapped
 from .sample_rows import SampleRows
 from .skips import Carried
+from .stage_wrappers import Run, StageWrapper
 from .versions import Versions
 
 _NOTHING = nullcontext()
@@ -43,7 +43,7 @@ class CastStage(Protocol):
         """Return all parameters, each once."""
 
 
-class Precision(Feature):
+class Precision(StageWrapper):
     """Computation in the precision of the weights."""
 
     plain = True
@@ -145,11 +145,11 @@ class Autocast(Precision):
         torch.clear_autocast_cache()
 
     @override
-    def separates(self, _: NamedLayer) -> None:
+    def breaks_block(self, _: NamedLayer) -> None:
         """Within a block no leaf is passed on."""
 
     @override
-    def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         return run(mapped(_no_leaf, value) if torch.is_grad_enabled() else value, step, rows)
 
 
@@ -248,7 +248,7 @@ class Cast(Precision):
             self._casts.pop(gone, None)
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         output = run(self.cast_input(value) if self._copy.stage == 0 else value, step, rows)
         return self.cast_output(output) if self._copy.last else output
 

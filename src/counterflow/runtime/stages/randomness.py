@@ -22,9 +22,9 @@ from typing_extensions import override
 from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
 from ..transport.turns import has_turn, process_lock, settle
-from .features import Feature, Run
 from .named_layer import NamedLayer
 from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 _NOTHING = nullcontext()
 
@@ -37,7 +37,7 @@ _STEPS = 16
 """Steps of which the base of the seeds is remembered: asynchronous schemes use those of several."""
 
 
-class RandomStreams(Feature):
+class RandomStreams(StageWrapper):
     """The streams of one run.
 
     Args:
@@ -117,7 +117,7 @@ class RandomStreams(Feature):
         return self._key(step, rows.micro_batch, index, part)
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         around = self.layer(layer.index, step, rows)
         if around is _NOTHING:
             return run(value, step, rows)

@@ -24,8 +24,8 @@ from ..dtensors import is_dtensor
 from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .counters import summed
-from .features import Feature, Run
 from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 Contents = tuple[Tensor | None, ...]
 """Contents of buffers at one time."""
@@ -57,7 +57,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class InputGuard(Feature):
+class InputGuard(StageWrapper):
     """Guard of an input that a stage or layer may change in place.
 
     The first run is watched. For what changes nothing, nothing is done from then on.
@@ -67,7 +67,7 @@ class InputGuard(Feature):
     """Whether the input is changed in place; None: not known yet."""
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if self.changes is False:
             return run(value, step, rows)
         value_in = self.as_input(value)

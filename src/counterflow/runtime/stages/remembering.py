@@ -18,12 +18,12 @@ from counterflow.api.carry import NOTHING, Carry
 
 from ..messages.values import Value
 from .carrying import carries_in, carrying
-from .features import Feature, Run
 from .named_layer import NamedLayer
 from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 
-class Remembering(Feature):
+class Remembering(StageWrapper):
     """States of one stage's layers.
 
     Args:
@@ -51,7 +51,7 @@ class Remembering(Feature):
                 carry.expect_slices(expected=expected)
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """Raises:
         ConfigError: the layer leaves nothing in a ``Carry`` that it holds.
         """

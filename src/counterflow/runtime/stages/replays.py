@@ -18,14 +18,14 @@ from typing_extensions import override
 from counterflow.common.trees import tensors_in, versions
 
 from ..messages.values import Value
-from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
 from .recomputation import Buffers, FirstRuns, Hold, InputGuard, Replay, same_tensors
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
+from .stage_wrappers import Run, StageWrapper
 
 
-class LayerReplays(Feature):
+class LayerReplays(StageWrapper):
     """Replays of one stage's layers.
 
     Args:
@@ -35,7 +35,7 @@ class LayerReplays(Feature):
         note: callback for each replay when its layer runs for the first time.
     """
 
-    why_apart = "layers are computed again one by one"
+    break_reason = "layers are computed again one by one"
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LayerReplays(Feature):
             meter.release(collected)
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         self._watched.clear()
         value = run(value, step, rows)
         for guard, layer_input, before, replay in self._watched:
@@ -86,7 +86,7 @@ class LayerReplays(Feature):
         return value
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if not torch.is_grad_enabled():
             return run(value, step, rows)
         guard, buffers, first_runs = self._of[layer.index]

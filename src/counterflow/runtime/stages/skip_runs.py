@@ -20,14 +20,14 @@ from counterflow.errors import ConfigError
 
 from ..messages.values import Value
 from .carrying import carries_in, carrying
-from .features import Feature, Run
 from .named_layer import NamedLayer, place_of
 from .sample_rows import SampleRows
 from .skip_links import LayerSkips, StageSkips, skips_in
 from .skips import Carried, Skip
+from .stage_wrappers import Run, StageWrapper
 
 
-class PassBy(Feature):
+class PassBy(StageWrapper):
     """Takes past a stage's layers what they neither load nor carry; it is around their recomputation.
 
     So a layer that is computed again holds no state that an earlier one left to the next slice.
@@ -37,7 +37,7 @@ class PassBy(Feature):
         layers: its layers as they are on this worker.
     """
 
-    why_apart = "layers of its stage have skips, or states of slices"
+    break_reason = "layers of its stage have skips, or states of slices"
 
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer]) -> None:
         self._of_layer: dict[int, tuple[set[int], set[int], set[int]]] = {}
@@ -51,7 +51,7 @@ class PassBy(Feature):
             needed |= {*layer_skips.loads}
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """The output has all that later layers and stages, and the next slice need.
 
         Raises:
@@ -70,7 +70,7 @@ class PassBy(Feature):
         return Carried(output, past | {n: v for n, v in saved.items() if n in needed})
 
 
-class SkipRunner(Feature):
+class SkipRunner(StageWrapper):
     """Runs a stage's layers with what they save and load.
 
     Args:
@@ -79,7 +79,7 @@ class SkipRunner(Feature):
         by_layer: whether the layers are computed again one by one, so that graphs save nothing.
     """
 
-    why_apart = "layers of its stage have skips, or states of slices"
+    break_reason = "layers of its stage have skips, or states of slices"
 
     def __init__(self, plan: StageSkips, layers: Sequence[NamedLayer], *, by_layer: bool = False) -> None:
         self._gives, self._leaves = bool(plan.gives or plan.next), bool(plan.carries)
@@ -96,13 +96,13 @@ class SkipRunner(Feature):
             self._carries[layer.index] = list(zip(layer_skips.carries, its_carries, strict=True))
 
     @override
-    def around_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         output = run(value if type(value) is Carried else Carried(value, {}), step, rows)
         self._compact.clear()
         return output if self._gives or (self._leaves and rows.slices > 1) else output.value
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         """The layer is given what it loads, and its output has what it makes for others.
 
         Raises:

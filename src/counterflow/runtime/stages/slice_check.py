@@ -26,11 +26,11 @@ from counterflow.common.trees import dimensional, tensors_in
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value
-from .features import Run
 from .interface import RunnableStage
 from .named_layer import NamedLayer, place_of
 from .sample_rows import SampleRows
 from .skips import Carried
+from .stage_wrappers import Run
 
 _LOG = logging.getLogger(__name__)
 

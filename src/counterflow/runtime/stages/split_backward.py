@@ -30,13 +30,13 @@ from counterflow.errors import ConfigError
 from ..graphs import pointers
 from ..messages.values import Value
 from ..torch_private import run_backward
-from .features import Feature, Run
 from .graph_split import Division, Shape, Walked, divided, saved_in, slots, variable, walked
 from .hooks_once import Half, HooksOnce
 from .joints import Joint, Joints, enters
 from .named_layer import NamedLayer
 from .recomputation import Packed, Replay
 from .sample_rows import SampleRows
+from .stage_wrappers import Run, StageWrapper
 
 _MOST_SHAPES = 64
 """Maximum number of shapes of graphs that are known at once."""
@@ -44,7 +44,7 @@ _MOST_SHAPES = 64
 Gradients = Sequence[Tensor | None]
 
 
-class Splitting(Feature):
+class Splitting(StageWrapper):
     """Facts about the graphs of one stage, and their detach points as its layers run.
 
     Args:
@@ -55,7 +55,7 @@ class Splitting(Feature):
         first: number of its first layer, before which there is no detach point.
     """
 
-    why_apart = "the stage's backward is split"
+    break_reason = "the stage's backward is split"
 
     def __init__(
         self, stage: int, constant: Callable[[], Sequence[Tensor]], *, direct: bool, first: int = 0
@@ -93,7 +93,7 @@ class Splitting(Feature):
             self._at_hand = None
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if self._at_hand is not None and layer.index != self._first:
             value = self._at_hand.before(layer.index, value)
         return run(value, step, rows)

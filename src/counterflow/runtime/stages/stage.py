@@ -22,10 +22,9 @@ from ..messages.values import Value
 from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import Found as Loss
 from ..torch_private import buffers_of
-from .added import Adding, apart
+from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
-from .features import Feature, Run, blocks, called, composed, layer_run
 from .joints import Joints
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
@@ -43,6 +42,7 @@ from .skips import Carried
 from .slice_check import SliceCheck
 from .sliced_pass import PassMaker
 from .split_backward import Splitting
+from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
 from .versions import Versions
 
 _NOTHING = nullcontext()
@@ -57,7 +57,7 @@ _LOSS = NamedLayer(LOSS, {}, nn.Identity())
 class LocalStage:
     """The layers of one stage on one worker.
 
-    Its runs (``forward``, ``loss``) are composed of its features, anew whenever it gets or loses one.
+    Its runs (``forward``, ``loss``) are composed of its wrappers, anew whenever it gets or loses one.
 
     Args:
         stage: its number.
@@ -116,7 +116,7 @@ class LocalStage:
         self._splits = False
         self._compiled: Compiled | None = None
         self._drawing = Drawing(streams, self._compose)
-        self.adding = Adding()
+        self.aux_losses = AuxLossCollector()
         self.joins: bool | None = None if skips is None else False
         """True if outputs are row-independent (a joined run equals single runs); None: unknown."""
         self.first_runs = FirstRuns(streams.device)
@@ -137,8 +137,8 @@ class LocalStage:
         """Its layers without a stage around them, and the numbers of their carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
-        features = _present(precision, self._pass_by, self._skip_runner)
-        runs = [layer_run(layer, partial(called, layer.module), features) for layer in self.layers]
+        wrappers = _present(precision, self._pass_by, self._skip_runner)
+        runs = [layer_run(layer, partial(called, layer.module), wrappers) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
 
     def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
@@ -151,11 +151,11 @@ class LocalStage:
 
     def carried(self, value: Value) -> Value:
         """Return the layers' input: the stage's without auxiliary losses."""
-        value, _ = apart(value)
+        value, _ = split_aux_losses(value)
         return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
     def _compose(self) -> None:
-        """Make the stage's runs; of features the outermost comes first."""
+        """Make the stage's runs; of wrappers the outermost comes first."""
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
         hooks = self.splitting.hooks if self._splits and not compiles else None
@@ -163,9 +163,9 @@ class LocalStage:
         mappings = None if self.checked else _MAPPINGS
         inner = [self.module, precision, self.means]
         streams = self._drawing if compiles else self.streams
-        self.features = _present(mappings, *inner, streams, self._skip_runner)
+        self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plain = _present(self.adding, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plain = _present(self.aux_losses, self._pass_by, *inner, self._skip_runner, self._remembers)
         self._plainly = composed(self.layers, self._plain, self._compiled)
         entry = None if self.entry.changes is False and self.checked else self.entry
         self._around = self._within(_present(entry, hooks, splitting), _present(self.replays))
@@ -174,7 +174,7 @@ class LocalStage:
         self.loss = layer_run(_LOSS, _of_three, _present(self.means, hooks, self.streams))
 
     @contextmanager
-    def alone(self, *, splits: bool = False, layer_wrappers: Sequence[Feature] = ()) -> Iterator[None]:
+    def alone(self, *, splits: bool = False, layer_wrappers: Sequence[StageWrapper] = ()) -> Iterator[None]:
         """Context of passes beside the steps: nothing is recomputed, buffers and draws stay.
 
         Args:
@@ -199,14 +199,14 @@ class LocalStage:
             self.forward, self.checked = before
 
     @contextmanager
-    def uncompiled(self, layer_wrappers: Sequence[Feature] = ()) -> Iterator[None]:
+    def uncompiled(self, layer_wrappers: Sequence[StageWrapper] = ()) -> Iterator[None]:
         """Context of passes with the draws of a step, without recomputation and without compiled code.
 
         Args:
             layer_wrappers: wrappers of each layer, within all others.
         """
         precision = None if self.precision.plain else self.precision
-        outer = _present(Adding(), self._pass_by, self.module, precision, self.means, self.streams)
+        outer = _present(AuxLossCollector(), self._pass_by, self.module, precision, self.means, self.streams)
         before = self.forward
         self.forward = composed(self.layers, [*outer, *_present(self._skip_runner), *layer_wrappers])
         try:
@@ -224,8 +224,8 @@ class LocalStage:
         """Return what a loss function makes of (itself, output, target), with the draws of a step."""
         return layer_run(_LOSS, _of_three, _present(self.means, self.streams))(value, step, rows)
 
-    def _within(self, outer: Sequence[Feature], inner: Sequence[Feature]) -> list[Feature]:
-        return [self.adding, *outer, *_present(self._pass_by), *inner, *self.features]
+    def _within(self, outer: Sequence[StageWrapper], inner: Sequence[StageWrapper]) -> list[StageWrapper]:
+        return [self.aux_losses, *outer, *_present(self._pass_by), *inner, *self.wrappers]
 
     @property
     def statistics(self) -> list[Tensor]:
@@ -343,7 +343,7 @@ class LocalStage:
             return EmptyPass(self, rows, step, head, meter)
         return (GuardedPass if guarded else StagePass)(self, rows, step, head, meter)
 
-    def around_backward(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
+    def backward_context(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:
         """Return the context of a backward; None: it needs none.
 
         Args:
@@ -398,7 +398,7 @@ class LocalStage:
         if self.buffers.now() is not before:
             self.buffers.restore(before)
             return None
-        if apart(output)[1]:  # what layers add to the loss is of all samples together
+        if split_aux_losses(output)[1]:  # what layers add to the loss is of all samples together
             return None
         return None if reads is not None and reads.any else output
 
@@ -436,15 +436,15 @@ class LocalStage:
         return read.with_added(terms) if terms else read
 
 
-class _Mappings(Feature):
+class _Mappings(StageWrapper):
     """Registers the mappings that layers pass on as trees, until all their classes were seen."""
 
     @override
-    def separates(self, _: NamedLayer) -> None:
+    def breaks_block(self, _: NamedLayer) -> None:
         """Return None: values within a block go through no message."""
 
     @override
-    def around_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         output = run(value, step, rows)
         know(output)
         return output
@@ -453,8 +453,8 @@ class _Mappings(Feature):
 _MAPPINGS = _Mappings()
 
 
-def _present(*features: Feature | None) -> list[Feature]:
-    return [feature for feature in features if feature is not None]
+def _present(*wrappers: StageWrapper | None) -> list[StageWrapper]:
+    return [wrapper for wrapper in wrappers if wrapper is not None]
 
 
 def _of_three(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows) -> Any:

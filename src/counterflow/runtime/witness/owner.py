@@ -21,12 +21,12 @@ from counterflow.common.trees import version_of
 
 from ..messages.values import Value
 from ..stages.attributes import restored_attributes
-from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
 from ..stages.stage import LocalStage
+from ..stages.stage_wrappers import Run, StageWrapper
 from ..torch_private import buffers_of
 from .sketches import CallKey, CallSketch, Sketch, sketches_of
 from .state import Repeats
@@ -92,14 +92,14 @@ class StageResult(NamedTuple):
     stateful: str = ""
 
 
-class _Draws(Feature):
+class _Draws(StageWrapper):
     """Sees whether layers draw random numbers."""
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams, self.any = streams, False
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         del layer
         before = self._streams.states()
         output = run(value, step, rows)

@@ -19,9 +19,9 @@ from counterflow.schedule.ir import Schedule
 
 from ..messages.mappings import know
 from ..messages.values import Value
-from ..stages.features import Feature, Run
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.sample_rows import SampleRows
+from ..stages.stage_wrappers import Run, StageWrapper
 from ..torch_private import buffers_of
 from ..transport.turns import RandomStates
 from .rounds import packed, unpacked
@@ -60,7 +60,7 @@ def refusal_of_state(layer: str, why: str) -> str:
     )
 
 
-class Repeats(Feature):
+class Repeats(StageWrapper):
     """Runs each layer twice, and names the first one whose second output differs.
 
     Args:
@@ -74,7 +74,7 @@ class Repeats(Feature):
         """The layer, for messages; empty: there is none."""
 
     @override
-    def around_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if self.layer:
             return run(value, step, rows)
         again = unpacked(packed(value), self._device)

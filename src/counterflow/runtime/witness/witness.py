@@ -34,7 +34,7 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.graded import copied
 from ..mini_batch.losses import LossFunction, elements_in
 from ..mini_batch.unit_watch import UnitWatch, mean_loss
-from ..stages.added import apart
+from ..stages.aux_loss import split_aux_losses
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.remote import RemoteTensorError
@@ -314,7 +314,7 @@ class Witness:
             return None
         try:
             found = self._through_stages(unit, rounds, value, repeats=repeats)
-            output, terms = apart(found.value)
+            output, terms = split_aux_losses(found.value)
             loss = None if repeats else self._loss(comparison, output, terms)
             output = pytree.tree_map_only(Tensor, copied, output)
             return Result(output, loss, found.draws, stateful=found.stateful)

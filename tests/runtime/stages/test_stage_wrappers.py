@@ -1,4 +1,4 @@
-"""A stage's runs are composed of its features: in their order, and of none that it has not."""
+"""A stage's runs are composed of its wrappers, in order, and of no further ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from counterflow.runtime.messages.values import Keyworded
-from counterflow.runtime.stages.added import Adding
-from counterflow.runtime.stages.features import Feature, Run, composed
+from counterflow.runtime.stages.aux_loss import AuxLossCollector
 from counterflow.runtime.stages.named_layer import NamedLayer
 from counterflow.runtime.stages.precision import Autocast
 from counterflow.runtime.stages.randomness import RandomStreams
@@ -19,21 +18,22 @@ from counterflow.runtime.stages.recomputation import InputGuard
 from counterflow.runtime.stages.replays import LayerReplays
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.stage import LocalStage
+from counterflow.runtime.stages.stage_wrappers import Run, StageWrapper, composed
 from counterflow.schedule.modes import Recompute
 
 ROWS = SampleRows(0, 2, 0, 2)
 
 
-class Both(Feature):
+class Both(StageWrapper):
     """Notes when it begins and ends."""
 
     def __init__(self, name: str, noted: list[str]) -> None:
         self.name, self.noted = name, noted
 
-    def around_stage(self, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+    def wrap_stage(self, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
         return self._around(f"{self.name} of the stage", run, value, step, rows)
 
-    def around_layer(self, layer: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+    def wrap_layer(self, layer: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
         return self._around(f"{self.name} of layer {layer.index}", run, value, step, rows)
 
     def _around(self, place: str, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
@@ -44,10 +44,10 @@ class Both(Feature):
         return found
 
 
-class OfLayers(Feature):
+class OfLayers(StageWrapper):
     """Is around layers alone."""
 
-    def around_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
+    def wrap_layer(self, _: NamedLayer, run: Run, value: Any, step: int, rows: SampleRows) -> Any:
         return run(value + 1, step, rows)
 
 
@@ -60,7 +60,7 @@ class Doubles(nn.Module):
         return 2 * x
 
 
-def test_the_first_feature_is_the_outermost() -> None:
+def test_the_first_wrapper_is_the_outermost() -> None:
     noted: list[str] = []
     run = composed(layers(Doubles()), [Both("a", noted), Both("b", noted)])
     assert run(1, 3, ROWS) == 2
@@ -68,12 +68,12 @@ def test_the_first_feature_is_the_outermost() -> None:
     assert noted == [*begins, *(f"end of {place}" for place in reversed(begins))]
 
 
-def test_layers_follow_each_other_and_a_feature_is_around_each() -> None:
+def test_layers_follow_each_other_and_a_wrapper_wraps_each() -> None:
     assert composed(layers(Doubles(), Doubles()), [OfLayers()])(1, 3, ROWS) == 10
     assert composed(layers(Doubles(), Doubles()), [])(1, 3, ROWS) == 4
 
 
-def test_a_feature_is_in_no_run_that_it_is_not_around() -> None:
+def test_a_wrapper_is_in_no_run_that_it_does_not_wrap() -> None:
     run = composed(layers(Doubles(), Doubles()), [OfLayers()])
     assert not isinstance(run, partial)  # nothing is around the stage
 
@@ -92,7 +92,7 @@ def stage(recompute: Recompute = Recompute.NONE, **options: Any) -> LocalStage:
     return LocalStage(1, layers(nn.Linear(2, 2), nn.Dropout(0.5)), streams, recompute, **options)
 
 
-def features_of(run: Any) -> list[type]:
+def wrappers_of(run: Any) -> list[type]:
     """Those around a stage, the outermost first."""
     found = []
     while isinstance(run, partial):
@@ -104,35 +104,39 @@ def features_of(run: Any) -> list[type]:
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
-        (Recompute.NONE, [Adding, InputGuard]),
-        (Recompute.LAYER, [Adding, InputGuard, LayerReplays]),
+        (Recompute.NONE, [AuxLossCollector, InputGuard]),
+        (Recompute.LAYER, [AuxLossCollector, InputGuard, LayerReplays]),
     ],
 )
 def test_a_stage_has_what_it_needs(recompute: Recompute, expected: list[type]) -> None:
     copy = stage(recompute)
-    assert features_of(copy.forward) == expected
+    assert wrappers_of(copy.forward) == expected
     with copy.evaluating():
-        assert features_of(copy.forward) == [Adding]
+        assert wrappers_of(copy.forward) == [AuxLossCollector]
         assert not copy.layers[1].module.training
-    assert features_of(copy.forward) == expected
+    assert wrappers_of(copy.forward) == expected
 
 
 def test_what_is_composed_is_there_once_and_goes_when_it_is_over() -> None:
     copy = stage()
-    before = len(copy.features)
+    before = len(copy.wrappers)
     copy.note_checked()
-    assert len(copy.features) == before - 1  # what layers hand on is known
+    assert len(copy.wrappers) == before - 1  # what layers hand on is known
     copy.split()
-    assert [kind.__name__ for kind in features_of(copy.forward)] == ["Adding", "InputGuard", "HooksOnce"]
-    assert len(copy.features) == before - 1
+    assert [kind.__name__ for kind in wrappers_of(copy.forward)] == [
+        "AuxLossCollector",
+        "InputGuard",
+        "HooksOnce",
+    ]
+    assert len(copy.wrappers) == before - 1
 
 
-def test_precision_is_a_feature_where_it_is_not_plain() -> None:
+def test_precision_is_a_wrapper_where_it_is_not_plain() -> None:
     def low(copy: LocalStage) -> Autocast:
         return Autocast(torch.device("cpu"), torch.bfloat16, copy.parameters(), keeps=True)
 
-    assert not any(isinstance(feature, Autocast) for feature in stage().features)
-    assert any(isinstance(feature, Autocast) for feature in stage(precision=low).features)
+    assert not any(isinstance(wrapper, Autocast) for wrapper in stage().wrappers)
+    assert any(isinstance(wrapper, Autocast) for wrapper in stage(precision=low).wrappers)
 
 
 def test_a_stage_draws_by_step_and_rows_and_not_when_it_evaluates() -> None:
