@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.stages.joints import Joints
+from counterflow.runtime.stages.detach_points import DetachPoints
 from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
 
 REPEATS = 15
@@ -33,14 +33,14 @@ def stage(blocks: int, hidden: int) -> list[nn.Module]:
     return list(config.build())[1 : 1 + blocks]
 
 
-def forward(layers: list[nn.Module], x: Tensor, joints: Joints | None = None) -> Tensor:
+def forward(layers: list[nn.Module], x: Tensor, detach_points: DetachPoints | None = None) -> Tensor:
     value = x
     for number, layer in enumerate(layers):
-        if number and joints is not None:
-            value = joints.before(number, value)
+        if number and detach_points is not None:
+            value = detach_points.before(number, value)
         value = layer(value)
-    if joints is not None:
-        joints.learn([value], [x])
+    if detach_points is not None:
+        detach_points.learn([value], [x])
     return value
 
 
@@ -54,9 +54,9 @@ def whole(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
 
 def ours(splitting: Splitting) -> Callable[[list[nn.Module], Tensor, Tensor], Halves]:
     def made(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
-        joints = Joints(splitting)
-        output = [forward(layers, x, joints)]
-        split = SplitBackward(splitting, [x], joints)
+        detach_points = DetachPoints(splitting)
+        output = [forward(layers, x, detach_points)]
+        split = SplitBackward(splitting, [x], detach_points)
 
         def first() -> None:
             split.input_gradient([output.pop()], [above])

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.stages.joints import Joints
+from counterflow.runtime.stages.detach_points import DetachPoints
 from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
 
 WIDTH = 6
@@ -191,22 +191,22 @@ def run(
     for number in range(3):
         torch.manual_seed(number)
         given = [leaf.detach().clone().requires_grad_(needs) for leaf in value]
-        joints = Joints(splitting) if splitting is not None else None
+        detach_points = DetachPoints(splitting) if splitting is not None else None
         x: Any = given[0] * 1 if len(given) == 1 else tuple(leaf * 1 for leaf in given)
         for index, layer in enumerate(layers):
-            if index and joints is not None:
-                x = joints.before(index, x)
+            if index and detach_points is not None:
+                x = detach_points.before(index, x)
             x = layer(x)
         outputs = [x] if isinstance(x, Tensor) else list(x)
         outputs = [output for output in outputs if output.requires_grad]
         above = [torch.randn_like(output) for output in outputs]
         if not outputs:
             continue
-        if joints is None or splitting is None:
+        if detach_points is None or splitting is None:
             torch.autograd.backward(outputs, above)
         else:
-            joints.learn(outputs, given)
-            split = SplitBackward(splitting, given, joints)
+            detach_points.learn(outputs, given)
+            split = SplitBackward(splitting, given, detach_points)
             split.input_gradient(outputs, above)
             split.weight_gradients()
         gradients += [leaf.grad for leaf in given]
@@ -338,13 +338,13 @@ def test_what_only_the_input_gradient_needed_is_freed_after_it() -> None:
 
 def test_large_graphs_are_joined_between_layers() -> None:
     _, splitting = both(lambda: [nn.Sequential(*mlp()) for _ in range(3)])
-    assert splitting.joined == frozenset((1, 2))
+    assert splitting.detached_layers == frozenset((1, 2))
     _, splitting = both(past_a_layer)
-    assert splitting.joined == frozenset()
+    assert splitting.detached_layers == frozenset()
     _, splitting = both(lambda: [linear(), nn.Tanh(), linear()], needs=False)
-    assert splitting.joined == frozenset((1,))  # what comes first needs no input gradient
+    assert splitting.detached_layers == frozenset((1,))  # what comes first needs no input gradient
     _, splitting = both(in_place, needs=False)
-    assert splitting.joined == frozenset((2,))  # the second changes what it takes
+    assert splitting.detached_layers == frozenset((2,))  # the second changes what it takes
 
 
 def test_a_later_forward_past_a_layer_is_told() -> None:
@@ -352,7 +352,7 @@ def test_a_later_forward_past_a_layer_is_told() -> None:
     splitting = Splitting(7, lambda: [p for layer in layers for p in layer.parameters()], direct=True)
     x = torch.randn(2, WIDTH)
     run(layers, (x,), splitting)
-    assert splitting.joined == frozenset((1, 2))
+    assert splitting.detached_layers == frozenset((1, 2))
     held: list[Tensor] = []
     layers[0].register_forward_hook(lambda _module, _given, output: held.append(output))
     layers[2].register_forward_hook(lambda _module, _given, output: output + held.pop())

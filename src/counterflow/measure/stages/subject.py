@@ -143,7 +143,7 @@ def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
     split_pass = subject.begin_split()
     _, outputs = split_pass.forward(subject.inputs, subject.value)
     gradients = [torch.ones_like(t) for t in outputs]
-    ends = () if split_pass.joints is None else split_pass.joints.ends
+    ends = () if split_pass.detach_points is None else split_pass.detach_points.ends
     saved = pointers(saved_by(graph_of(outputs, more=ends))) | pointers(subject.inputs)
     del outputs
     split_pass.settle()

@@ -1,4 +1,4 @@
-"""What is seen once in the graph of a stage's forward: that it trains its own weights, and they alone."""
+"""Check of a stage's first graph: it trains the stage's weights, and nothing more."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from counterflow.errors import ConfigError
 
 from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
+from .detach_points import DetachPoints
 from .graph_split import variable
 from .interface import RunnableStage
-from .joints import Joints
 
 
 def check_graph(
     copy: RunnableStage,
     outputs: Sequence[Tensor],
-    given: Sequence[Tensor],
-    joints: Joints | None = None,
+    inputs: Sequence[Tensor],
+    detach_points: DetachPoints | None = None,
     *,
-    again: Callable[[], Sequence[Tensor]],
+    rerun: Callable[[], Sequence[Tensor]],
 ) -> None:
     """Refuse a stage that computes with weights that are no module's parameters; called once.
 
@@ -36,38 +36,38 @@ def check_graph(
     Args:
         copy: the stage.
         outputs: outputs with their graph.
-        given: all inputs.
-        joints: detach points of the graph; None: there are none.
-        again: runs the stage once more, and returns the outputs of that run.
+        inputs: all inputs.
+        detach_points: detach points of the graph; None: there are none.
+        rerun: runs the stage once more, and returns the outputs of that run.
 
     Raises:
         ConfigError: the stage computes with such a weight.
     """
     copy.note_checked()
     gathered = gathered_parameters(copy.module) if copy.module is not None else ()
-    leaves, ends = (joints.leaves, joints.ends) if joints is not None else ([], [])
+    leaves, ends = (detach_points.leaves, detach_points.ends) if detach_points is not None else ([], [])
     masters = copy.precision.masters
-    known = {id(tensor) for tensor in (*copy.parameters(), *masters, *gathered, *given, *leaves)}
-    nodes = graph_of(outputs, given, ends)
+    known = {id(tensor) for tensor in (*copy.parameters(), *masters, *gathered, *inputs, *leaves)}
+    nodes = graph_of(outputs, inputs, ends)
     unknown = {id(leaf): leaf for leaf in _leaves(outputs, nodes) if id(leaf) not in known}
     if unknown:
-        _refuse_there_before(copy, unknown, again)
+        _refuse_there_before(copy, unknown, rerun)
     for node in nodes:
         if (masters or copy.replays is not None) and issubclass(type(node), BackwardCFunction):
-            taken = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
-            if any(isinstance(tensor, nn.Parameter) for tensor in taken):
-                node.register_hook(partial(_refuse_own_gradients, copy.stage, node.name(), taken))
+            weights = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
+            if any(isinstance(tensor, nn.Parameter) for tensor in weights):
+                node.register_hook(partial(_refuse_own_gradients, copy.stage, node.name(), weights))
 
 
 def _refuse_there_before(
-    copy: RunnableStage, unknown: Mapping[int, Tensor], again: Callable[[], Sequence[Tensor]]
+    copy: RunnableStage, unknown: Mapping[int, Tensor], rerun: Callable[[], Sequence[Tensor]]
 ) -> None:
-    """Refuse tensors of a stage's graph that are in the graph of another run of it as well."""
+    """Refuse unknown tensors that are in the graph of a second run as well: they existed before."""
     weights = copy.parameters()
     before = versions(weights)
-    outputs = again()
-    found = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
-    tensor = next((leaf for leaf in found if leaf is not None), None)
+    outputs = rerun()
+    known = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
+    tensor = next((leaf for leaf in known if leaf is not None), None)
     if tensor is not None:
         raise ConfigError(
             f"stage {copy.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
@@ -84,14 +84,14 @@ def _refuse_there_before(
 
 
 def _refuse_own_gradients(
-    stage: int, function: str, taken: list[Tensor | None], gradients: Sequence[Tensor | None], _: object
+    stage: int, function: str, weights: list[Tensor | None], gradients: Sequence[Tensor | None], _: object
 ) -> None:
-    """Refuse a custom function that finds the gradient of a weight and does not give it to autograd.
+    """Refuse a custom function that computes the gradient of a weight and does not return it to autograd.
 
-    It adds it to ``weight.grad`` itself; but where what autograd saves goes through hooks, its backward
-    finds a weight that is another object.
+    It adds the gradient to ``weight.grad`` itself; but if saved tensors go through hooks, its backward
+    receives a weight that is a different object.
     """
-    for tensor, gradient in zip(taken, gradients, strict=True):
+    for tensor, gradient in zip(weights, gradients, strict=True):
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and gradient is None:
             raise ConfigError(
                 f"{function} in stage {stage} gives no gradient for a parameter of shape "
@@ -101,17 +101,17 @@ def _refuse_own_gradients(
 
 
 def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
-    """The leaf that a node takes a gradient for, also through a cast."""
+    """Return the leaf whose gradient a node accumulates, also through a cast."""
     if cast and node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
-    found = getattr(node, "variable", None)
-    return found if isinstance(found, Tensor) else None
+    leaf = variable(node) if node is not None else None
+    return leaf if isinstance(leaf, Tensor) else None
 
 
 def _leaves(outputs: Iterable[Tensor], nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """The leaves of a graph that get gradients, but for empty ones."""
-    found = (
+    """Return the leaves of a graph that receive gradients, except empty ones."""
+    leaves = (
         *(tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad),
         *map(variable, nodes),
     )
-    return (leaf for leaf in found if isinstance(leaf, Tensor) and leaf.numel())
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())

@@ -1,20 +1,20 @@
-"""How an autograd graph is divided into what its input gradient needs and what its weights' gradients need.
+"""Partition of an autograd graph into the nodes of the input gradient and those of the weight gradients.
 
-The backbone is every node on a way from the outputs to the inputs. What hangs off it ends at weights. A
-boundary is a backbone node from which such weights hang; given the gradient that reaches it, those of its
-weights need no other backbone node. So it is run twice: for the input gradient, and later for its weights.
+The backbone is every node on a path from the outputs to the inputs. Its branches end at weights. A boundary
+is a backbone node with such branches; from the gradient that reaches it, those of its weights need no further
+backbone node. So it is run twice: for the input gradient, and later for its weights.
 
-Some weights have their gradients made with the input gradient:
+Some weight gradients are computed with the input gradient:
 
-* those that hang from several boundaries (used twice), or from an output itself;
-* those of a boundary that makes all its gradients at once: a custom function (a compiled layer is one), a
-  fused recurrent layer, or what the user's own checkpoint computes again;
-* those of a boundary that has vectors only (norms, biases): they are cheap, and to wait for them would keep
-  what the boundary saved;
-* all, where a checkpoint of the reentrant kind is in the graph: it lets nobody ask for some gradients only.
+* of weights on branches of several boundaries (used twice), or of an output itself;
+* of a boundary that computes all its gradients at once: a custom function (a compiled layer is one), a fused
+  recurrent layer, or a checkpoint of the user's, which is recomputed;
+* of a boundary that has vectors only (norms, biases): they are cheap, and deferring them would keep the
+  tensors that the boundary saved;
+* all, if a reentrant checkpoint is in the graph: it cannot compute some gradients only.
 
-Invariant: nothing here runs a backward or changes a graph. Graphs of one shape are divided alike, so what is
-found is kept by shape.
+Invariant: nothing here runs a backward or changes a graph. Graphs of one shape have the same partition, which
+is cached by shape.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Shape = tuple[Any, ...]
 """Shape of a graph: the kinds of its nodes and their edges."""
 
 _AT_ONCE = frozenset(("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"))
-"""Nodes that make all their gradients in one go, whichever are asked for."""
+"""Nodes that compute all their gradients at once, whichever are requested."""
 
 
-class Walked(NamedTuple):
-    """A graph as it was gone through.
+class TraversedGraph(NamedTuple):
+    """A graph in the order of its traversal.
 
     Attributes:
-        nodes: each once, the outputs' first.
-        roots: where it begins: numbers of nodes and of their outputs.
-        shape: the same for all graphs that are divided alike.
+        nodes: all nodes, each once, the outputs' first.
+        roots: edges where it begins: numbers of nodes and of their outputs.
+        shape: shape; graphs of one shape have the same partition.
     """
 
     nodes: list[Node]
@@ -53,7 +53,7 @@ class Walked(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a node saves a tensor: ``place`` among those of one name, if these are several."""
+    """Address of a saved tensor of a node: ``place`` is its index if several have the name."""
 
     node: int
     name: str
@@ -61,12 +61,12 @@ class Slot(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """A node from which weights hang; all are numbers of nodes.
+    """A backbone node with weights on its branches; all are numbers of nodes.
 
     Attributes:
-        node: itself.
-        outputs: the numbers of its outputs that are used.
-        weights: where the gradients of its weights are accumulated.
+        node: number of the node.
+        outputs: numbers of its outputs that are used.
+        weights: nodes that accumulate the gradients of its weights.
     """
 
     node: int
@@ -74,32 +74,32 @@ class Boundary(NamedTuple):
     weights: tuple[int, ...]
 
 
-class Division(NamedTuple):
-    """How graphs of a shape are divided.
+class GraphPartition(NamedTuple):
+    """Partition of all graphs of one shape.
 
     Attributes:
-        boundaries: whose weights wait.
-        early: where gradients are accumulated that are made with the input gradient.
-        kept: what the weights that wait need.
-        dropped: what nobody needs once the input gradient is made.
-        inputs: the inputs that it reaches, by their numbers.
+        boundaries: boundaries whose weight gradients are deferred.
+        early: nodes that accumulate the weight gradients computed with the input gradient.
+        saved: saved tensors that the deferred weight gradients need.
+        dropped: saved tensors that are not needed after the input gradient.
+        inputs: numbers of the inputs that the graph reaches.
     """
 
     boundaries: tuple[Boundary, ...]
     early: tuple[int, ...]
-    kept: tuple[Slot, ...]
+    saved: tuple[Slot, ...]
     dropped: tuple[Slot, ...]
     inputs: tuple[int, ...]
 
 
-def walked(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> Walked:
-    """Go through a graph.
+def traverse(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> TraversedGraph:
+    """Traverse a graph.
 
     Args:
-        roots: where it begins.
-        inputs: leaves that stand for what goes in.
+        roots: edges where it begins.
+        inputs: leaves that are the graph's inputs.
     """
-    given = {id(tensor): number for number, tensor in enumerate(inputs)}
+    input_numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     nodes: list[Node] = []
     numbers: dict[Node, int] = {}
     begins: list[tuple[int, int]] = []
@@ -113,7 +113,7 @@ def walked(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> Walked:
         shape.append(type(node))
         children = node.next_functions
         if not children:
-            shape.append(given.get(id(variable(node)), -1))
+            shape.append(input_numbers.get(id(variable(node)), -1))
         for child, output in children:
             if child is None:
                 shape.append(None)
@@ -122,20 +122,22 @@ def walked(roots: Iterable[GradientEdge], inputs: Sequence[Tensor]) -> Walked:
             if number == len(nodes):
                 nodes.append(child)
             shape += (number, output)
-    return Walked(nodes, tuple(begins), tuple(shape))
+    return TraversedGraph(nodes, tuple(begins), tuple(shape))
 
 
-def divided(graph: Walked, inputs: Sequence[Tensor], constant: AbstractSet[int]) -> Division:
-    """How a graph is divided.
+def partition_graph(
+    graph: TraversedGraph, inputs: Sequence[Tensor], constant: AbstractSet[int]
+) -> GraphPartition:
+    """Partition a graph.
 
     Args:
-        graph: what was gone through.
-        inputs: the leaves whose gradients are wanted first.
-        constant: the memory (``pointers``) that is there anyway, so that nothing is gained by dropping it.
+        graph: the traversed graph.
+        inputs: leaves of the input gradient.
+        constant: memory (``pointers``) that stays allocated, so that dropping it frees nothing.
     """
     nodes = graph.nodes
     if any(_is_custom(node) and "Checkpoint" in node.name() for node in nodes):
-        return Division((), (), (), (), ())
+        return GraphPartition((), (), (), (), ())
     parts = _Parts(graph, inputs)
     boundaries: list[Boundary] = []
     early: list[int] = list(parts.shared)
@@ -145,54 +147,54 @@ def divided(graph: Walked, inputs: Sequence[Tensor], constant: AbstractSet[int])
             early += weights
         else:
             boundaries.append(Boundary(n, tuple(sorted(parts.outputs[n])), tuple(weights)))
-    later = parts.hanging_from({boundary.node for boundary in boundaries})
-    kept = [each for n in sorted(later) for each in slots(n, nodes[n])]
-    used = pointers(found for _, found in kept if isinstance(found, Tensor))
-    others = (each for n, node in enumerate(nodes) if n not in later for each in slots(n, node))
+    later = parts.with_branches({boundary.node for boundary in boundaries})
+    saved = [pair for n in sorted(later) for pair in slots(n, nodes[n])]
+    used = pointers(tensor for _, tensor in saved if isinstance(tensor, Tensor))
+    unused = (pair for n, node in enumerate(nodes) if n not in later for pair in slots(n, node))
     dropped = tuple(
         slot
-        for slot, found in others
-        if isinstance(found, Tensor) and not pointers([found]) & (constant | used | {0})
+        for slot, tensor in unused
+        if isinstance(tensor, Tensor) and not pointers([tensor]) & (constant | used | {0})
     )
     ends = {id(leaf) for leaf in parts.leaves.values()}
     reached = tuple(number for number, tensor in enumerate(inputs) if id(tensor) in ends)
-    return Division(tuple(boundaries), tuple(early), tuple(slot for slot, _ in kept), dropped, reached)
+    return GraphPartition(tuple(boundaries), tuple(early), tuple(slot for slot, _ in saved), dropped, reached)
 
 
 class _Parts:
-    """What of a graph is backbone, and what hangs from it; by numbers of nodes.
+    """Backbone of a graph, and its branches; by numbers of nodes.
 
     Attributes:
-        leaves: the weights, where their gradients are accumulated.
-        weights: by backbone node, those that hang from it alone.
-        shared: those that hang from several, or from an output.
+        leaves: leaf tensors by the node that accumulates their gradient.
+        weights: by backbone node, the weights on its branches alone.
+        shared: weights on branches of several backbone nodes, or of an output.
         outputs: by node, the numbers of its outputs that are used.
     """
 
-    def __init__(self, graph: Walked, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, graph: TraversedGraph, inputs: Sequence[Tensor]) -> None:
         numbers = {node: number for number, node in enumerate(graph.nodes)}
         edges = [
             [(numbers[child], output) for child, output in node.next_functions if child is not None]
             for node in graph.nodes
         ]
-        given = {id(tensor) for tensor in inputs}
+        input_ids = {id(tensor) for tensor in inputs}
         ends = ((n, variable(node)) for n, node in enumerate(graph.nodes) if not edges[n])
         self.leaves = {n: leaf for n, leaf in ends if leaf is not None}
-        backbone = _above(edges, [n for n, leaf in self.leaves.items() if id(leaf) in given])
-        self._hanging = [n for n in range(len(graph.nodes)) if n not in backbone]
-        self._together = together = _Together(self._hanging)
-        for n in self._hanging:
+        backbone = _above(edges, [n for n, leaf in self.leaves.items() if id(leaf) in input_ids])
+        self._branches = [n for n in range(len(graph.nodes)) if n not in backbone]
+        self._groups = groups = _UnionFind(self._branches)
+        for n in self._branches:
             for child, _ in edges[n]:
-                together.join(n, child)
+                groups.union(n, child)
         begins = [(None, n) for n, _ in graph.roots]
         holds = [*begins, *((n, child) for n in backbone for child, _ in edges[n])]
-        self._held_by: dict[int, set[int | None]] = defaultdict(set)  # what hangs together
+        self._holders: dict[int, set[int | None]] = defaultdict(set)  # by branch
         for holder, n in holds:
             if n not in backbone:
-                self._held_by[together.of(n)].add(holder)
+                self._holders[groups.find(n)].add(holder)
         self.weights: dict[int, list[int]] = defaultdict(list)
         self.shared: list[int] = []
-        for n in self._hanging:
+        for n in self._branches:
             if n in self.leaves:
                 holder = self._only_holder(n)
                 (self.shared if holder is None else self.weights[holder]).append(n)
@@ -200,37 +202,37 @@ class _Parts:
         for child, output in (*graph.roots, *(edge for children in edges for edge in children)):
             self.outputs[child].add(output)
 
-    def hanging_from(self, holders: set[int]) -> set[int]:
-        """Some backbone nodes, and what hangs from one of them alone."""
-        return holders | {n for n in self._hanging if self._only_holder(n) in holders}
+    def with_branches(self, holders: set[int]) -> set[int]:
+        """Return backbone nodes and the nodes on branches of one of them alone."""
+        return holders | {n for n in self._branches if self._only_holder(n) in holders}
 
     def _only_holder(self, n: int) -> int | None:
-        holder, *others = self._held_by[self._together.of(n)]
-        return None if others else holder
+        holder, *further = self._holders[self._groups.find(n)]
+        return None if further else holder
 
 
 def below(roots: Iterable[GradientEdge]) -> set[Node]:
-    """All nodes from which a graph is made."""
-    return set(walked(roots, ()).nodes)
+    """Return all nodes that can be reached from some edges."""
+    return set(traverse(roots, ()).nodes)
 
 
-def is_seam(roots: Sequence[GradientEdge], seam: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> bool:
-    """Whether all that two parts of a graph share goes through some edges, but for weights.
+def is_cut(roots: Sequence[GradientEdge], cut: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> bool:
+    """Return True if two parts of a graph share nothing but the nodes beyond some edges, and weights.
 
     Args:
-        roots: where the graph begins.
-        seam: the edges.
-        inputs: leaves that stand for what goes in: no weights.
+        roots: edges where the graph begins.
+        cut: edges between the two parts.
+        inputs: leaves that are the graph's inputs, not weights.
     """
-    through = {(edge.node, edge.output_nr) for edge in seam}
-    shared = below(seam)
-    given = {id(tensor) for tensor in inputs}
+    through = {(edge.node, edge.output_nr) for edge in cut}
+    shared = below(cut)
+    input_ids = {id(tensor) for tensor in inputs}
     waiting = [root.node for root in roots if (root.node, root.output_nr) not in through]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         leaf = variable(node)
-        if node in shared and (leaf is None or id(leaf) in given):
+        if node in shared and (leaf is None or id(leaf) in input_ids):
             return False
         for child, output in node.next_functions:
             if child is not None and (child, output) not in through and child not in seen:
@@ -240,66 +242,65 @@ def is_seam(roots: Sequence[GradientEdge], seam: Sequence[GradientEdge], inputs:
 
 
 def variable(node: Node) -> Any:
-    """The leaf whose gradient a node accumulates; None for any other node."""
+    """Return the leaf whose gradient a node accumulates; None for any other node."""
     return getattr(node, "variable", None)
 
 
 def saved_in(nodes: Sequence[Node], slots: Iterable[Slot]) -> Iterator[Any]:
-    """What nodes hold in some slots: tensors, or what these were packed to."""
+    """Yield the contents of some slots: tensors, or the objects to which these were packed."""
     for slot in slots:
-        found = getattr(nodes[slot.node], slot.name)
-        yield (found if slot.place is None else found[slot.place]).data
+        saved = getattr(nodes[slot.node], slot.name)
+        yield (saved if slot.place is None else saved[slot.place]).data
 
 
 def slots(number: int, node: Node) -> Iterator[tuple[Slot, Any]]:
-    """Where a node saved anything, and what is there."""
+    """Yield the slots of a node in which it saved something, with their contents."""
     for name in saved_names(type(node)):
-        found = getattr(node, name)
-        if isinstance(found, (tuple, list)):
-            each = [(Slot(number, name, index), one.data) for index, one in enumerate(found)]
+        saved = getattr(node, name)
+        if isinstance(saved, (tuple, list)):
+            pairs = [(Slot(number, name, index), part.data) for index, part in enumerate(saved)]
         else:
-            each = [(Slot(number, name, None), found.data)]
-        yield from ((slot, data) for slot, data in each if data is not None)
+            pairs = [(Slot(number, name, None), saved.data)]
+        yield from ((slot, data) for slot, data in pairs if data is not None)
 
 
 def _above(edges: Sequence[Sequence[tuple[int, int]]], ends: Iterable[int]) -> set[int]:
-    """The nodes from which one of ``ends`` is reached, and these."""
+    """Return the nodes from which one of ``ends`` is reached, and ``ends``."""
     parents: dict[int, list[int]] = defaultdict(list)
     for n, children in enumerate(edges):
         for child, _ in children:
             parents[child].append(n)
     waiting = list(ends)
-    found = set(waiting)
+    seen = set(waiting)
     while waiting:
         for parent in parents[waiting.pop()]:
-            if parent not in found:
-                found.add(parent)
+            if parent not in seen:
+                seen.add(parent)
                 waiting.append(parent)
-    return found
+    return seen
 
 
 def _at_once(node: Node) -> bool:
-    """Whether a node is best run once: it makes all its gradients, or what it saved is computed again."""
+    """True if a node is best run once: it computes all its gradients, or its saved tensors are recomputed."""
     if _is_custom(node) or node.name() in _AT_ONCE:
         return True
-    return any(not isinstance(found, (Tensor, Packed)) for _, found in slots(0, node))
+    return any(not isinstance(saved, (Tensor, Packed)) for _, saved in slots(0, node))
 
 
 def _is_custom(node: Node) -> bool:
-    """Whether a node is of a function written in Python."""
     return issubclass(type(node), BackwardCFunction)
 
 
-class _Together:
-    """Which nodes hang together, by a number that is the same for these."""
+class _UnionFind:
+    """Connected components of nodes."""
 
     def __init__(self, nodes: Iterable[int]) -> None:
         self._next = {n: n for n in nodes}
 
-    def of(self, n: int) -> int:
+    def find(self, n: int) -> int:
         while self._next[n] != n:
             self._next[n] = n = self._next[self._next[n]]
         return n
 
-    def join(self, n: int, other: int) -> None:
-        self._next[self.of(n)] = self.of(other)
+    def union(self, n: int, m: int) -> None:
+        self._next[self.find(n)] = self.find(m)

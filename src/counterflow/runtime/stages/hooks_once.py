@@ -1,12 +1,12 @@
 """Hooks of activations in backwards that are split: called once a micro-batch, as in one process.
 
 A split backward enters some nodes of a graph twice: for the input gradient, and later for weights. Both times
-autograd calls the hooks of the tensors that these nodes gave, with the same gradient. So the second time what
-a hook made the first time is given again, and the hook itself, which may count, log, draw or change what it
-keeps, is not called.
+autograd calls the hooks of the tensors that these nodes returned, with the same gradient. So the second time
+the hook's first result is returned, and the hook itself, which may count, log, draw or change its state, is
+not called.
 
-What it does not find: hooks of nodes (``tensor.grad_fn.register_hook``), those within compiled layers, whose
-nodes are entered once, and those that forwards begin to register after a step's first one.
+Not intercepted: hooks of nodes (``tensor.grad_fn.register_hook``), hooks within compiled layers, whose nodes
+are entered once, and hooks that forwards begin to register after a step's first one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTHING = nullcontext()
 
 
 class Half(Enum):
-    """What a backward makes at the moment."""
+    """Half of a split backward that runs now."""
 
     NEITHER = auto()
     INPUT_GRADIENT = auto()
@@ -40,16 +40,16 @@ class Half(Enum):
 
 
 class HooksOnce(TorchFunctionMode, StageWrapper):
-    """Around the forwards, and the loss, of a stage whose backwards are split."""
+    """Wraps the forwards and the loss of a stage whose backwards are split, and intercepts hooks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.half = Half.NEITHER
-        self._found = False
-        """Whether a forward has registered any: then all are watched."""
+        self._has_hooks = False
+        """True if a forward has registered a hook: then all forwards are intercepted."""
         self._step = -1
         self._watching: AbstractContextManager[object] = _NOTHING
-        """Around what makes the loss of the forward at hand."""
+        """Context of the loss of the current forward."""
 
     @override
     def wrap_stage(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -59,18 +59,18 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """It is around the stage's layers already."""
+        """Wrap the loss function alone: ``wrap_stage`` wraps the stage's layers."""
         with self._watching if layer.index == LOSS and torch.is_grad_enabled() else _NOTHING:
             return run(value, step, rows)
 
     def watches(self, step: int) -> bool:
-        """Whether a forward is to be watched: a step's first one, and all if there are hooks."""
+        """True if hooks are intercepted in this forward: the first of a step, or all if any hook exists."""
         first, self._step = step != self._step, step
-        return first or self._found
+        return first or self._has_hooks
 
     @contextmanager
     def making(self, half: Half) -> Iterator[None]:
-        """Around a half of a backward."""
+        """Context of one half of a backward."""
         self.half = half
         try:
             yield
@@ -80,35 +80,35 @@ class HooksOnce(TorchFunctionMode, StageWrapper):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is Tensor.register_hook and len(args) == 2 and args[0].grad_fn is not None:
-            self._found = True
+            self._has_hooks = True
             args = args[0], _CalledOnce(args[1], self)
         elif func is Tensor.retain_grad and args[0].grad_fn is not None and not args[0].retains_grad:
-            self._found = True
-            args[0].register_hook(_Anew(args[0], self))
+            self._has_hooks = True
+            args[0].register_hook(_RetainGradReset(args[0], self))
         return func(*args, **whole_call(func, kwargs or {}))
 
 
 class _CalledOnce:
     """A hook of one micro-batch's tensor."""
 
-    __slots__ = ("_called", "_found", "_hook", "_hooks")
+    __slots__ = ("_called", "_hook", "_hooks", "_result")
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None], hooks: HooksOnce) -> None:
         self._hook, self._hooks = hook, hooks
         self._called = False
-        self._found: Tensor | None = None
+        self._result: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if self._called and self._hooks.half is Half.WEIGHT_GRADIENTS:
-            found, self._found, self._called = self._found, None, False
-            return found
-        found = self._hook(gradient)
+            result, self._result, self._called = self._result, None, False
+            return result
+        result = self._hook(gradient)
         if self._hooks.half is Half.INPUT_GRADIENT:
-            self._called, self._found = True, found
-        return found
+            self._called, self._result = True, result
+        return result
 
 
-class _Anew:
+class _RetainGradReset:
     """Clears a retained gradient before the next one is received, which would be added to it."""
 
     __slots__ = ("_hooks", "_tensor")

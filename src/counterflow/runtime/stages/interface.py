@@ -14,7 +14,7 @@ from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule
 from ..messages.values import Value
-from .joints import Joints
+from .detach_points import DetachPoints
 from .named_layer import NamedLayer
 from .precision import Precision
 from .randomness import RandomStreams
@@ -49,7 +49,7 @@ class RunnableStage(Protocol):
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""
 
-    def joining(self) -> AbstractContextManager[Joints | None]:
+    def detaching(self) -> AbstractContextManager[DetachPoints | None]:
         """Return the context of a forward whose backward is split."""
 
     def backward_context(self, meter: SavedBytes) -> AbstractContextManager[Any] | None:

@@ -32,9 +32,9 @@ from ..dtensors import settled
 from ..graphs import graph_of
 from ..messages.values import Value
 from ..transport.base import Lost, TimedOut
+from .detach_points import DetachPoints
 from .graph_check import check_graph
 from .interface import RunnableStage
-from .joints import Joints
 from .recomputation import copied, mapped
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
@@ -208,10 +208,10 @@ class PlainPass(StagePass):
         graded: for each output that was published as requiring a gradient, True if it has one after a
             recomputation; None: all have.
         saved: storages that are counted as saved.
-        joints: detach points of the graph; None: it has none.
+        detach_points: detach points of the graph; None: it has none.
     """
 
-    __slots__ = ("_ended", "edges", "graded", "inputs", "joints", "saved")
+    __slots__ = ("_ended", "detach_points", "edges", "graded", "inputs", "saved")
 
     def __init__(
         self, stage: RunnableStage, rows: SampleRows, step: int, head: Head, meter: SavedBytes
@@ -221,7 +221,7 @@ class PlainPass(StagePass):
         self.edges: Sequence[GradientEdge] = ()
         self.graded: Sequence[bool] | None = None
         self.saved: list[SavedStorage] = []
-        self.joints: Joints | None = None
+        self.detach_points: DetachPoints | None = None
         self._ended = False
 
     @override
@@ -247,15 +247,15 @@ class PlainPass(StagePass):
             spare: a copy of the input, on which the stage may run again; None if it was checked before.
         """
         if self.meter.counting:
-            ends = () if self.joints is None else self.joints.ends
+            ends = () if self.detach_points is None else self.detach_points.ends
             self.meter.count_graph(graph_of(outputs, more=ends), self.saved)
-        if self.joints is not None:
-            self.joints.learn(outputs, self.inputs)
+        if self.detach_points is not None:
+            self.detach_points.learn(outputs, self.inputs)
         if not self.stage.checked:
-            given = [*self.inputs, *self.head.targets()]
-            check_graph(self.stage, outputs, given, self.joints, again=partial(self._run_again, spare))
+            inputs = [*self.inputs, *self.head.targets()]
+            check_graph(self.stage, outputs, inputs, self.detach_points, rerun=partial(self._rerun, spare))
 
-    def _run_again(self, value: Value) -> Sequence[Tensor]:
+    def _rerun(self, value: Value) -> Sequence[Tensor]:
         stage = self.stage
         if stage.replays is not None:
             stage.replays.hold = None
@@ -300,7 +300,7 @@ class PlainPass(StagePass):
             self.edges = [get_gradient_edge(t) for t in self.outputs if t.requires_grad]
             self.outputs = []
         elif self._ended:
-            self.inputs, self.edges, self.joints = [], (), None
+            self.inputs, self.edges, self.detach_points = [], (), None
 
     @override
     def release(self) -> None:
@@ -327,13 +327,13 @@ class SplitPass(PlainPass):
 
     @override
     def run(self, value: Value) -> Any:
-        with self.stage.joining() as self.joints:
+        with self.stage.detaching() as self.detach_points:
             return self.stage.forward(value, self.step, self.rows)
 
     @override
     def prepare(self, *, defers: bool) -> None:
         self.defers = defers
-        self.split = SplitBackward(self.stage.splitting, self.inputs, self.joints)
+        self.split = SplitBackward(self.stage.splitting, self.inputs, self.detach_points)
         self.split.look_ahead(self.edges)
 
     @override

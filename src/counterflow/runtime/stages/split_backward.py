@@ -30,9 +30,18 @@ from counterflow.errors import ConfigError
 from ..graphs import pointers
 from ..messages.values import Value
 from ..torch_private import run_backward
-from .graph_split import Division, Shape, Walked, divided, saved_in, slots, variable, walked
+from .detach_points import DetachPoint, DetachPoints, enters
+from .graph_split import (
+    GraphPartition,
+    Shape,
+    TraversedGraph,
+    partition_graph,
+    saved_in,
+    slots,
+    traverse,
+    variable,
+)
 from .hooks_once import Half, HooksOnce
-from .joints import Joint, Joints, enters
 from .named_layer import NamedLayer
 from .recomputation import Packed, Replay
 from .sample_rows import SampleRows
@@ -62,16 +71,16 @@ class Splitting(StageWrapper):
     ) -> None:
         self.stage = stage
         self._first = first
-        self._at_hand: Joints | None = None
+        self._at_hand: DetachPoints | None = None
         """Detach points of the current forward, if its backward is split."""
         self.direct = direct
-        self.joined: frozenset[int] | None = None
+        self.detached_layers: frozenset[int] | None = None
         """Layers with a detach point before them; None: not known yet."""
         self.hooks = HooksOnce()
         self.waits: bool | None = None
         """Whether any weight gradients ever waited; None: there was no backward yet."""
         self._constant = constant
-        self._divisions: dict[Shape, Division] = {}
+        self._partitions: dict[Shape, GraphPartition] = {}
         self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around what makes weights' gradients: the weights are whole."""
 
@@ -81,14 +90,14 @@ class Splitting(StageWrapper):
         Args:
             gathered: context in which the weights are whole.
         """
-        self.joined, self.gathered = frozenset(), gathered
+        self.detached_layers, self.gathered = frozenset(), gathered
 
     @contextmanager
-    def joining(self) -> Iterator[Joints]:
+    def detaching(self) -> Iterator[DetachPoints]:
         """Context of a forward that records the detach points of its graph."""
-        self._at_hand = joints = Joints(self)
+        self._at_hand = detach_points = DetachPoints(self)
         try:
-            yield joints
+            yield detach_points
         finally:
             self._at_hand = None
 
@@ -103,30 +112,32 @@ class Splitting(StageWrapper):
         if self._at_hand is not None:
             self._at_hand.replays.append(replay)
 
-    def division(self, graph: Walked, inputs: Sequence[Tensor], joints: Sequence[Joint]) -> Division:
-        """Division of a graph, computed once for all graphs of its shape.
+    def partition(
+        self, graph: TraversedGraph, inputs: Sequence[Tensor], detach_points: Sequence[DetachPoint]
+    ) -> GraphPartition:
+        """Partition of a graph, computed once for all graphs of its shape.
 
         Args:
             graph: a piece of a graph, or all of it.
             inputs: inputs of the graph: where the next piece ends, and the stage's own.
-            joints: where the piece meets the next one, and that the others.
+            detach_points: detach points between the pieces, up to this piece's.
 
         Raises:
             ConfigError: the piece extends past another one's end, which the first graph did not.
         """
-        division = self._divisions.get(graph.shape)
-        if division is None:
-            if len(self._divisions) == _MOST_SHAPES:
-                self._divisions.clear()
-            division = divided(graph, inputs, pointers(self._constant()))
-            if enters(graph, inputs, joints):
+        partition = self._partitions.get(graph.shape)
+        if partition is None:
+            if len(self._partitions) == _MOST_SHAPES:
+                self._partitions.clear()
+            partition = partition_graph(graph, inputs, pointers(self._constant()))
+            if enters(graph, inputs, detach_points):
                 raise ConfigError(
                     f"a layer of stage {self.stage} takes a tensor of another layer past the layers between "
                     "them, and did not in the first forward; pass it on through them, or take a schedule "
                     "that splits no backward"
                 )
-            self._divisions[graph.shape] = division
-        return division
+            self._partitions[graph.shape] = partition
+        return partition
 
 
 class _Plan(NamedTuple):
@@ -135,14 +146,14 @@ class _Plan(NamedTuple):
     Attributes:
         edges: where it begins.
         nodes: it has.
-        division: of it.
+        partition: of it.
         weights: those whose gradients are made with the input gradient.
         places: whose gradients the others begin with.
     """
 
     edges: Sequence[GradientEdge]
     nodes: Sequence[Node]
-    division: Division
+    partition: GraphPartition
     weights: Sequence[Tensor]
     places: Sequence[GradientEdge]
 
@@ -167,23 +178,25 @@ class SplitBackward:
     Args:
         splitting: facts about the stage's graphs.
         inputs: input leaves of the stage.
-        joints: detach points of the forward's graph; None: there are none.
+        detach_points: detach points of the forward's graph; None: there are none.
     """
 
-    def __init__(self, splitting: Splitting, inputs: Sequence[Tensor], joints: Joints | None = None) -> None:
+    def __init__(
+        self, splitting: Splitting, inputs: Sequence[Tensor], detach_points: DetachPoints | None = None
+    ) -> None:
         self.splitting = splitting
         self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        self._joints = joints.found if joints is not None else []
-        self._replays = joints.replays if joints is not None else []
+        self._detach_points = detach_points.points if detach_points is not None else []
+        self._replays = detach_points.replays if detach_points is not None else []
         self._waiting: list[_Waiting] = []
         self._saved: list[Any] = []
         self._ahead: _Plan | None = None
 
     def look_ahead(self, edges: Sequence[GradientEdge]) -> None:
         """Find out what can be found out before the gradients of ``edges`` are there."""
-        inputs = [*self._joints[-1].leaves, *self._inputs] if self._joints else self._inputs
+        inputs = [*self._detach_points[-1].leaves, *self._inputs] if self._detach_points else self._inputs
         if edges and inputs:
-            self._ahead = self._plan(edges, inputs, self._joints)
+            self._ahead = self._plan(edges, inputs, self._detach_points)
 
     def input_gradient(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, look: bool = False
@@ -203,21 +216,23 @@ class SplitBackward:
             self._pieces(edges, gradients, look=look)
         for replay in self._replays:
             replay.settle()
-        self._joints, self._inputs, self._replays = [], [], []
+        self._detach_points, self._inputs, self._replays = [], [], []
         self.splitting.waits = bool(self.splitting.waits or self._waiting)
 
     def _pieces(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, look: bool) -> None:
-        joints = list(self._joints)
-        while joints:  # what layers add to the loss goes from the stage's input past all layers
-            self._piece(edges, gradients, [*joints[-1].leaves, *self._inputs], joints, look=look)
-            joint = joints.pop()
+        detach_points = list(self._detach_points)
+        while detach_points:  # what layers add to the loss goes from the stage's input past all layers
+            self._piece(
+                edges, gradients, [*detach_points[-1].leaves, *self._inputs], detach_points, look=look
+            )
+            point = detach_points.pop()
             pairs = [
-                (e, x.grad) for e, x in zip(joint.edges, joint.leaves, strict=True) if x.grad is not None
+                (e, x.grad) for e, x in zip(point.edges, point.leaves, strict=True) if x.grad is not None
             ]
-            for leaf in joint.leaves:
+            for leaf in point.leaves:
                 leaf.grad = None
             edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-        self._piece(edges, gradients, self._inputs, joints, look=look)
+        self._piece(edges, gradients, self._inputs, detach_points, look=look)
 
     def kept(self) -> list[Tensor]:
         """Return the tensors between the two ops, if they were looked for: saved tensors, and gradients."""
@@ -240,7 +255,7 @@ class SplitBackward:
         edges: Sequence[GradientEdge],
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        joints: Sequence[Joint],
+        detach_points: Sequence[DetachPoint],
         *,
         look: bool,
     ) -> None:
@@ -251,19 +266,19 @@ class SplitBackward:
         if not inputs:
             self._waiting.append(_Waiting(edges, gradients, None))
             if look:
-                numbered = enumerate(walked(edges, inputs).nodes)
+                numbered = enumerate(traverse(edges, inputs).nodes)
                 self._saved += (saved for number, node in numbered for _, saved in slots(number, node))
             return
         plan, self._ahead = self._ahead, None
         if plan is None or plan.edges is not edges:
-            plan = self._plan(edges, inputs, joints)
-        _, nodes, division, weights, places = plan
-        if not division.boundaries:
+            plan = self._plan(edges, inputs, detach_points)
+        _, nodes, partition, weights, places = plan
+        if not partition.boundaries:
             accumulate(edges, gradients, into=None, direct=direct)
             return
         if look or self._replays:
-            self._keep(list(saved_in(nodes, division.kept)), look=look)
-        reached = [inputs[number] for number in division.inputs]
+            self._keep(list(saved_in(nodes, partition.saved)), look=look)
+        reached = [inputs[number] for number in partition.inputs]
         gradients_made = iter(_captured(edges, gradients, [*reached, *weights, *places], direct=direct))
         for tensor in reached:
             gradient = next(gradients_made)
@@ -271,23 +286,23 @@ class SplitBackward:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
             _add(weight, next(gradients_made))
-        self._wait(division, nodes, list(zip(places, gradients_made, strict=True)))
-        for slot in division.dropped:
+        self._wait(partition, nodes, list(zip(places, gradients_made, strict=True)))
+        for slot in partition.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
 
     def _plan(
-        self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], joints: Sequence[Joint]
+        self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], detach_points: Sequence[DetachPoint]
     ) -> _Plan:
-        graph = walked(edges, inputs)
-        nodes, division = graph.nodes, self.splitting.division(graph, inputs, joints)
-        weights = [variable(nodes[n]) for n in division.early] if division.boundaries else ()
+        graph = traverse(edges, inputs)
+        nodes, partition = graph.nodes, self.splitting.partition(graph, inputs, detach_points)
+        weights = [variable(nodes[n]) for n in partition.early] if partition.boundaries else ()
         places = [
             GradientEdge(nodes[boundary.node], output)
-            for boundary in division.boundaries
+            for boundary in partition.boundaries
             for output in boundary.outputs
         ]
-        return _Plan(edges, nodes, division, weights, places)
+        return _Plan(edges, nodes, partition, weights, places)
 
     def _keep(self, saved: list[Any], *, look: bool) -> None:
         for packed in saved:
@@ -297,11 +312,14 @@ class SplitBackward:
             self._saved += saved
 
     def _wait(
-        self, division: Division, nodes: Sequence[Node], reached: Sequence[tuple[GradientEdge, Tensor | None]]
+        self,
+        partition: GraphPartition,
+        nodes: Sequence[Node],
+        reached: Sequence[tuple[GradientEdge, Tensor | None]],
     ) -> None:
         """Save the gradients at the detach points; weight gradients start from them."""
         at = 0
-        for boundary in division.boundaries:
+        for boundary in partition.boundaries:
             of_boundary = reached[at : at + len(boundary.outputs)]
             at += len(of_boundary)
             known = [(place, gradient) for place, gradient in of_boundary if gradient is not None]

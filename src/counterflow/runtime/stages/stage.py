@@ -25,7 +25,7 @@ from ..torch_private import buffers_of
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
-from .joints import Joints
+from .detach_points import DetachPoints
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
 from .precision import CastStage, Precision
@@ -379,10 +379,10 @@ class LocalStage:
             for module in fsdp_modules(self.module):
                 module.reshard()
 
-    def joining(self) -> AbstractContextManager[Joints | None]:
+    def detaching(self) -> AbstractContextManager[DetachPoints | None]:
         """Context of a forward whose backward is split; it records detach points."""
-        may_be = self.replays is not None or self.splitting.joined != _NOWHERE
-        return self.splitting.joining() if may_be else _NOTHING
+        may_be = self.replays is not None or self.splitting.detached_layers != _NOWHERE
+        return self.splitting.detaching() if may_be else _NOTHING
 
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
         """The output for the samples of several units; None if it is not theirs one by one.
