@@ -19,6 +19,10 @@ from ..tables import WHOLE, turns
 from .features import DECAY, FEATURES, SCHEMES, STEPS, Case, Feature
 from .one_process import OneProcess, Training
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's
+
 CLOSED = "the pipeline is closed, because an earlier call failed"
 BEFORE, AFTER = range(2), range(2, STEPS)
 """Steps before a state is saved, and after it."""
