@@ -61,6 +61,7 @@ from counterflow.planning import Cluster, Configuration, LayerProfile, Model, Pr
 from counterflow.planning.play import Play
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
+from counterflow.schedule.op import B, F
 from counterflow.training import load_config
 from counterflow.training.job import prepare
 from counterflow.training.profiling import profile_of, subject_of
@@ -339,8 +340,8 @@ def emulated(depth: int, payload: str, turns: int) -> tuple[list[Row], str]:
     profile = profiles[0]
     sleep = profile.layer("sleep-1")
     return rows, (
-        f"# emulated D={depth}: 20 and 40 ms are {sleep.forward(SAMPLES) * 1e3:.2f} and "
-        f"{sleep.backward(SAMPLES) * 1e3:.2f} ms in steps; {profile.op_overhead_seconds * 1e6:.0f} µs "
+        f"# emulated D={depth}: 20 and 40 ms are {sleep.seconds(F, SAMPLES) * 1e3:.2f} and "
+        f"{sleep.seconds(B, SAMPLES) * 1e3:.2f} ms in steps; {profile.op_overhead_seconds * 1e6:.0f} µs "
         f"between two ops, {profile.step_overhead_seconds * 1e3:.2f} ms of a step beside its ops"
     )
 

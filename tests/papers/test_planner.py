@@ -14,6 +14,7 @@ from counterflow.planning.search.search import search
 from counterflow.planning.task import EXAMPLES, load_example
 from counterflow.runtime.stages.layers import parameter_count
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.op import B, F
 
 from . import resnexts, transformers
 
@@ -56,9 +57,9 @@ def test_every_example_says_where_its_numbers_come_from(name: str) -> None:
 
 def test_the_measured_block() -> None:
     block = transformers.profile_of("p100", transformers.BERT_48).layer("block")
-    assert (block.forward(1), block.backward(64)) == (1.16e-3, 52.88e-3)
+    assert (block.seconds(F, 1), block.seconds(B, 64)) == (1.16e-3, 52.88e-3)
     assert block.saved(2) == 22 * 2**20
-    assert transformers.profile_of("v100", transformers.BERT_48).layer("block").forward(16) == 5.44e-3
+    assert transformers.profile_of("v100", transformers.BERT_48).layer("block").seconds(F, 16) == 5.44e-3
     # A shape that is not the measured one, but as long and wide, costs the same but for its weights' count.
     twin = replace(transformers.BERT_48, heads=8)
     scaled = transformers.profile_of("p100", twin).layer("block")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from counterflow.papers.figures.figure_changes import half_rates
 from counterflow.planning.inputs.model import Model
 from counterflow.planning.inputs.profile import Division, LayerProfile, Profile
+from counterflow.schedule.op import B, F
 
 MIB = 2**20
 
@@ -209,7 +210,7 @@ def profile_of(device: str, shape: Transformer, optimizer: str = "Adam") -> Prof
         optimizer: ``Adam`` or ``SGD``, for the time of an update.
 
     >>> bert = profile_of("p100", BERT_48)
-    >>> bert.layer("block").forward(8), bert.layer("block").weights_bytes / MIB
+    >>> bert.layer("block").seconds(F, 8), bert.layer("block").weights_bytes / MIB
     (0.0045, 48.6)
     """
     measured = _DEVICES[device]
@@ -261,12 +262,12 @@ def _fit(shape: Transformer, operations: str) -> str:
 
 
 def _scaled_block(block: LayerProfile, shape: Transformer) -> LayerProfile:
-    sizes = _sizes(shape)
+    sizes, lines = _sizes(shape), block.lines()
     fit = _fit(shape, "24sh² + 4s²h operations")
     return LayerProfile(
         samples=sizes,
-        forward_seconds=_scaled(block.forward, shape, sizes, shape.block_operations),
-        backward_seconds=_scaled(block.backward, shape, sizes, shape.block_operations),
+        forward_seconds=_scaled(lines[F].at, shape, sizes, shape.block_operations),
+        backward_seconds=_scaled(lines[B].at, shape, sizes, shape.block_operations),
         saved_bytes=tuple(shape.block_saved_bytes * n for n in sizes),
         weights_bytes=float(_FLOAT * shape.block_weights),
         output_bytes=shape.output_bytes,
@@ -303,15 +304,15 @@ def _embedding(shape: Transformer) -> LayerProfile:
 
 
 def _head(block: LayerProfile, shape: Transformer) -> LayerProfile:
-    sizes = _sizes(shape)
+    sizes, lines = _sizes(shape), block.lines()
     fit = _fit(shape, "operations (2shV and 2sh²)")
     logits = float(_FLOAT * shape.tokens * shape.vocabulary)
     # The loss keeps the logits' log-softmax; the layers before them keep an input or two each.
     saved = logits + shape.output_bytes * (4 if shape.bert else 2)
     return LayerProfile(
         samples=sizes,
-        forward_seconds=_scaled(block.forward, shape, sizes, shape.head_operations),
-        backward_seconds=_scaled(block.backward, shape, sizes, shape.head_operations),
+        forward_seconds=_scaled(lines[F].at, shape, sizes, shape.head_operations),
+        backward_seconds=_scaled(lines[B].at, shape, sizes, shape.head_operations),
         saved_bytes=tuple(saved * n for n in sizes),
         weights_bytes=float(_FLOAT * shape.head_weights),
         output_bytes=logits,

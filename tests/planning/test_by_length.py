@@ -10,10 +10,11 @@ import pytest
 from counterflow import ConfigError
 from counterflow.planning import Cluster, LayerProfile, Link, Model, Profile
 from counterflow.planning.by_length import of_length, plans_by_length, slices_win_from
-from counterflow.planning.cost.slice_costs import SliceCost
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.task import PlanningTask
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import F
+from counterflow.simulation.layer_cost import LayerCost
 from counterflow.simulation.slice_lengths import balanced_slices
 
 BLOCK = LayerProfile(
@@ -70,6 +71,6 @@ def test_shares_of_layers_without_a_part_in_proportion() -> None:
     shares = [(number / 97, 1 - number / 97) for number in range(97)]
     layers = [replace(BLOCK, attention_share=a, fixed_share=f) for a, f in shares]
     for first, second in combinations(layers, 2):
-        cost = SliceCost.of([first, second], 1.0)
-        lengths = balanced_slices(64, 4, attention=cost.attention, fixed=cost.fixed)
+        cost = LayerCost.fold([first.cost(), second.cost()], 1.0)
+        lengths = balanced_slices(64, 4, attention=cost.attention.get(F, 0.0), fixed=cost.fixed)
         assert sum(lengths) == 64

@@ -26,6 +26,7 @@ from counterflow.planning import (
 )
 from counterflow.planning.cost.stages import cut, stage_costs
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.op import B, F
 
 FREE = Link(0.0, 0.0)
 
@@ -306,9 +307,9 @@ def test_layers_are_cut_by_cost_or_evenly() -> None:
     with pytest.raises(ConfigError, match="has 6 of kind 'block'"):
         cut(model, PROFILE, Cutting.EVEN, 7, samples=1)
     stages = stage_costs(model, PROFILE, (3, 5), samples=2)
-    assert list(stages.forward) == [2 + 1 + 1, 2, 1 + 1 + 2]
+    assert stages.seconds(F) == [2 + 1 + 1, 2, 1 + 1 + 2]
     assert (stages.weights, stages.cuts) == ((500, 200, 500), (3, 5))
-    assert stages.doubled_forward[1] == 2 * stages.half_backward[1] == 4
+    assert stages.seconds(F, 4)[1] == 2 * stages.seconds(B, 1)[1] == 4
 
 
 def test_an_op_and_a_step_have_their_overhead() -> None:

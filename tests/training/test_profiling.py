@@ -18,6 +18,7 @@ from counterflow.runtime.stages.stage import LocalStage
 from counterflow.runtime.workers.launch import launch
 from counterflow.runtime.workers.place import Place
 from counterflow.runtime.workers.world import current_transport
+from counterflow.schedule.op import B, F
 from counterflow.training.profiling import measure
 
 from .conftest import Configure
@@ -79,7 +80,7 @@ def test_what_was_measured_is_what_is_predicted_with(config: Configure) -> None:
     alone = Configuration.of("gpipe", {"stages": 1, "micro_batches": 1}, replicas=1, samples=2)
     step = predict(found.model, found.profile, found.cluster, alone)
     layers = [found.profile.layer(kind) for kind in found.model.layers]
-    ops = sum(layer.forward(2) + layer.backward(2) for layer in layers)
+    ops = sum(layer.seconds(kind, 2) for layer in layers for kind in (F, B))
     weights = sum(layer.weights_bytes for layer in layers)
     profile = found.profile
     update = profile.update_seconds_per_byte * weights + profile.step_overhead_seconds

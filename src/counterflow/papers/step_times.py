@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from counterflow.planning.play import Play, sync_seconds
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.op import OpKind
 
 from .closed_forms import gems_makespan
 from .performance_models import chimera_critical_path, chimera_step, mixpipe_step, unoverlapped
@@ -91,8 +92,9 @@ def planned_closed_form(play: Play) -> ClosedForm | None:
     if play.network.slowness and {*play.network.slowness} != {1.0}:
         return None
     stages, recomputed = play.stages, play.configuration.recompute is not Recompute.NONE
-    forward = list(stages.forward)
-    backward = [b + a if recomputed else b for b, a in zip(stages.backward, stages.again, strict=True)]
+    forward, backward = stages.seconds(OpKind.FORWARD), stages.seconds(OpKind.BACKWARD)
+    if recomputed:
+        backward = [seconds + layers for seconds, layers in zip(backward, stages.again, strict=True)]
     message = max(
         latency + per_byte * max(play.stages.message_bytes[:-1], default=0.0)
         for latencies, per_bytes in zip(

@@ -23,7 +23,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.orders.split import split_backwards
-from counterflow.schedule.recompute_ops import with_recomputations, without_recomputations
+from counterflow.schedule.recompute_ops import without_recomputations
 from counterflow.schedule.scheme import SPLIT
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import Costs
@@ -204,6 +204,7 @@ class _Run:
         self._moves, self._progress = moves, progress
         self._best = found.best[0]
         self._computed: list[Computed] = []
+        self._predictors: dict[int, Predictor] = {}
         self._omissions: list[Omission] = []
 
     def run(self) -> Orders:
@@ -263,7 +264,7 @@ class _Run:
         before = plan.play
         configuration = replace(before.configuration, scheme=SYNTHESIZED, options=(), recompute=recompute)
         schedule = Schedule(SYNTHESIZED, (), _workload(before.schedule.workload, split=split), ())
-        play = before.predictor.play_order(configuration, schedule, before.mini_batch)
+        play = self._predictor(before).play_order(configuration, schedule, before.mini_batch)
         job = _Job(plan, play, 0.0)
         try:
             bound = lower_bound(
@@ -282,6 +283,15 @@ class _Run:
             self._omit(job, self._too_slow(seconds))
             return None
         return replace(job, bound_seconds=seconds)
+
+    def _predictor(self, play: Play) -> Predictor:
+        """Predictor with the inputs of a play."""
+        inputs = play.inputs
+        if inputs.degree not in self._predictors:
+            self._predictors[inputs.degree] = Predictor(
+                inputs.model, inputs.undivided, inputs.devices, tensor_parallel=inputs.degree
+            )
+        return self._predictors[inputs.degree]
 
     def _omit(self, job: _Job, reason: str) -> None:
         self._omissions.append(Omission(str(job), reason))
@@ -317,7 +327,7 @@ class _Run:
             like = known.play.configuration
             if known.named is job.named and like.recompute is plan.recompute and not known.split:
                 orders = split_backwards(without_recomputations(known.play.schedule)).orders
-                return job.play.predictor.play_order(
+                return self._predictor(job.play).play_order(
                     replace(plan, cuts=like.cuts),
                     replace(without_recomputations(job.play.schedule), orders=orders),
                     job.play.mini_batch,
@@ -356,7 +366,7 @@ class _Run:
                 for by in (-1, 1):
                     if self._moves is None and time.monotonic() >= until:
                         return best if best is not play else None
-                    other = _moved(best, stage, by)
+                    other = _moved(self._predictor(best), best, stage, by)
                     if other is not None and other.fits and other.seconds < best.seconds * _LESS:
                         best, improved = other, True
         return best if best is not play else None
@@ -382,20 +392,20 @@ def _memory(play: Play) -> tuple[float, ...]:
 
 
 def _objective(play: Play) -> Objective:
-    return Objective.MAKESPAN if play.predictor.model.barrier else Objective.STEADY
+    return Objective.MAKESPAN if play.inputs.model.barrier else Objective.STEADY
 
 
-def _moved(play: Play, stage: int, by: int) -> Play | None:
+def _moved(predictor: Predictor, play: Play, stage: int, by: int) -> Play | None:
     """The same order, in which the stage after ``stage`` begins ``by`` layers later; None if a stage would be
     empty.
     """
     cuts = list(play.stages.cuts)
     cuts[stage] += by
-    ends = [0, *cuts, len(play.predictor.model.layers)]
+    ends = [0, *cuts, len(play.inputs.model.layers)]
     if not ends[stage] < ends[stage + 1] < ends[stage + 2]:
         return None
     configuration = replace(play.configuration, cuts=tuple(cuts))
-    return play.predictor.play_order(configuration, play.schedule, play.mini_batch)
+    return predictor.play_order(configuration, play.schedule, play.mini_batch)
 
 
 def play_one_by_one(
@@ -433,7 +443,5 @@ def play_one_by_one(
         synchronous=workload.synchronous,
         on=links,
     )
-    schedule = problem.schedule(one_by_one(problem))
-    if recompute is Recompute.STAGE and predictor.cluster.recompute_ahead:
-        schedule = with_recomputations(schedule)
-    return Play(predictor, configuration, schedule, stages, links)
+    schedule = predictor.inputs.recomputed(problem.schedule(one_by_one(problem)), recompute)
+    return Play(predictor.inputs, predictor.sharded_states, configuration, schedule, stages, links)

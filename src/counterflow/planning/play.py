@@ -13,26 +13,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from counterflow.errors import ConfigError
 from counterflow.program.actions import Matching
 from counterflow.program.communicators import communicators
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
+from counterflow.schedule.op import OpKind
 from counterflow.simulation import Costs, Simulation, simulate
 from counterflow.simulation.memory import Changes
+from counterflow.simulation.op_costs import StageOps
 from counterflow.simulation.timed_schedule import timed
 
 from .cost.device_placement import Network, mesh, sum_over
 from .cost.memory import allowed, counted_twice, message_buffers, skips_in_flight, together, walked
-from .cost.sharded_state import ShardedState
-from .cost.stages import PlannedOps, StageCosts
+from .cost.sharded_state import ShardedState, ShardedStates
+from .cost.stages import StageCosts
+from .cost.tensor_parallel import Inputs
 from .inputs.model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
-
-if TYPE_CHECKING:
-    from .predict import Predictor
 
 
 @dataclass(frozen=True)
@@ -91,18 +90,31 @@ class Timing:
 
 @dataclass(frozen=True)
 class Play:
-    """A configuration and its simulation."""
+    """A configuration and its simulation.
 
-    predictor: Predictor
+    Attributes:
+        inputs: model, profile and cluster.
+        sharded_states: sharded optimiser states of the model.
+        configuration: the configuration.
+        schedule: its schedule, with its recomputations.
+        stages: costs of its stages.
+        network: costs of its messages and all-reduces.
+        mini_batch: samples of a step; None: those of an update.
+        simulated: a play from which the times are taken if they are equal.
+        p2p_scale: factor of the cost of messages.
+        allreduce_scale: factor of the cost of all-reduces.
+    """
+
+    inputs: Inputs
+    sharded_states: ShardedStates
     configuration: Configuration
     schedule: Schedule
     stages: StageCosts
     network: Network
     mini_batch: int | None = None
+    simulated: Play | None = field(default=None, kw_only=True, repr=False)
     p2p_scale: float = field(default=1.0, kw_only=True)
-    """Factor of the cost of messages."""
     allreduce_scale: float = field(default=1.0, kw_only=True)
-    """Factor of the cost of all-reduces."""
 
     @cached_property
     def costs(self) -> Costs:
@@ -120,9 +132,11 @@ class Play:
         sync: tuple[float, ...] | float,
         crossings: tuple[tuple[tuple[int, ...], float], ...] | None,
     ) -> Costs:
-        cluster, network_, scale = self.predictor.cluster, self.network, self.p2p_scale
+        cluster, network_, scale = self.inputs.cluster, self.network, self.p2p_scale
+        recompute = self.configuration.recompute
+        memory = self.stages.held(recompute)
         return Costs(
-            ops=PlannedOps(self.stages, self.configuration.recompute, network_.slowness),
+            ops=StageOps(self.stages.layers, self.stages.samples, recompute, memory, network_.slowness),
             p2p=_scaled(network_.latency_seconds, scale),
             p2p_per_byte=_scaled(network_.seconds_per_byte, scale),
             message_bytes=self.stages.message_bytes,
@@ -134,19 +148,19 @@ class Play:
             sync_mode=self.configuration.sync,
             ties=tuple((stages, self.allreduce_scale * seconds) for stages, seconds in self._ties),
             sync_slowdown=cluster.sync_slowdown,
-            recompute_ahead=cluster.recompute_ahead,
+            recompute_ahead=self.schedule.workload.recomputes,
             replicas=self.configuration.replicas,
-            recompute=self.configuration.recompute,
-            memory=self.stages.held(self.configuration.recompute),
+            recompute=recompute,
+            memory=memory,
         )
 
     @property
     def _ties(self) -> list[tuple[tuple[int, ...], float]]:
         """For weights that stages share: the stages, and the seconds of their sum over all holders."""
-        predictor, configuration = self.predictor, self.configuration
-        place = predictor.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
+        inputs, configuration = self.inputs, self.configuration
+        place = inputs.cluster, self.schedule.placement, configuration.replicas, configuration.arrangement
         sums = [sum_over(*place, tie.stages, nodes=configuration.nodes) for tie in self.stages.ties]
-        share = predictor.model.gradient_share
+        share = inputs.model.gradient_share
         return [
             (tie.stages, summed.seconds(share * tie.gradient_bytes))
             for tie, summed in zip(self.stages.ties, sums, strict=True)
@@ -156,7 +170,18 @@ class Play:
     @cached_property
     def timing(self) -> Timing:
         """Simulated times."""
-        return Timing(self.schedule, self.costs, self.predictor.model)
+        if self.simulated is not None and self._has_times_of(self.simulated):
+            return self.simulated.timing
+        return Timing(self.schedule, self.costs, self.inputs.model)
+
+    def _has_times_of(self, other: Play) -> bool:
+        """True if at most where optimiser state is stored differs, on which times do not depend."""
+        zero_stage = other.configuration.zero_stage
+        return (
+            all(getattr(self, name) is getattr(other, name) for name in ("schedule", "stages", "network"))
+            and replace(self.configuration, zero_stage=zero_stage) == other.configuration
+            and (self.p2p_scale, self.allreduce_scale) == (other.p2p_scale, other.allreduce_scale)
+        )
 
     @property
     def simulation(self) -> Simulation:
@@ -169,9 +194,7 @@ class Play:
 
     def with_zero_stage(self, zero_stage: int) -> Play:
         """A copy with optimiser state sharded, or not; it is not simulated again."""
-        found = replace(self, configuration=replace(self.configuration, zero_stage=zero_stage))
-        vars(found)["timing"] = self.timing
-        return found
+        return replace(self, configuration=replace(self.configuration, zero_stage=zero_stage), simulated=self)
 
     @cached_property
     def sharded(self) -> ShardedState | None:
@@ -180,7 +203,7 @@ class Play:
         if not plan.zero_stage:
             return None
         where = self.schedule.placement, plan.replicas, plan.arrangement, plan.nodes
-        return self.predictor.sharded_state(self.stages.cuts, self.stages.samples, where)
+        return self.sharded_states.state(self.stages, *where)
 
     @property
     def update_samples(self) -> int:
@@ -219,15 +242,15 @@ class Play:
         In whatever order, all cores together have to do the work of all workers; if nodes differ, those of
         each node.
         """
-        cluster = self.predictor.cluster
-        if not self.predictor.shares_cores:
+        cluster = self.inputs.cluster
+        if not self.inputs.devices.shares_cores:
             return 0.0
         work = self.timing.work
         if self.network.cores:
-            each = self.predictor.tensor_parallel
+            each = self.inputs.degree
             return max(each * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
         assert cluster.cores is not None
-        devices = self.configuration.replicas * self.predictor.tensor_parallel
+        devices = self.configuration.replicas * self.inputs.degree
         return sum(work) * devices / (cluster.cores * cluster.nodes)
 
     @cached_property
@@ -237,7 +260,7 @@ class Play:
 
     @cached_property
     def _optimizer(self) -> float:
-        profile = self.predictor.profile
+        profile = self.inputs.profile
         updated = (
             self.schedule.placement.summed(self.stages.trained) if self.sharded is None else self.sharded.most
         )
@@ -261,9 +284,9 @@ class Play:
             placement.summed, (stages.gradients, stages.optimizer, stages.casts)
         )
         if self.sharded is not None:
-            optimizer = [self.predictor.model.optimizer_states * own for own in self.sharded.most]
+            optimizer = [self.inputs.model.optimizer_states * own for own in self.sharded.most]
         if stages.measured:
-            by_tag = self.predictor.cluster.cores is not None  # workers are processes of a machine, over Gloo
+            by_tag = self.inputs.cluster.cores is not None  # workers are processes of a machine, over Gloo
             peaks = walked(
                 *(self.schedule, stages, self.configuration.recompute),
                 versions=changes.versions.tolist(),
@@ -290,7 +313,7 @@ class Play:
 
     def _updating(self, gradients: Sequence[float]) -> list[float]:
         """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
-        profile, placement = self.predictor.profile, self.schedule.placement
+        profile, placement = self.inputs.profile, self.schedule.placement
         norms = (min(profile.norm_bytes_per_byte * mine, profile.norm_peak_bytes) for mine in gradients)
         if self.sharded is not None:
             return list(map(max, norms, self.sharded.updating))
@@ -303,7 +326,7 @@ class Play:
     @cached_property
     def communicators(self) -> tuple[float, ...]:
         """Memory of each worker's communicators."""
-        each = self.predictor.cluster.communicator_bytes
+        each = self.inputs.cluster.communicator_bytes
         if not each:
             return (0.0,) * self.schedule.workers
         ties = [tie.stages for tie in self.stages.ties if tie.gradient_bytes]
@@ -324,7 +347,7 @@ class Play:
     @property
     def usable_bytes(self) -> tuple[float, ...]:
         """Memory that each worker can use."""
-        return self.network.usable_bytes or (self.predictor.cluster.usable_bytes,) * self.schedule.workers
+        return self.network.usable_bytes or (self.inputs.cluster.usable_bytes,) * self.schedule.workers
 
     @cached_property
     def fits(self) -> bool:
@@ -347,7 +370,7 @@ class Play:
             updates=round(self.updates),
             bubble_ratio=max(0.0, idle),
             memory=self.memory,
-            usable_bytes=self.predictor.cluster.usable_bytes,
+            usable_bytes=self.inputs.cluster.usable_bytes,
             notes=tuple(self._notes()),
             usable_by_worker=self.network.usable_bytes,
             mesh=self._mesh(),
@@ -359,12 +382,12 @@ class Play:
         if chosen.tensor_parallel == 1:
             return None
         where = self.schedule.placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
-        found = mesh(*where, cluster=self.predictor.cluster, nodes=chosen.nodes)
+        found = mesh(*where, cluster=self.inputs.cluster, nodes=chosen.nodes)
         return [list(map(list, replica)) for replica in found]
 
     def parts(self) -> Parts:
         """Parts of the step's seconds: the savings if messages, then syncs, cost nothing."""
-        played, slowed = self.timing, self.predictor.cluster.sync_slowdown != 0
+        played, slowed = self.timing, self.inputs.cluster.sync_slowdown != 0
         quiet = replace(self, allreduce_scale=0.0)
         still = replace(quiet, p2p_scale=0.0)
         work = quiet.timing.work if slowed else played.work
@@ -383,19 +406,19 @@ class Play:
         )
 
     def _notes(self) -> list[str]:
-        sharing = [node for node, _ in self.predictor.whole[1].kinds_of_nodes() if node.shares_cores]
+        sharing = [node for node, _ in self.inputs.devices.kinds_of_nodes() if node.shares_cores]
         notes = [
             f"{node.devices} workers of a node share {node.cores} "
             f"core{'s' if node.cores != 1 else ''}: a step takes at least the work of all workers "
             "divided by the cores, but waits for cores are not predicted"
             for node in dict.fromkeys(sharing)
         ]
-        layers = self.predictor.profile.layers
-        largest = {kind: layers[kind].samples[-1] for kind in dict.fromkeys(self.predictor.model.layers)}
+        layers = self.inputs.profile.layers
+        largest = {kind: layers[kind].samples[-1] for kind in dict.fromkeys(self.inputs.model.layers)}
         beyond = [
             kind
             for kind, most in largest.items()
-            if self.configuration.samples > most and layers[kind].forward(most) > 0
+            if self.configuration.samples > most and layers[kind].seconds(OpKind.FORWARD, most) > 0
         ]
         if beyond:
             notes.append(

@@ -18,19 +18,17 @@ from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
 from counterflow.schedule.placement import Placement
-from counterflow.schedule.recompute_ops import with_recomputations
 from counterflow.simulation.periods import whole_periods
 
-from .cost.device_placement import Arrangement, Network, network
-from .cost.sharded_state import ShardedState, Sharding, parameters_of
+from .cost.device_placement import Network, network
+from .cost.sharded_state import ShardedStates
 from .cost.stages import Cuts, Cutting, StageCosts, cut, stage_costs
-from .cost.tensor_parallel import places, positioned
+from .cost.tensor_parallel import Inputs
 from .inputs.cluster import Cluster
 from .inputs.model import Model
 from .inputs.profile import Profile
 from .play import Play
 from .prediction import Configuration, Prediction
-from .search.node_orders import Runs
 from .search.worker_cuts import Balance
 
 STEADY_PERIODS = 4
@@ -79,22 +77,16 @@ class Predictor:
     """Predicts many configurations of one model on one cluster; schedules and stage costs are cached."""
 
     def __init__(self, model: Model, profile: Profile, cluster: Cluster, *, tensor_parallel: int = 1) -> None:
-        for kind in dict.fromkeys(model.layers):
-            profile.layer(kind)
-        self.model, self.whole = model, (profile, cluster)
-        self.tensor_parallel = tensor_parallel
-        self.cluster = places(cluster, tensor_parallel)
-        self.profile = positioned(model, profile, cluster, tensor_parallel)
-        self._of_positions = {tensor_parallel: self}
-        self._parameters = parameters_of(model, profile)
+        self.inputs = Inputs.at(model, profile, cluster, tensor_parallel)
+        self._by_degree = {tensor_parallel: self}
+        self.model, self.profile, self.cluster = model, self.inputs.profile, self.inputs.cluster
         self._sums: dict[tuple[int, bool, bool], Any] = {}
         self.schedule = lru_cache(maxsize=_KEPT_SCHEDULES)(partial(_build, far=bool(model.skips)))
         """Schedule of a scheme and its options; an asynchronous one is long enough to reach its steady state.
         """
         self.network = cache(partial(network, self.cluster))
         """Cost of messages and all-reduces; see the function ``network``."""
-        self._sharding = cache(partial(Sharding, self.cluster))
-        self.sharded_state = cache(self._sharded_state)
+        self.sharded_states = ShardedStates(model, profile, self.cluster)
         self._stage_costs = cache(partial(stage_costs, model, self.profile))
         self._cut, self._balanced = cache(partial(cut, model, self.profile)), cache(self._balanced_cuts)
         self._cuts = cache(self._cuts_of)
@@ -110,16 +102,19 @@ class Predictor:
         Raises:
             ConfigError: T does not divide the layers or the devices of a node.
         """
-        if tensor_parallel not in self._of_positions:
-            made = Predictor(self.model, *self.whole, tensor_parallel=tensor_parallel)
-            self._of_positions[tensor_parallel] = made
-            made._of_positions = self._of_positions
-        return self._of_positions[tensor_parallel]
+        if tensor_parallel not in self._by_degree:
+            inputs = self.inputs
+            predictor = Predictor(
+                inputs.model, inputs.undivided, inputs.devices, tensor_parallel=tensor_parallel
+            )
+            self._by_degree[tensor_parallel] = predictor
+            predictor._by_degree = self._by_degree
+        return self._by_degree[tensor_parallel]
 
     @property
-    def shares_cores(self) -> bool:
-        """Whether workers of a node share cores."""
-        return self.whole[1].shares_cores
+    def tensor_parallel(self) -> int:
+        """T, positions of tensor parallelism."""
+        return self.inputs.degree
 
     def play(self, configuration: Configuration, mini_batch: int | None = None) -> Play:
         """The simulated configuration."""
@@ -140,7 +135,7 @@ class Predictor:
             positions = f" · {each} positions of tensor parallelism" if each > 1 else ""
             raise ConfigError(
                 f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
-                f"{needed * each} devices, but cluster {self.cluster.name} has {self.whole[1].size}"
+                f"{needed * each} devices, but cluster {self.cluster.name} has {self.inputs.devices.size}"
             )
         _require_flush(configuration, schedule, barrier=self.model.barrier)
         where = configuration.replicas, configuration.arrangement
@@ -160,23 +155,8 @@ class Predictor:
         if skips or schedule.workload.skips:
             schedule = schedule.with_skips(skips)
             links = self.network(schedule.placement, *where, tuple(skips), nodes=configuration.nodes)
-        if configuration.recompute is Recompute.STAGE and self.cluster.recompute_ahead:
-            schedule = with_recomputations(schedule)
-        return Play(self, configuration, schedule, stages, links, mini_batch)
-
-    def _sharded_state(
-        self,
-        cuts: tuple[int, ...],
-        samples: int,
-        where: tuple[Placement, int, Arrangement, Runs],
-    ) -> ShardedState:
-        """Owners of optimiser state and the cost of sending updates, if optimiser state is sharded."""
-        return self._sharding(*where).state(
-            self._stage_costs(cuts, samples),
-            self._parameters,
-            self.model.optimizer_states,
-            together=self.profile.update_together,
-        )
+        schedule = self.inputs.recomputed(schedule, configuration.recompute)
+        return Play(self.inputs, self.sharded_states, configuration, schedule, stages, links, mini_batch)
 
     def stages(
         self,

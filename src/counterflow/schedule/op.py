@@ -1,4 +1,4 @@
-"""Ops and their products. Plain, frozen data."""
+"""Ops, their products and the facts of their kinds. Plain, frozen data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Product(Enum):
-    """A product of ops."""
+    """Result of an op."""
 
     __hash__ = object.__hash__  # filled in like ``OpKind``
 
@@ -26,9 +26,26 @@ class Product(Enum):
 _GOES = {Product.OUTPUT: 1, Product.INPUT_GRADIENT: -1, Product.WEIGHT_GRADIENTS: 0}
 
 
+class Lane(Enum):
+    """Part of a worker that an op occupies while it runs; ops of one lane run one after another."""
+
+    COMPUTE = "compute"
+
+
+class Saved(Enum):
+    """Tensors of a micro-batch that a stage stores from one op to a later one; ``OpKind`` says which ops
+    begin and end their lives.
+    """
+
+    __hash__ = object.__hash__
+
+    ACTIVATIONS = "activations"
+    RECOMPUTED = "recomputed activations"
+    WEIGHT_OPERANDS = "operands of weight gradients"
+
+
 class OpKind(Enum):
-    """What an op computes, with its letter; a table of facts defines everything else, and all other code
-    reads it.
+    """Kind of an op, with its letter; a table of facts defines everything else, and all other code reads it.
 
     A backward makes two products at once. A split backward is two ops: the input gradient, for which the
     stage before waits, and the weight gradients, for which only the update waits. A recomputation makes none:
@@ -36,19 +53,24 @@ class OpKind(Enum):
 
     Attributes:
         word: name of the kind.
+        lane: part of its worker that it occupies.
         first: the product of its own stage that it needs, or None.
         takes: the product of another stage that it takes, or None; ``Product.goes`` says from where.
         makes: the products that it makes.
+        saves: tensors that it stores for a later op of its stage, or None. If it frees others, it stores a
+            part of them, so the life of that part begins when it has ended.
+        restores: tensors that it stores again because they were not saved, or None.
+        frees: tensors whose lives end with it.
         stash: change of the number of graphs that its stage holds: 1, -1 or 0.
         carries: number of slices further on at which its own stage takes the state that it leaves: 1, a
             forward's state, taken by the next slice's forward; -1, the state's gradient, taken by the slice
             before; 0: it leaves none.
-        attends: whether a part of its work is attention between positions, which has no weights.
+        attends: True if a part of its work is attention between positions, which has no weights.
         again: the kind whose work it does again, or None; a backward only if outputs are recomputed and no
             recomputation has done it.
         gives: the one of its products that goes to another stage, or None.
-        whole: whether it always computes whole micro-batches, because it needs nothing of its own stage; in a
-            sliced workload always one slice.
+        whole: True if it always computes complete micro-batches, because it needs nothing of its own stage;
+            in a sliced workload always one slice.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2; of the recomputation
     Yang et al., Group-based Interleaved Pipeline Parallelism (WPipe, ICLR 2022), appendix A.3, Figure 13.
@@ -65,9 +87,13 @@ class OpKind(Enum):
     RECOMPUTATION = "R"
 
     word: str
+    lane: Lane
     first: Product | None
     takes: Product | None
     makes: tuple[Product, ...]
+    saves: Saved | None
+    restores: Saved | None
+    frees: tuple[Saved, ...]
     stash: int
     carries: int
     attends: bool
@@ -84,7 +110,7 @@ class OpKind(Enum):
 
     @property
     def half(self) -> bool:
-        """Whether it is one half of a split backward."""
+        """True if it is one half of a split backward."""
         return len(self.makes) == 1 and not self.whole
 
     @property
@@ -98,25 +124,47 @@ class OpKind(Enum):
 
 F, B, I, W, R = OpKind  # noqa: E741 - the letters of the papers, for orders
 _OUT, _IN, _WEIGHTS = Product
+_ACTIVATIONS, _RECOMPUTED, _OPERANDS = Saved
 
-_Row = tuple[str, Product | None, Product | None, tuple[Product, ...], int, int, bool, OpKind | None]
-_FACTS: dict[OpKind, _Row] = {
-    # kind: word, needs first, takes, makes, stash, carries, attends, again
-    F: ("forward", None, _OUT, (_OUT,), 1, 1, True, None),
-    B: ("backward", _OUT, _IN, (_IN, _WEIGHTS), -1, -1, True, F),
-    I: ("input gradient", _OUT, _IN, (_IN,), 0, -1, True, F),
-    W: ("weight gradients", _IN, None, (_WEIGHTS,), -1, 0, False, None),
-    R: ("recomputation", _OUT, None, (), 0, 0, True, F),
+
+class _Facts(NamedTuple):
+    """Row of the table; ``OpKind`` explains the columns."""
+
+    word: str
+    first: Product | None = None
+    takes: Product | None = None
+    makes: tuple[Product, ...] = ()
+    saves: Saved | None = None
+    restores: Saved | None = None
+    frees: tuple[Saved, ...] = ()
+    stash: int = 0
+    carries: int = 0
+    attends: bool = False
+    again: OpKind | None = None
+    lane: Lane = Lane.COMPUTE
+
+
+_GRAPH = (_ACTIVATIONS, _RECOMPUTED)
+_FACTS = {
+    F: _Facts("forward", None, _OUT, (_OUT,), saves=_ACTIVATIONS, stash=1, carries=1, attends=True),
+    B: _Facts(
+        "backward", _OUT, _IN, (_IN, _WEIGHTS), frees=_GRAPH, stash=-1, carries=-1, attends=True, again=F
+    ),
+    I: _Facts(
+        "input gradient", _OUT, _IN, (_IN,), _OPERANDS, frees=_GRAPH, carries=-1, attends=True, again=F
+    ),
+    W: _Facts("weight gradients", _IN, None, (_WEIGHTS,), frees=(_OPERANDS,), stash=-1),
+    R: _Facts("recomputation", _OUT, restores=_RECOMPUTED, attends=True, again=F),
 }
-for _kind, _row in _FACTS.items():
-    _kind.word, _kind.first, _kind.takes, _kind.makes = _row[:4]
-    _kind.stash, _kind.carries, _kind.attends, _kind.again = _row[4:]
+for _kind, _facts in _FACTS.items():
+    for _name, _fact in _facts._asdict().items():
+        setattr(_kind, _name, _fact)
     _kind.gives = next((product for product in _kind.makes if product.goes), None)
     _kind.whole = _kind.first is None
 
 
 def maker_of(product: Product) -> OpKind:
-    """The kind of op that makes only this product."""
+    """Return the kind of op that makes only this product."""
     return next(kind for kind in OpKind if kind.makes == (product,))
 
 

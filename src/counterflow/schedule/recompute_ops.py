@@ -55,6 +55,18 @@ def with_recomputations(schedule: Schedule) -> Schedule:
     return recomputed
 
 
+def recomputed_ahead(schedule: Schedule, recompute: Recompute, *, ahead: bool) -> Schedule:
+    """Add the recomputations of a kind of recomputation to the schedule.
+
+    Args:
+        schedule: the schedule.
+        recompute: what is computed again.
+        ahead: True if the system computes stages again while their workers wait for gradients; otherwise
+            backwards do, as with torch's checkpoint.
+    """
+    return with_recomputations(schedule) if ahead and recompute is Recompute.STAGE else schedule
+
+
 def without_recomputations(schedule: Schedule) -> Schedule:
     """The schedule without its recomputations; itself, if it has none."""
     if not schedule.workload.recomputes:

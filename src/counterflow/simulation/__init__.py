@@ -11,11 +11,11 @@ from counterflow.program.actions import Matching, Program
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.recompute_ops import as_recomputed, with_recomputations
+from counterflow.schedule.recompute_ops import as_recomputed, recomputed_ahead
 
-from .costs import Costs, Link
+from .costs import ByteCosts, Costs, Link
 from .memory import MemoryUse, peaks_of
-from .op_costs import ByteCosts, OpCosts, Piece
+from .op_costs import OpCosts, Piece
 from .program_times import play_program
 from .result import Bubbles, Cause, Gap, MessageSpan, Simulation, Span, SyncSpan
 from .slice_lengths import balanced_slices
@@ -113,9 +113,8 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def _recomputed(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
-    """A schedule with the recomputations of its costs, and costs with those of the schedule."""
-    if costs.recompute is Recompute.STAGE and costs.recompute_ahead:
-        schedule = with_recomputations(schedule)
+    """Return the schedule with the recomputations of its costs, and the costs with those of the schedule."""
+    schedule = recomputed_ahead(schedule, Recompute(costs.recompute), ahead=costs.recompute_ahead)
     return schedule, _as_recomputed(schedule, costs)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from counterflow.common.cli_fields import cli_fields
 from counterflow.errors import ConfigError
 
-from .costs import Costs
-from .op_costs import MOST_COST, ByteCosts
+from .costs import ByteCosts, Costs
+from .op_costs import MOST_COST
 
 COSTS = cli_fields(Costs, ByteCosts)
 """Costs that people may give, by the names of flags and of the page's forms."""

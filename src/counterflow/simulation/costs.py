@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from operator import add, mul
 
 from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute, Sync, parse_mode
+from counterflow.schedule.op import OpKind, Saved
 
-from .op_costs import ByteCosts, OpCosts, PerStage, StageBytes, StageOps, refuse_negative
+from .layer_cost import LayerCost, proportional
+from .op_costs import OpCosts, PerStage, StageBytes, StageOps, per_stage, refuse_negative
 
 PerLink = float | Sequence[Sequence[float]]
 """One number for every pair of workers, or ``table[sender][receiver]``."""
@@ -28,6 +31,94 @@ Crossings = Sequence[tuple[Sequence[int], float]]
 
 Ties = Sequence[tuple[tuple[int, ...], float]]
 """Groups of stages that share weights, and seconds of their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCosts:
+    """Bytes of one stage; each a number for all stages or one per stage.
+
+    Attributes:
+        weights: one version of one copy of the stage's weights.
+        gradients: gradients of one copy; None means as many as the weights.
+        optimizer: optimiser state of one copy.
+        activations: bytes that a forward saves for its backward, for one micro-batch, without recomputation.
+        kept_for_weights: the part of it that weight gradients still need after the input gradient, if the
+            backward is split; None means all of it.
+        inputs: the stage's input for one micro-batch: all that is saved with ``recompute="stage"``. If the
+            backward needs it, it is a part of ``activations``.
+        casts: casts of one version of the weights to another precision, made once for all micro-batches.
+        beyond_inputs: bytes that a forward saves beyond its input while the stage is computed again; None
+            means ``activations`` less ``inputs``.
+        layers: number of layers in the stage; with ``recompute="layer"`` one input per layer is saved.
+        layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
+        largest_layer: maximum bytes that a layer saves beyond its input, for one micro-batch; None means that
+            all layers of the stage save the same.
+        state: bytes of one micro-batch that a stage leaves to later slices, such as keys and values: a part
+            of ``activations`` that is saved in any case. Its gradient waits for the slice that made it.
+        slice_state: bytes of it that each slice leaves, however short it is, such as a recurrent state.
+        state_gradients: bytes of these gradients; None: as many as of the state.
+    """
+
+    weights: PerStage = cli_field(
+        0.0, "Bytes of one version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
+    )
+    gradients: PerStage | None = cli_field(
+        None,
+        "Bytes of gradients. Default: those of the weights.",
+        metavar="BYTES",
+        name="gradient_bytes",
+        divided=0.0,
+    )
+    optimizer: PerStage = cli_field(
+        0.0, "Bytes of optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0
+    )
+    activations: PerStage = cli_field(
+        0.0,
+        "What a forward of one micro-batch saves for its backward.",
+        metavar="BYTES",
+        name="activation_bytes",
+        divided=0.0,
+    )
+    inputs: PerStage = cli_field(
+        0.0,
+        "Input of one micro-batch: what --recompute stage saves.",
+        metavar="BYTES",
+        name="input_bytes",
+    )
+    kept_for_weights: PerStage | None = cli_field(
+        None,
+        "What a split backward keeps from the input gradient to the weight gradients. Default: all of "
+        "--activation-bytes.",
+        metavar="BYTES",
+        divided=0.0,
+    )
+    layers: PerStage = cli_field(
+        1.0, "Number of layers: --recompute layer saves the input of each.", metavar="NUMBER", divided=1.0
+    )
+    layer_inputs: PerStage | None = None
+    largest_layer: PerStage | None = None
+    beyond_inputs: PerStage | None = None
+    casts: PerStage = 0.0
+    state: PerStage = cli_field(
+        0.0,
+        "What slices of one micro-batch leave to later ones (keys and values), a part of --activation-bytes.",
+        metavar="BYTES",
+        name="state_bytes",
+        divided=0.0,
+    )
+    slice_state: PerStage = cli_field(
+        0.0,
+        "What each slice of a micro-batch leaves to the next one however short it is (a recurrent state).",
+        metavar="BYTES",
+        name="slice_state_bytes",
+        divided=0.0,
+    )
+    state_gradients: PerStage | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if (value := getattr(self, each.name)) is not None:
+                refuse_negative(each.name, value, "layers" if each.name == "layers" else "bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +306,18 @@ class Costs:
         """Unit of times: ``s``, seconds, or ``F``, forwards, if no seconds were given."""
         return "F" if self.in_forwards else "s"
 
+    @property
+    def recomputes_ahead(self) -> bool:
+        """True if stages are computed again by ops of their own."""
+        return self.recompute is Recompute.STAGE and self.recompute_ahead
+
     def way(self, sender: int, receiver: int) -> int:
         """Number of the way by which messages leave a worker for another."""
         return receiver if self.ways is None else self.ways[sender][receiver]
 
     def of_ops(self, stages: int) -> OpCosts:
         """Costs of ops: those that were given, or those that follow from these numbers."""
-        return self.ops or StageOps.of(self, stages)
+        return self.ops or stage_ops(self, stages)
 
 
 _NO_TIMES = frozenset(
@@ -242,3 +338,74 @@ _NO_TIMES = frozenset(
     }
 )
 _TIMES = {field.name: field.default for field in fields(Costs) if field.name not in _NO_TIMES}
+
+
+def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int) -> StageBytes:
+    """Byte costs after a kind of recomputation; ``StageBytes`` are already made for one."""
+    if isinstance(costs, StageBytes):
+        return costs
+
+    def each(name: str, instead: PerStage = 0.0) -> list[float]:
+        value = getattr(costs, name)
+        return per_stage(name, instead if value is None else value, stages)
+
+    stash = full = each("activations")
+    inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
+    again = layer = none
+    if recompute is Recompute.STAGE:  # the input exists already
+        stash = inputs
+        again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
+    elif recompute is Recompute.LAYER:
+        stash = [i * n for i, n in zip(inputs, layers, strict=True)]
+        layer = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
+        stash, layer = each("layer_inputs", stash), each("largest_layer", layer)
+    return StageBytes(
+        weights=list(map(add, each("weights"), each("casts"))),
+        fixed=list(map(add, each("gradients", costs.weights), each("optimizer"))),
+        tensors={
+            Saved.ACTIVATIONS: stash,
+            Saved.RECOMPUTED: again,
+            Saved.WEIGHT_OPERANDS: each("kept_for_weights", full),
+        },
+        space={kind: layer if kind.again and kind.makes else none for kind in OpKind},
+        state=each("state"),
+        slice_state=each("slice_state"),
+        state_gradients=each("state_gradients", costs.state),
+        recomputed=recompute is not Recompute.NONE,
+    )
+
+
+def stage_ops(costs: Costs, stages: int) -> StageOps:
+    """Costs of ops by stage, in proportion to the work and equal on all workers.
+
+    Attention has no weights, so that a split backward has all of it in the input gradient.
+    """
+    forward = per_stage("forward", costs.forward, stages)
+    backward = per_stage("backward", costs.backward, stages)
+    shares = per_stage("attention", costs.attention, stages)
+    attention = list(map(mul, shares, backward))
+    inputs = [b / 2 + s / 2 for b, s in zip(backward, attention, strict=True)]
+    if costs.input_gradient is not None:
+        inputs = per_stage("input_gradient", costs.input_gradient, stages)
+    weights = [max(0.0, b - i) for b, i in zip(backward, inputs, strict=True)]
+    if costs.weight_gradients is not None:
+        weights = per_stage("weight_gradients", costs.weight_gradients, stages)
+    table = {
+        OpKind.FORWARD: forward,
+        OpKind.BACKWARD: backward,
+        OpKind.INPUT_GRADIENT: inputs,
+        OpKind.WEIGHT_GRADIENTS: weights,
+        OpKind.RECOMPUTATION: forward,
+    }
+    overhead = per_stage("overhead", costs.overhead, stages)
+    recompute = Recompute(costs.recompute)
+    layers = []
+    for stage, share in enumerate(shares):
+        attends = {kind: share for kind in OpKind if kind.attends}
+        if share:
+            seconds = inputs[stage]
+            attends[OpKind.INPUT_GRADIENT] = min(attention[stage] / seconds, 1.0) if seconds else 0.0
+        lines = {kind: ((1, proportional(amounts[stage])),) for kind, amounts in table.items()}
+        layers.append(LayerCost(lines, 0.0, attends, dict.fromkeys(OpKind, overhead[stage])))
+    memory = None if costs.memory is None else stage_bytes(costs.memory, recompute, stages)
+    return StageOps(layers, 1.0, recompute, memory)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from counterflow.errors import ConfigError
 from counterflow.schedule.placement import Placement
 
-from .costs import Costs
-from .op_costs import ByteCosts, StageBytes
+from .costs import ByteCosts, Costs
+from .op_costs import StageBytes
 
 Record = TypeVar("Record", Costs, ByteCosts)
 

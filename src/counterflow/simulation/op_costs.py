@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from operator import add, mul
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from counterflow.common.cli_fields import cli_field
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, OpKind, Workload
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import Saved
 
-if TYPE_CHECKING:
-    from .costs import Costs
+from .layer_cost import LayerCost
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one number per stage."""
@@ -36,7 +34,7 @@ class Piece:
         shares: for a forward, number of backwards that differentiate it; each may need a graph of its own.
         part: number of its slice; 0 if it is none.
         lengths: relative lengths of the slices of a micro-batch; one: it is whole.
-        recomputed: whether stages are computed again by ops of their own, so that no backward does it.
+        recomputed: True if stages are computed again by ops of their own, so that no backward does it.
     """
 
     kind: OpKind
@@ -74,7 +72,7 @@ class Piece:
 
     @property
     def sliced(self) -> bool:
-        """Whether it is of one of several slices."""
+        """True if it is of one of several slices."""
         return len(self.lengths) > 1
 
     @property
@@ -129,94 +127,6 @@ def refuse_negative(name: str, value: PerStage, unit: str = "seconds") -> None:
             raise ConfigError(f"{name}={number:g}: must be {MOST_COST:g} {unit} or less")
 
 
-@dataclass(frozen=True, slots=True)
-class ByteCosts:
-    """Bytes of one stage; each a number for all stages or one per stage.
-
-    Attributes:
-        weights: one version of one copy of the stage's weights.
-        gradients: gradients of one copy; None means as many as the weights.
-        optimizer: optimiser state of one copy.
-        activations: bytes that a forward saves for its backward, for one micro-batch, without recomputation.
-        kept_for_weights: the part of it that weight gradients still need after the input gradient, if the
-            backward is split; None means all of it.
-        inputs: the stage's input for one micro-batch: all that is saved with ``recompute="stage"``. If the
-            backward needs it, it is a part of ``activations``.
-        casts: casts of one version of the weights to another precision, made once for all micro-batches.
-        beyond_inputs: bytes that a forward saves beyond its input while the stage is computed again; None
-            means ``activations`` less ``inputs``.
-        layers: number of layers in the stage; with ``recompute="layer"`` one input per layer is saved.
-        layer_inputs: those inputs together; None means ``layers`` times ``inputs``.
-        largest_layer: maximum bytes that a layer saves beyond its input, for one micro-batch; None means that
-            all layers of the stage save the same.
-        state: bytes of one micro-batch that a stage leaves to later slices, such as keys and values: a part
-            of ``activations`` that is saved in any case. Its gradient waits for the slice that made it.
-        slice_state: bytes of it that each slice leaves, however short it is, such as a recurrent state.
-        state_gradients: bytes of these gradients; None: as many as of the state.
-    """
-
-    weights: PerStage = cli_field(
-        0.0, "Bytes of one version of the weights.", metavar="BYTES", name="weight_bytes", divided=0.0
-    )
-    gradients: PerStage | None = cli_field(
-        None,
-        "Bytes of gradients. Default: those of the weights.",
-        metavar="BYTES",
-        name="gradient_bytes",
-        divided=0.0,
-    )
-    optimizer: PerStage = cli_field(
-        0.0, "Bytes of optimiser state.", metavar="BYTES", name="optimizer_bytes", divided=0.0
-    )
-    activations: PerStage = cli_field(
-        0.0,
-        "What a forward of one micro-batch saves for its backward.",
-        metavar="BYTES",
-        name="activation_bytes",
-        divided=0.0,
-    )
-    inputs: PerStage = cli_field(
-        0.0,
-        "Input of one micro-batch: what --recompute stage saves.",
-        metavar="BYTES",
-        name="input_bytes",
-    )
-    kept_for_weights: PerStage | None = cli_field(
-        None,
-        "What a split backward keeps from the input gradient to the weight gradients. Default: all of "
-        "--activation-bytes.",
-        metavar="BYTES",
-        divided=0.0,
-    )
-    layers: PerStage = cli_field(
-        1.0, "Number of layers: --recompute layer saves the input of each.", metavar="NUMBER", divided=1.0
-    )
-    layer_inputs: PerStage | None = None
-    largest_layer: PerStage | None = None
-    beyond_inputs: PerStage | None = None
-    casts: PerStage = 0.0
-    state: PerStage = cli_field(
-        0.0,
-        "What slices of one micro-batch leave to later ones (keys and values), a part of --activation-bytes.",
-        metavar="BYTES",
-        name="state_bytes",
-        divided=0.0,
-    )
-    slice_state: PerStage = cli_field(
-        0.0,
-        "What each slice of a micro-batch leaves to the next one however short it is (a recurrent state).",
-        metavar="BYTES",
-        name="slice_state_bytes",
-        divided=0.0,
-    )
-    state_gradients: PerStage | None = None
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if (value := getattr(self, each.name)) is not None:
-                refuse_negative(each.name, value, "layers" if each.name == "layers" else "bytes")
-
-
 def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
     """``value`` for each of ``stages`` stages.
 
@@ -232,6 +142,10 @@ def per_stage(name: str, value: PerStage, stages: int) -> list[float]:
     return [float(v) for v in value]
 
 
+_RESTORED_BY = {kind.restores: kind for kind in OpKind if kind.restores is not None}
+"""Kind of op by the tensors that it restores."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes by stage, after recomputation.
@@ -239,23 +153,20 @@ class StageBytes:
     Attributes:
         weights: one version of the weights, and its casts.
         fixed: gradients and optimiser state.
-        stash: bytes of one micro-batch that are saved from its forward to its backward.
-        between: bytes that are saved from input gradient to weight gradients, if the backward is split.
-        space: for each kind of op, additional bytes while it runs; of a backward without those of a
+        tensors: bytes of one micro-batch that are saved from one op to a later one; their lives are facts of
+            the kinds of ops.
+        space: for each kind of op, further bytes while it runs; of a backward without those of a
             recomputation.
-        again: bytes that a recomputation leaves until the backward has ended; empty: none.
-        state: bytes of one micro-batch that slices leave to later ones.
+        state: bytes of one micro-batch that slices leave to later ones; empty: none.
         slice_state: bytes of it that each slice leaves however short it is, in addition; empty: none.
         state_gradients: gradients of ``state``; empty: as many.
-        recomputed: whether ``stash`` is without them, because the rest is computed again.
+        recomputed: True if saved activations are without them, because the rest is computed again.
     """
 
     weights: list[float]
     fixed: list[float]
-    stash: list[float]
-    between: list[float]
+    tensors: Mapping[Saved, list[float]]
     space: Mapping[OpKind, list[float]]
-    again: list[float] = field(default_factory=list)
     state: list[float] = field(default_factory=list)
     slice_state: list[float] = field(default_factory=list)
     state_gradients: list[float] = field(default_factory=list)
@@ -297,117 +208,85 @@ class StageBytes:
         Args:
             kind: kind of the op.
             stage: its stage.
-            recomputed: whether a recomputation precedes each backward; otherwise the backward recomputes.
+            recomputed: True if a recomputation precedes each backward; otherwise the backward recomputes.
         """
-        stash, between, space = self.stash[stage], self.between[stage], self.space[kind][stage]
-        again = self.again[stage] if self.again else 0.0
-        alone = max(self.space[OpKind.RECOMPUTATION][stage], again)
+        space = self.space[kind][stage]
+        saved = sum(self.tensors[stored][stage] for stored in (kind.saves, kind.restores) if stored)
+        freed = sum(self.tensors[tensors][stage] for tensors in kind.frees)
         if kind.again is not None and kind.makes and not recomputed:
-            again, space = 0.0, max(alone, again + space)
-        match kind:
-            case OpKind.FORWARD:
-                return stash + space, -space
-            case OpKind.RECOMPUTATION:
-                return alone, again - alone
-            case OpKind.BACKWARD:
-                return space, -stash - again - space
-            case OpKind.INPUT_GRADIENT:
-                return space, between - stash - again - space
-            case OpKind.WEIGHT_GRADIENTS:
-                return space, -between - space
-
-
-def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int) -> StageBytes:
-    """Byte costs after a kind of recomputation; ``StageBytes`` are already made for one."""
-    if isinstance(costs, StageBytes):
-        return costs
-
-    def each(name: str, instead: PerStage = 0.0) -> list[float]:
-        value = getattr(costs, name)
-        return per_stage(name, instead if value is None else value, stages)
-
-    stash = full = each("activations")
-    inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
-    again = layer = none
-    if recompute is Recompute.STAGE:  # the input exists already
-        stash = inputs
-        again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
-    elif recompute is Recompute.LAYER:
-        stash = [i * n for i, n in zip(inputs, layers, strict=True)]
-        layer = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
-        stash, layer = each("layer_inputs", stash), each("largest_layer", layer)
-    return StageBytes(
-        weights=list(map(add, each("weights"), each("casts"))),
-        fixed=list(map(add, each("gradients", costs.weights), each("optimizer"))),
-        stash=stash,
-        between=each("kept_for_weights", full),
-        space=dict(zip(OpKind, (none, layer, layer, none, again), strict=True)),
-        again=again,
-        state=each("state"),
-        slice_state=each("slice_state"),
-        state_gradients=each("state_gradients", costs.state),
-        recomputed=recompute is not Recompute.NONE,
-    )
+            for tensors in kind.frees:
+                if again := _RESTORED_BY.get(tensors):  # they begin and end with this op
+                    restored = self.tensors[tensors][stage]
+                    space = restored + max(space, self.space[again][stage])
+                    freed -= restored
+        if kind.frees:  # what it saves is a part of what it frees
+            return space, saved - freed - space
+        return saved + space, -freed - space
 
 
 @dataclass(frozen=True, slots=True)
 class StageOps:
-    """Costs by stage, in proportion to the work; the same on every worker.
+    """Costs of ops by the costs of their stages.
 
     Attributes:
-        table: seconds of each kind of op, by stage, for one micro-batch.
-        attention: the seconds of these that are attention to earlier positions, in the same form.
-        overhead: seconds that each op takes in addition, by stage, however small its part is.
-        held: bytes by stage; None: not counted.
-        again: whether a backward computes its forward again, unless a recomputation has done it.
+        stages: costs of the stages.
+        samples: samples of a micro-batch.
+        recompute: what a backward computes again: only layers, in the same op or, complete stages, in one of
+            its own.
+        memory: bytes by stage; None: not counted.
+        slowness: factor of seconds by worker; empty: all workers are equal.
     """
 
-    table: dict[OpKind, list[float]]
-    held: StageBytes | None
-    attention: dict[OpKind, list[float]]
-    overhead: list[float]
-    again: bool = False
-
-    @classmethod
-    def of(cls, costs: Costs, stages: int) -> StageOps:
-        """Costs by stage. A recomputation happens once, before or with the input gradient.
-
-        Attention has no weights, so that a split backward has all of it in the input gradient.
-        """
-        forward = per_stage("forward", costs.forward, stages)
-        backward = per_stage("backward", costs.backward, stages)
-        shares = per_stage("attention", costs.attention, stages)
-        seen, seen_back = (list(map(mul, shares, times)) for times in (forward, backward))
-        inputs = [b / 2 + s / 2 for b, s in zip(backward, seen_back, strict=True)]
-        if costs.input_gradient is not None:
-            inputs = per_stage("input_gradient", costs.input_gradient, stages)
-        weights = [max(0.0, b - i) for b, i in zip(backward, inputs, strict=True)]
-        if costs.weight_gradients is not None:
-            weights = per_stage("weight_gradients", costs.weight_gradients, stages)
-        halved = list(map(min, seen_back, inputs))
-        recompute = Recompute(costs.recompute)
-        table = dict(zip(OpKind, (forward, backward, inputs, weights, forward), strict=True))
-        attention = dict(zip(OpKind, (seen, seen_back, halved, [0.0] * stages, seen), strict=True))
-        held = None if costs.memory is None else stage_bytes(costs.memory, recompute, stages)
-        overhead, again = per_stage("overhead", costs.overhead, stages), recompute is not Recompute.NONE
-        return cls(table, held, attention, overhead, again)
+    stages: Sequence[LayerCost]
+    samples: float
+    recompute: Recompute
+    memory: StageBytes | None = None
+    slowness: Sequence[float] = ()
 
     def seconds(self, piece: Piece) -> float:
         """Duration of an op, see ``OpCosts``."""
-        seconds = self._alone(piece.kind, piece)
-        if self.again and piece.repeats is not None:
-            seconds += self._alone(piece.repeats, piece)
-        return seconds + self.overhead[piece.stage]
-
-    def _alone(self, kind: OpKind, piece: Piece) -> float:
-        """Seconds of the work that an op of a kind does, without its overhead."""
-        seconds = self.table[kind][piece.stage] * piece.work
-        if piece.attention != piece.work:
-            seconds += self.attention[kind][piece.stage] * (piece.attention - piece.work)
-        return seconds
+        stage, kind = self.stages[piece.stage], piece.kind
+        if piece.sliced:
+            share = stage.slice_share(kind, piece.work, piece.attention)
+            seconds = stage.op_seconds(kind, self.samples, share)
+        elif kind.whole:
+            seconds = stage.op_seconds(
+                kind, *forward_runs(self.samples, self.recompute, piece.micro_batches, piece.shares)
+            )
+        elif kind.makes and piece.work < 1:
+            seconds = stage.op_seconds(kind, self.samples * piece.work)
+        else:
+            seconds = stage.op_seconds(kind, self.samples, piece.work)
+        if self.recompute is not Recompute.NONE and piece.repeats is not None:
+            again = piece.work
+            if piece.sliced:
+                again = stage.slice_share(piece.repeats, piece.work, piece.attention)
+            seconds += stage.seconds(piece.repeats, self.samples, again)
+        return seconds * self.slowness[piece.worker] if self.slowness else seconds
 
     def bytes(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds, see ``OpCosts``."""
-        if self.held is None:
-            return 0.0, 0.0
-        return self.held.of_piece(piece)
+        return (0.0, 0.0) if self.memory is None else self.memory.of_piece(piece)
+
+
+def forward_runs(
+    samples: float, recompute: Recompute, micro_batches: int = 1, shares: int = 1
+) -> tuple[float, float]:
+    """Samples that a forward computes at once, and how often it does.
+
+    The runtime computes all at once if their graph is made later; otherwise each share that a backward
+    differentiates needs its own graph.
+
+    Args:
+        samples: samples of a micro-batch.
+        recompute: what a backward computes again.
+        micro_batches: micro-batches of the forward.
+        shares: backwards that differentiate it.
+
+    >>> forward_runs(4, Recompute.NONE, micro_batches=2), forward_runs(4, Recompute.NONE, shares=2)
+    ((4.0, 2), (2.0, 2))
+    >>> forward_runs(4, Recompute.STAGE, micro_batches=2)
+    (8.0, 1)
+    """
+    graphs = 1 if recompute is Recompute.STAGE else max(micro_batches, shares)
+    return samples * micro_batches / graphs, graphs

@@ -18,9 +18,8 @@ from counterflow.program.player import Floats
 from counterflow.schedule.ir import Op, Schedule
 from counterflow.schedule.residency import weight_copies
 
-from .costs import Costs
+from .costs import ByteCosts, Costs
 from .memory import MemoryUse, memory_use, peaks_of
-from .op_costs import ByteCosts
 from .periods import measured_period_seconds, period_ops, period_seconds
 from .slack import slack_of
 from .steady import steady_step_seconds, with_statistics, with_ties

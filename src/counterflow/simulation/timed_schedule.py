@@ -35,9 +35,9 @@ from counterflow.schedule.modes import Recompute, Sync
 from counterflow.schedule.op import boundary
 from counterflow.schedule.residency import peak_activations, version_lives
 
-from .costs import Costs, Link
+from .costs import Costs, Link, stage_bytes
 from .memory import Changes
-from .op_costs import Piece, per_stage, stage_bytes
+from .op_costs import Piece, per_stage
 from .sync_times import sync_times
 from .travel import travel_seconds
 

@@ -14,7 +14,8 @@ from counterflow.schedule.modes import Recompute
 from counterflow.schedule.residency import stash_change
 from counterflow.schedule.workload import Workload
 from counterflow.simulation import Costs, Link, Piece
-from counterflow.simulation.op_costs import per_stage, stage_bytes
+from counterflow.simulation.costs import stage_bytes
+from counterflow.simulation.op_costs import per_stage
 
 from .problem import ACTIVATIONS, BYTES, CLOSE, Letter, Limit, Need, Objective, Problem, Store, Summed, peaks
 
@@ -49,7 +50,7 @@ def problem_of(
     except ValueError:
         raise ConfigError(f"objective={str(objective)!r}: legal: {', '.join(Objective)}") from None
     _refuse(workload)
-    if costs.recompute is Recompute.STAGE and costs.recompute_ahead and not workload.recomputes:
+    if costs.recomputes_ahead and not workload.recomputes:
         workload = replace(workload, recomputes=True)
     letters, links = _letters(workload, costs)
     stores = []

@@ -37,6 +37,7 @@ from counterflow.planning.search.shape import shape_of
 from counterflow.planning.search.space import space
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
+from counterflow.schedule.op import B, F, I, W
 
 FREE = Link(0.0, 0.0)
 DIVIDED = Division(
@@ -96,7 +97,9 @@ def test_of_nodes_that_differ_the_slowest_links_count() -> None:
     kinds = NodeKind("quick", 1), NodeKind("slow", 1, inside=Link(0.5, 0.0))
     two = Cluster("c", 2, 2, 1e6, FREE, FREE, kinds=kinds)
     # Of two positions an all-reduce has two latencies; a block two of them in a forward.
-    assert positioned(MODEL, PROFILE, two, 2).layer("block").forward(1) == pytest.approx(0.375 + 2 * 2 * 0.5)
+    assert positioned(MODEL, PROFILE, two, 2).layer("block").seconds(F, 1) == pytest.approx(
+        0.375 + 2 * 2 * 0.5
+    )
 
 
 def test_positions_share_the_way_out_of_a_node() -> None:
@@ -115,9 +118,9 @@ def test_positions_share_the_way_out_of_a_node() -> None:
 def test_split_backwards_sum_in_the_input_gradient() -> None:
     linked = replace(CLUSTER, allreduce_inside=Link(1.0, 0.0))
     layer = positioned(MODEL, PROFILE, linked, 2).layer("block")
-    assert layer.backward(1) == pytest.approx(0.75 + 2 * 2)
-    assert layer.input_gradient(1) == pytest.approx(0.375 + 2 * 2)
-    assert layer.weight_gradients(1) == pytest.approx(0.375)
+    assert layer.seconds(B, 1) == pytest.approx(0.75 + 2 * 2)
+    assert layer.seconds(I, 1) == pytest.approx(0.375 + 2 * 2)
+    assert layer.seconds(W, 1) == pytest.approx(0.375)
 
 
 def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
@@ -127,7 +130,7 @@ def test_dividing_has_its_overhead_and_fewer_samples_their_curve() -> None:
     # Two samples take what one takes whole; one what half of one would: on the line of the first two.
     assert found.forward_seconds == pytest.approx((0.45 + 0.25, 0.5 + 0.25))
     assert found.backward_seconds == pytest.approx((1.25, 2.25))
-    assert found.input_gradient(1) + found.weight_gradients(1) == pytest.approx(1.25)
+    assert found.seconds(I, 1) + found.seconds(W, 1) == pytest.approx(1.25)
 
 
 def test_workers_of_all_positions_share_the_cores() -> None:
@@ -286,7 +289,7 @@ def test_no_candidate_beats_its_bound(drawn: tuple[Cluster, Profile, Configurati
     play = Predictor(MODEL, profile, cluster).play(configuration, 16)
     assert found.best[0].seconds <= play.seconds * (1 + 1e-9)
     shape = shape_of(registry.scheme(configuration.scheme), configuration.options)
-    here = play.predictor
+    here = play.inputs
     bounds = common(shape, play.stages, play.network, here.cluster, configuration.recompute)
     bound = bounds.bounds(shape.most_stashed)
     assert bound.seconds * play.updates <= play.seconds * (1 + 1e-9)

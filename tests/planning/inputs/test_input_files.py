@@ -16,6 +16,7 @@ from counterflow.planning.inputs import input_files
 from counterflow.planning.inputs.cluster import AllReduce, Cluster, Link, allreduce_seconds
 from counterflow.planning.inputs.model import LayerSkip, LayerTie, Model
 from counterflow.planning.inputs.profile import LayerProfile, Profile
+from counterflow.schedule.op import B, F
 
 LAYER = LayerProfile(
     samples=(1, 2, 4),
@@ -128,12 +129,13 @@ def test_layers_of_a_profile_tell_their_kind(tmp_path: Path) -> None:
 @given(st.floats(0.25, 64), st.floats(0.25, 64))
 def test_more_samples_never_take_less(one: float, other: float) -> None:
     few, many = sorted((one, other))
-    for curve in (LAYER.forward, LAYER.backward, LAYER.saved):
+    lines = LAYER.lines()
+    for curve in (lines[F].at, lines[B].at, LAYER.saved):
         assert curve(few) <= curve(many) + 1e-12
 
 
 def test_curves_go_through_what_was_measured() -> None:
-    assert [LAYER.forward(n) for n in (1, 2, 3, 4, 8)] == [1.0, 1.5, 2.25, 3.0, 6.0]
+    assert [LAYER.seconds(F, n) for n in (1, 2, 3, 4, 8)] == [1.0, 1.5, 2.25, 3.0, 6.0]
     assert [LAYER.saved(n) for n in (0.5, 3, 8)] == [5.0, 30.0, 80.0]
 
 

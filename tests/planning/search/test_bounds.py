@@ -19,7 +19,9 @@ from counterflow.planning.search.order_free_bounds import WorkerBounds, _ready, 
 from counterflow.planning.search.path_bounds import HopCosts, PathBounds
 from counterflow.planning.search.shape import WorkloadShape
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import B, F, I, OpKind, W
 from counterflow.schedule.placement import Placement, bidirectional, linear, looped, wave
+from counterflow.simulation.layer_cost import LayerCost, Line
 
 CLUSTER = Cluster("c", nodes=1, devices=2, memory_bytes=1000.0, inside=Link(0.0, 0.0), between=Link(0.0, 0.0))
 
@@ -28,22 +30,15 @@ def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any
     """Stages with these seconds; ops on two or on half a micro-batch take as much for each, unless told."""
     stages = len(forward)
     half = tuple(b / 2 for b in backward)
-    twice = tuple(2 * f for f in forward)
     none = (0.0,) * stages
+    split = (others.pop(name, half) for name in ("input_gradient", "weight_gradients"))
     found: dict[str, Any] = {
         "samples": 1,
         "cuts": tuple(range(1, stages)),
-        "forward": forward,
-        "again": forward,
-        "backward": backward,
-        "doubled_forward": twice,
-        "doubled_in_turn": twice,
-        "halved_forward": forward,
-        "half_backward": half,
-        "input_gradient": half,
-        "weight_gradients": half,
-        "half_input_gradient": none,
-        "half_weight_gradients": none,
+        "layers": tuple(
+            layers({F: (f / 2, f, 2 * f), B: (b / 2, b, 2 * b), I: (i / 2, i, 2 * i), W: (w / 2, w, 2 * w)})
+            for f, b, i, w in zip(forward, backward, *split, strict=True)
+        ),
         "output_bytes": none,
         "weights": none,
         "casts": none,
@@ -55,6 +50,12 @@ def costs(forward: tuple[float, ...], backward: tuple[float, ...], **others: Any
     }
     found |= others
     return StageCosts(**{"synced": found["summed"], **found})  # gradients as large as their weights
+
+
+def layers(seconds: dict[OpKind, tuple[float, ...]], overhead: float = 0.0) -> LayerCost:
+    """A stage with seconds of half a micro-batch, of one and of two, without the overhead of an op."""
+    lines = {kind: ((1, Line((0.5, 1.0, 2.0), row)),) for kind, row in seconds.items()}
+    return LayerCost(lines, overhead=dict.fromkeys(seconds, overhead))
 
 
 def links(workers: int, latency: float = 0.0, **others: Any) -> Network:
@@ -282,7 +283,8 @@ def test_sums_that_share_the_way_out_of_a_node() -> None:
 
 
 def test_weight_gradients_may_come_last() -> None:
-    stages = replace(STAGES, input_gradient=(2.0, 3.0), weight_gradients=(2.0, 5.0))
+    split = costs((1.0, 2.0), (4.0, 8.0), input_gradient=(2.0, 3.0), weight_gradients=(2.0, 5.0))
+    stages = replace(STAGES, layers=split.layers)
     shape = straight(2, 3, split=True)
     # Worker 1 begins at 1 and has 3 · 10 to do; to the end of stage 0's it is 1 + 3 · 5 + 2.
     assert bounded(shape, stages, links(2)).bounds(None).seconds == 31
@@ -356,17 +358,15 @@ def test_sharded_state_is_less_on_each_worker_and_is_sent() -> None:
 
 # -- least times
 
-ONE = costs(
-    (10.0,),
-    (20.0,),
-    again=(8.0,),
-    doubled_in_turn=(18.0,),
-    doubled_forward=(14.0,),
-    halved_forward=(9.5,),
-    half_backward=(9.0,),
-    input_gradient=(7.0,),
-    weight_gradients=(12.0,),
-)
+# A forward takes 10 s, two in turn 18 s and at once 14 s, one in halves 9.5 s; a backward 20 s, of half a
+# micro-batch 9 s; the halves of a split one 7 s and 12 s. Of each op, 2 s are its overhead.
+SECONDS = {F: (3.75, 8.0, 12.0), B: (7.0, 18.0, 40.0), I: (2.0, 5.0, 10.0), W: (5.0, 10.0, 20.0)}
+
+
+def one(**others: tuple[float, ...]) -> StageCosts:
+    """One stage with these seconds, without the overhead, in place of ``SECONDS``."""
+    seconds = SECONDS | {OpKind(letter): row for letter, row in others.items()}
+    return replace(costs((1.0,), (1.0,)), layers=(layers(seconds, 2.0),))
 
 
 @pytest.mark.parametrize(
@@ -391,21 +391,23 @@ ONE = costs(
 def test_the_least_that_ops_take(
     others: dict[str, Any], recompute: Recompute, expected: tuple[float, ...]
 ) -> None:
-    found = least_times(straight(1, 4, **others), ONE, recompute)
-    assert (found.forward, found.both, found.through, found.backward_op) == tuple([one] for one in expected)
+    found = least_times(straight(1, 4, **others), one(), recompute)
+    assert (found.forward, found.both, found.through, found.backward_op) == tuple(
+        [seconds] for seconds in expected
+    )
 
 
 def test_a_whole_backward_may_be_the_quicker_one() -> None:
-    dear = replace(ONE, weight_gradients=(50.0,), half_backward=(30.0,), halved_forward=(11.0,))
+    dear = one(W=(24.0, 48.0, 96.0), B=(28.0, 18.0, 40.0), F=(4.5, 8.0, 12.0))
     assert least_times(straight(1, 4, split=True), dear, Recompute.NONE).both == [30]
     halves = least_times(straight(1, 4, parts=2), dear, Recompute.NONE)
     assert (halves.forward, halves.both, halves.backward_op) == ([10], [30], [20])
     alone = least_times(straight(1, 4, parts=2), dear, Recompute.NONE, halves_alone=True)
     assert (alone.forward, alone.both, alone.backward_op) == ([11], [11 + 2 * 30], [30])
-    slow = replace(ONE, input_gradient=(25.0,))
+    slow = one(I=(12.0, 23.0, 46.0))
     assert least_times(straight(1, 4, split=True), slow, Recompute.NONE).backward_op == [20]
-    in_turn = replace(ONE, doubled_in_turn=(22.0,))
-    assert least_times(straight(1, 4, together=(2,)), in_turn, Recompute.NONE).forward == [10]
+    at_once = one(F=(4.5, 8.0, 20.0))
+    assert least_times(straight(1, 4, together=(2,)), at_once, Recompute.STAGE).forward == [10]
 
 
 def test_slower_workers_take_longer() -> None:

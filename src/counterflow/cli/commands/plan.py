@@ -166,7 +166,7 @@ def _print_layout(best: Plan) -> None:
     layout = best.layout
     if layout is None:
         raise ConfigError(
-            f"model {best.play.predictor.model.name}: has no layout, as its first and last layer are not "
+            f"model {best.play.inputs.model.name}: has no layout, as its first and last layer are not "
             "each the only one of its kind, like an embedding and a head; --json has the cuts"
         )
     schedule = best.play.schedule

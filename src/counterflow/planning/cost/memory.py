@@ -30,6 +30,7 @@ from counterflow.program.actions import Action, Matching, Receive
 from counterflow.program.lowering import messages, unit_times
 from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import Saved
 from counterflow.schedule.placement import Placement
 from counterflow.simulation import Piece
 from counterflow.simulation.memory import Changes, above_base
@@ -225,7 +226,7 @@ class _Walk:
             self._answered(op)
         gradient = self.outputs[stage] * self.work(op) if stage < self.last else 0.0
         own = self.counted[stage]
-        whole = (self.held.stash[stage] - own) * self.work(op)
+        whole = (self.held.tensors[Saved.ACTIVATIONS][stage] - own) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
         if first:
             whole += self.again.pop(op[1:], 0.0)

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -243,6 +243,34 @@ class Sharding:
                 free[worker] = done
             crossing[group.nodes] += group.on.sends.crossing_seconds_per_byte * size
         return max(*free, float(crossing.max()))
+
+
+class ShardedStates:
+    """Sharded optimiser state of a model's stages on a cluster; equal ones are computed once.
+
+    Args:
+        model: what is trained.
+        profile: costs of its layers.
+        cluster: the cluster with its links.
+    """
+
+    def __init__(self, model: Model, profile: Profile, cluster: Cluster) -> None:
+        self._parameters = parameters_of(model, profile)
+        self._states, self._update_together = model.optimizer_states, profile.update_together
+        self._sharding = cache(partial(Sharding, cluster))
+        self._known: dict[object, ShardedState] = {}
+
+    def state(
+        self, stages: StageCosts, placement: Placement, replicas: int, arrangement: Arrangement, nodes: Runs
+    ) -> ShardedState:
+        """Owners of optimiser state and the cost of sending updates; see ``Sharding``."""
+        where = placement, replicas, arrangement, nodes
+        key = stages.cuts, stages.samples, where
+        if key not in self._known:
+            self._known[key] = self._sharding(*where).state(
+                stages, self._parameters, self._states, together=self._update_together
+            )
+        return self._known[key]
 
 
 @lru_cache(maxsize=256)

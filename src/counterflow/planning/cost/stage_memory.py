@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterflow.schedule.modes import Recompute
-from counterflow.schedule.op import OpKind
+from counterflow.schedule.op import OpKind, Saved
 from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.profile import LayerProfile
@@ -57,19 +57,22 @@ class StageMemory:
             return self.saved
         return self.inputs if recompute is Recompute.STAGE else self.layer_inputs
 
-    def space(self, recompute: Recompute) -> tuple[float, float, float, float, float]:
-        """Additional bytes of each kind of op while it runs, in the order of ``OpKind``.
+    def space(self, recompute: Recompute) -> dict[OpKind, float]:
+        """Bytes of each kind of op while it runs, in addition to the tensors that it saves.
 
-        Those of a backward are in addition to what a recomputation of the whole stage leaves.
+        Those of a backward are in addition to what a recomputation of the complete stage leaves.
         """
-        left = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
-        if recompute is Recompute.NONE:
-            first = max(self.forward - left, 0.0)
-            return first, self.backward, self.input_gradient, self.weight_gradients, 0.0
-        first = max(self.forward_alone - left, 0.0)
-        if recompute is Recompute.LAYER:
-            return first, self.layer_backward, self.layer_backward, self.weight_gradients, 0.0
-        return first, self.backward, self.input_gradient, self.weight_gradients, self.forward
+        saved = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
+        forward = self.forward if recompute is Recompute.NONE else self.forward_alone
+        by_layer = recompute is Recompute.LAYER
+        again = self.forward - self.beyond_input if recompute is Recompute.STAGE else 0.0
+        return {
+            OpKind.FORWARD: max(forward - saved, 0.0),
+            OpKind.BACKWARD: self.layer_backward if by_layer else self.backward,
+            OpKind.INPUT_GRADIENT: self.layer_backward if by_layer else self.input_gradient,
+            OpKind.WEIGHT_GRADIENTS: self.weight_gradients,
+            OpKind.RECOMPUTATION: max(again, 0.0),
+        }
 
 
 def stage_bytes(
@@ -83,14 +86,17 @@ def stage_bytes(
         weights: bytes of one version of the weights and its casts, by stage.
         fixed: bytes of gradients and optimiser state, by stage.
     """
-    spaces = zip(*(one.space(recompute) for one in stages), strict=True)
+    spaces = [stage.space(recompute) for stage in stages]
+    again = recompute is Recompute.STAGE
     return StageBytes(
         weights=weights,
         fixed=fixed,
-        stash=[one.stash(recompute) for one in stages],
-        between=[one.kept for one in stages],
-        space=dict(zip(OpKind, map(list, spaces), strict=True)),
-        again=[one.beyond_input for one in stages] if recompute is Recompute.STAGE else [],
+        tensors={
+            Saved.ACTIVATIONS: [stage.stash(recompute) for stage in stages],
+            Saved.RECOMPUTED: [stage.beyond_input if again else 0.0 for stage in stages],
+            Saved.WEIGHT_OPERANDS: [stage.kept for stage in stages],
+        },
+        space={kind: [space[kind] for space in spaces] for kind in OpKind},
     )
 
 

@@ -11,19 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from operator import add
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import balance, explicit, stage_layers
 from counterflow.schedule.ir import OpKind, SkipLink
 from counterflow.schedule.modes import Recompute
-from counterflow.simulation import Piece
+from counterflow.simulation.layer_cost import LayerCost
 from counterflow.simulation.op_costs import StageBytes
 
 from ..inputs.model import Model
 from ..inputs.profile import LayerProfile, Profile
-from .slice_costs import SliceCost
 from .stage_memory import StageMemory, stage_bytes, stage_memory, without_peaks
 
 
@@ -45,24 +44,14 @@ class StageCosts:
     Attributes:
         samples: samples of a micro-batch.
         cuts: the layers at which each stage after the first begins.
-        forward: seconds of a forward.
-        again: seconds of its layers alone when a backward recomputes them.
-        backward: seconds of a backward, without recomputation.
-        doubled_forward: seconds of a forward of two micro-batches at once.
-        doubled_in_turn: seconds of one that runs them one after the other, so each has its own graph.
-        halved_forward: seconds of a forward of a micro-batch half by half, so each half has its own graph.
-        half_backward: seconds of a backward of half a micro-batch.
-        input_gradient: seconds of the first half of a split backward, without recomputation.
-        weight_gradients: seconds of the other half.
-        half_input_gradient: seconds of the first half for half a micro-batch.
-        half_weight_gradients: seconds of the other half for half a micro-batch.
+        layers: seconds of each stage, the fold of its layers' costs.
         output_bytes: bytes of the stage's output.
         weights: bytes of one version of the stage's weights.
         casts: bytes of their casts to another precision.
         gradients: bytes of their gradients.
         optimizer: bytes of their optimiser state.
         memory: memory of the stage's activations and ops.
-        measured: whether the profile contains the peaks of ops, so memory of messages is computed; otherwise
+        measured: True if the profile contains the peaks of ops, so memory of messages is computed; otherwise
             there is an allowance for them.
         skips: skip connections and values sent once per step, with their bytes, ascending.
         trained: bytes of the stage's weights that are trained.
@@ -71,22 +60,13 @@ class StageCosts:
         ties: weights that several stages share.
         message_share: bytes of a message per byte of its content: less than 1 if compressed.
         update_peaks: memory that the optimiser needs while it updates a stage.
-        slices: cost of slices of a micro-batch.
+        states: bytes that slices leave to later ones, as far as they grow with them, and bytes that each
+            leaves however short it is; empty: none.
     """
 
     samples: int
     cuts: tuple[int, ...]
-    forward: tuple[float, ...]
-    again: tuple[float, ...]
-    backward: tuple[float, ...]
-    doubled_forward: tuple[float, ...]
-    doubled_in_turn: tuple[float, ...]
-    halved_forward: tuple[float, ...]
-    half_backward: tuple[float, ...]
-    input_gradient: tuple[float, ...]
-    weight_gradients: tuple[float, ...]
-    half_input_gradient: tuple[float, ...]
-    half_weight_gradients: tuple[float, ...]
+    layers: tuple[LayerCost, ...]
     output_bytes: tuple[float, ...]
     weights: tuple[float, ...]
     casts: tuple[float, ...]
@@ -101,7 +81,7 @@ class StageCosts:
     ties: tuple[StageTie, ...] = ()
     message_share: float = 1.0
     update_peaks: tuple[float, ...] = ()
-    slices: tuple[SliceCost, ...] = ()
+    states: tuple[tuple[float, float], ...] = ()
 
     def with_residuals(self) -> StageCosts:
         """The same if gradients are summed in a smaller form: what is lost of them has their size."""
@@ -117,41 +97,21 @@ class StageCosts:
         """Number of stages."""
         return len(self.memory)
 
-    def seconds(self, kind: OpKind, *, half: bool = False) -> tuple[float, ...]:
-        """Seconds of an op on a micro-batch, or of a backward or recomputation on half of one, by stage; of
-        a backward without recomputation.
-        """
-        match kind:
-            case OpKind.FORWARD:
-                return self.forward
-            case OpKind.BACKWARD:
-                return self.half_backward if half else self.backward
-            case OpKind.INPUT_GRADIENT:
-                return self.half_input_gradient if half else self.input_gradient
-            case OpKind.WEIGHT_GRADIENTS:
-                return self.half_weight_gradients if half else self.weight_gradients
-            case OpKind.RECOMPUTATION:
-                return tuple(layers / 2 for layers in self.again) if half else self.again
-
-    def of_slice(
-        self, kind: OpKind, stage: int, share: Callable[[OpKind], float], *, recomputed: bool
-    ) -> float:
-        """Seconds of an op on a slice of a micro-batch.
+    def seconds(self, kind: OpKind, samples: float | None = None, share: float = 1.0) -> list[float]:
+        """Seconds of an op by stage, with its overhead; of a backward without recomputation.
 
         Args:
             kind: kind of the op.
-            stage: its stage.
-            share: share of a whole op's seconds, without its overhead, that the slice takes, by kind.
-            recomputed: whether it computes its forward again.
+            samples: samples that it computes at once; None: a micro-batch.
+            share: number of times that it does; see ``LayerCost.seconds``.
         """
-        layers = self.again[stage]
-        if not kind.makes:
-            return layers * share(kind)
-        overhead = self.forward[stage] - layers
-        seconds = (self.seconds(kind)[stage] - overhead) * share(kind) + overhead
-        if recomputed and kind.again is not None:
-            seconds += layers * share(kind.again)
-        return seconds
+        size = self.samples if samples is None else samples
+        return [layers.op_seconds(kind, size, share) for layers in self.layers]
+
+    @property
+    def again(self) -> list[float]:
+        """Seconds of each stage's layers when a backward computes them again."""
+        return [layers.seconds(OpKind.FORWARD, self.samples) for layers in self.layers]
 
     def held(self, recompute: Recompute) -> StageBytes:
         """Memory of the stages' weights and activations, for the simulator."""
@@ -159,11 +119,11 @@ class StageCosts:
             weights = list(map(add, self.weights, self.casts))
             fixed = list(map(add, self.gradients, self.optimizer))
             held = stage_bytes(self.memory, recompute, weights, fixed)
-            if any(one.state_bytes or one.slice_state_bytes for one in self.slices):
+            if any(map(any, self.states)):
                 held = replace(
                     held,
-                    state=[one.state_bytes for one in self.slices],
-                    slice_state=[one.slice_state_bytes for one in self.slices],
+                    state=[grows for grows, _ in self.states],
+                    slice_state=[fixed for _, fixed in self.states],
                     recomputed=recompute is not Recompute.NONE,
                 )
             self._held[recompute] = held
@@ -189,73 +149,6 @@ class StageTie:
     trained_bytes: float
     gradient_bytes: float
     held_bytes: float
-
-
-@dataclass(frozen=True)
-class PlannedOps:
-    """Costs of ops by a profile, for the simulator.
-
-    Attributes:
-        stages: the stages' costs.
-        recompute: what is computed again: only layers, in the same op or, whole stages, in one of its own.
-        slowness: factor of seconds by worker; empty: all workers are alike.
-    """
-
-    stages: StageCosts
-    recompute: Recompute
-    slowness: tuple[float, ...] = ()
-
-    def seconds(self, piece: Piece) -> float:
-        """Duration of an op."""
-        seconds = self._profiled(piece)
-        return seconds * self.slowness[piece.worker] if self.slowness else seconds
-
-    def _profiled(self, piece: Piece) -> float:
-        stages, s = self.stages, piece.stage
-        if piece.sliced:
-            return self._of_slice(piece)
-        if piece.kind.whole:
-            if piece.micro_batches == 2:
-                return doubled_forward(stages, self.recompute)[s]
-            if piece.shares > piece.micro_batches:
-                return halved_forward(stages, self.recompute)[s]
-            return stages.forward[s] * piece.work
-        if piece.work == 0.5:
-            seconds = stages.seconds(piece.kind, half=True)[s]
-        else:
-            seconds = stages.seconds(piece.kind)[s] * piece.work
-        if self._recomputes(piece):
-            seconds += stages.again[s] * piece.work  # also if split
-        return seconds
-
-    def _of_slice(self, piece: Piece) -> float:
-        stages, s = self.stages, piece.stage
-        cost = stages.slices[s] if stages.slices else SliceCost()
-        share = partial(cost.share, work=piece.work, attention=piece.attention)
-        return stages.of_slice(piece.kind, s, share, recomputed=self._recomputes(piece))
-
-    def _recomputes(self, piece: Piece) -> bool:
-        """Whether an op computes its forward again before it does anything else."""
-        return self.recompute is not Recompute.NONE and piece.repeats is not None
-
-    def bytes(self, piece: Piece) -> tuple[float, float]:
-        """Bytes that an op adds to its worker's memory when it starts, and when it has ended."""
-        return self.stages.held(self.recompute).of_piece(piece)
-
-
-def doubled_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
-    """Seconds of each stage's forward of two micro-batches.
-
-    The runtime runs them at once if their graph is made later; otherwise each needs its own graph.
-    """
-    return stages.doubled_forward if recompute is Recompute.STAGE else stages.doubled_in_turn
-
-
-def halved_forward(stages: StageCosts, recompute: Recompute) -> tuple[float, ...]:
-    """Seconds of each stage's forward of a micro-batch whose backwards are halves; see
-    ``doubled_forward``.
-    """
-    return stages.forward if recompute is Recompute.STAGE else stages.halved_forward
 
 
 def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
@@ -299,7 +192,7 @@ def _commonest(model: Model) -> tuple[str, int]:
 
 
 def _both(layer: LayerProfile, samples: float) -> float:
-    return layer.forward(samples) + layer.backward(samples)
+    return layer.seconds(OpKind.FORWARD, samples) + layer.seconds(OpKind.BACKWARD, samples)
 
 
 def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: int) -> StageCosts:
@@ -325,8 +218,13 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         sums = [sum(map(each.__getitem__, stage)) for stage in distinct]
         return tuple([sums[number] for number in which])
 
-    def op(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
-        return tuple(seconds + profile.op_overhead_seconds for seconds in total(of))
+    costs = {kind: layer.cost() for kind, layer in of_kind.items()}
+    # A recomputation begins the op that needs it.
+    overhead = {kind: profile.op_overhead_seconds for kind in OpKind if kind.makes}
+    folded = [
+        LayerCost.fold([costs[kind] for kind in stage], samples, overhead, sliced=profile.positions > 0)
+        for stage in distinct
+    ]
 
     links, following = _skips(model, cuts, samples)
     came = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
@@ -353,17 +251,7 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     return StageCosts(
         samples=samples,
         cuts=cuts,
-        forward=op(lambda layer: layer.forward(samples)),
-        again=total(lambda layer: layer.forward(samples)),
-        backward=op(lambda layer: layer.backward(samples)),
-        doubled_forward=op(lambda layer: layer.forward(2 * samples)),
-        doubled_in_turn=op(lambda layer: 2 * layer.forward(samples)),
-        halved_forward=op(lambda layer: 2 * layer.forward(samples / 2)),
-        half_backward=op(lambda layer: layer.backward(samples / 2)),
-        input_gradient=op(lambda layer: layer.input_gradient(samples)),
-        weight_gradients=op(lambda layer: layer.weight_gradients(samples)),
-        half_input_gradient=op(lambda layer: layer.input_gradient(samples / 2)),
-        half_weight_gradients=op(lambda layer: layer.weight_gradients(samples / 2)),
+        layers=tuple([folded[number] for number in which]),
         output_bytes=tuple(
             stage[-1].output_bytes * samples + more for stage, more in zip(stages, following, strict=True)
         ),
@@ -383,7 +271,15 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
             float((sum if profile.update_together else max)(layer.update_peak_bytes for layer in stage))
             for stage in stages
         ),
-        slices=tuple(SliceCost.of(stage, samples) for stage in stages) if profile.positions else (),
+        states=tuple(
+            (
+                sum(layer.state_bytes for layer in stage) * samples,
+                sum(layer.slice_state_bytes for layer in stage) * samples,
+            )
+            for stage in stages
+        )
+        if profile.positions
+        else (),
     )
 
 

@@ -15,10 +15,14 @@ Not modelled: which all-reduces a second forward omits, norms and digests over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.ir import Schedule
+from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import OpKind
+from counterflow.schedule.recompute_ops import recomputed_ahead
+from counterflow.simulation.layer_cost import Line
 
 from ..inputs.cluster import Cluster, Collective, Link, all_reduce
 from ..inputs.model import Model
@@ -126,8 +130,8 @@ def of_position(
     >>> whole = LayerProfile((1.0,), (8.0,), (16.0,), (100.0,), weights_bytes=40.0, output_bytes=10.0)
     >>> half = Division(weights=1.0, forward=0.5, backward=0.5, saved=0.4, forward_sums=2, backward_sums=2)
     >>> one = of_position(whole, half, 2, Collective(latency_seconds=1.0, seconds_per_byte=0.1))
-    >>> one.forward(1), one.backward(1), one.saved(1), one.weights_bytes  # 6 + 2·(1 + 1), 12 + 4
-    (10.0, 16.0, 80.0, 20.0)
+    >>> one.forward_seconds, one.backward_seconds, one.saved(1), one.weights_bytes  # 6 + 2·(1 + 1), 12 + 4
+    ((10.0,), (16.0,), 80.0, 20.0)
     """
 
     def left(share: float) -> float:
@@ -136,11 +140,12 @@ def of_position(
     def shrunk(values: tuple[float, ...], share: float) -> tuple[float, ...]:
         return tuple(left(share) * value for value in values)
 
-    def seconds(
-        of: Callable[[float], float], share: float, sums: int = 0, more: float = 0.0
-    ) -> tuple[float, ...]:
+    lines = layer.lines()
+
+    def seconds(kind: OpKind, share: float, sums: int = 0, more: float = 0.0) -> tuple[float, ...]:
+        line = lines[kind]
         return tuple(
-            (1 - share) * of(n) + share * _of_fewer(of, layer.samples, n / positions) + sums * one + more
+            (1 - share) * line.at(n) + share * _of_fewer(line, n / positions) + sums * one + more
             for n, one in zip(layer.samples, each, strict=True)
         )
 
@@ -150,10 +155,12 @@ def of_position(
     weights, more = left(division.weights), division.overhead_seconds
     return replace(
         layer,
-        forward_seconds=seconds(layer.forward, division.forward, division.forward_sums, more),
-        backward_seconds=seconds(layer.backward, division.backward, division.backward_sums, more),
-        input_gradient_seconds=seconds(layer.input_gradient, division.backward, division.backward_sums, more),
-        weight_gradients_seconds=seconds(layer.weight_gradients, division.backward),
+        forward_seconds=seconds(OpKind.FORWARD, division.forward, division.forward_sums, more),
+        backward_seconds=seconds(OpKind.BACKWARD, division.backward, division.backward_sums, more),
+        input_gradient_seconds=seconds(
+            OpKind.INPUT_GRADIENT, division.backward, division.backward_sums, more
+        ),
+        weight_gradients_seconds=seconds(OpKind.WEIGHT_GRADIENTS, division.backward),
         saved_bytes=shrunk(layer.saved_bytes, division.saved),
         kept_bytes=shrunk(layer.kept_bytes, division.saved),
         kept_gradient_bytes=shrunk(layer.kept_gradient_bytes, division.saved),
@@ -172,15 +179,55 @@ def of_position(
     )
 
 
-def _of_fewer(of: Callable[[float], float], sizes: Sequence[float], samples: float) -> float:
+def _of_fewer(line: Line, samples: float) -> float:
     """Seconds for this few samples; below the smallest size on the line through the first two.
 
     They are at least proportional. Micro-batches have whole samples, so a profile's curves are constant below
     the smallest size, but parts of a layer can be smaller.
     """
-    first = sizes[0]
-    if samples >= first:
-        return of(samples)
-    whole = of(first)
-    rate = (of(sizes[1]) - whole) / (sizes[1] - first) if len(sizes) > 1 else whole / first
-    return min(whole, max(whole - rate * (first - samples), whole * samples / first))
+    sizes, seconds = line
+    if samples >= sizes[0]:
+        return line.at(samples)
+    first, rate = seconds[0], seconds[0] / sizes[0]
+    if len(sizes) > 1:
+        rate = (seconds[1] - first) / (sizes[1] - sizes[0])
+    return min(first, max(first - rate * (sizes[0] - samples), first * samples / sizes[0]))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model, costs and devices that a prediction reads, as one position of tensor parallelism sees them.
+
+    Attributes:
+        model: what is trained.
+        profile: costs of the layers of one position.
+        cluster: the places of workers, see ``places``.
+        undivided: profile of undivided layers.
+        devices: the cluster of all positions.
+        degree: T, number of positions.
+    """
+
+    model: Model
+    profile: Profile
+    cluster: Cluster
+    undivided: Profile
+    devices: Cluster
+    degree: int = 1
+
+    @classmethod
+    def at(cls, model: Model, profile: Profile, cluster: Cluster, degree: int) -> Inputs:
+        """Divide a profile and a cluster among ``degree`` positions.
+
+        Raises:
+            ConfigError: the profile lacks a kind of layer, or the degree does not divide the layers or the
+                devices of a node.
+        """
+        for kind in dict.fromkeys(model.layers):
+            profile.layer(kind)
+        position = places(cluster, degree)
+        divided = positioned(model, profile, cluster, degree)
+        return cls(model, divided, position, profile, cluster, degree)
+
+    def recomputed(self, schedule: Schedule, recompute: Recompute) -> Schedule:
+        """Add the recomputations that the system runs ahead of gradients to a schedule."""
+        return recomputed_ahead(schedule, recompute, ahead=self.cluster.recompute_ahead)

@@ -8,12 +8,13 @@ used is not faster with less work (bytes are proportional).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.op import OpKind
+from counterflow.simulation.layer_cost import LayerCost, Line
 from counterflow.simulation.slice_lengths import exceed_whole
 
 from .cluster import FORM, require_number
@@ -154,8 +155,8 @@ class LayerProfile:
         ConfigError: there are no sizes, sizes do not rise, or a number for a size is missing or negative.
 
     >>> layer = LayerProfile((1, 4), (1.0, 2.5), (2.0, 5.0), (10.0, 40.0), 100.0, 1.0)
-    >>> layer.forward(2), layer.forward(8), layer.forward(0.5), layer.saved(2), layer.saved(8)
-    (1.5, 4.5, 1.0, 20.0, 80.0)
+    >>> [layer.seconds(OpKind.FORWARD, samples) for samples in (0.5, 2, 8)], layer.saved(2), layer.saved(8)
+    ([1.0, 1.5, 4.5], 20.0, 80.0)
     """
 
     __pydantic_config__ = FORM
@@ -239,25 +240,32 @@ class LayerProfile:
         """Size of its weights' gradients as they are accumulated."""
         return self.trained_bytes + self.low_precision_bytes
 
-    def forward(self, samples: float) -> float:
-        """Seconds of the forward of a micro-batch of ``samples``."""
-        return self._at(self.forward_seconds, samples)
+    def lines(self) -> dict[OpKind, Line]:
+        """Seconds of an op of each kind."""
+        inputs = self.input_gradient_seconds or tuple(seconds / 2 for seconds in self.backward_seconds)
+        weights = self.weight_gradients_seconds or tuple(
+            max(0.0, both - first) for both, first in zip(self.backward_seconds, inputs, strict=True)
+        )
+        seconds = {
+            OpKind.FORWARD: self.forward_seconds,
+            OpKind.BACKWARD: self.backward_seconds,
+            OpKind.INPUT_GRADIENT: inputs,
+            OpKind.WEIGHT_GRADIENTS: weights,
+        }
+        again = {kind: kind.again for kind in OpKind if kind.again is not None and not kind.makes}
+        seconds |= {kind: seconds[repeated] for kind, repeated in again.items()}
+        return {kind: Line(self.samples, amounts) for kind, amounts in seconds.items()}
 
-    def backward(self, samples: float) -> float:
-        """Seconds of its backward."""
-        return self._at(self.backward_seconds, samples)
+    def seconds(self, kind: OpKind, samples: float) -> float:
+        """Seconds of an op on a micro-batch of ``samples``; of a backward without recomputation."""
+        return self.lines()[kind].at(samples)
 
-    def input_gradient(self, samples: float) -> float:
-        """Seconds of the first half of a split backward."""
-        if not self.input_gradient_seconds:
-            return self.backward(samples) / 2
-        return self._at(self.input_gradient_seconds, samples)
-
-    def weight_gradients(self, samples: float) -> float:
-        """Seconds of the other half."""
-        if not self.weight_gradients_seconds:
-            return max(0.0, self.backward(samples) - self.input_gradient(samples))
-        return self._at(self.weight_gradients_seconds, samples)
+    def cost(self) -> LayerCost:
+        """Cost of the layer."""
+        lines = {kind: ((1, line),) for kind, line in self.lines().items()}
+        share = self.attention_share
+        attention = {kind: share for kind in OpKind if kind.attends} if share else {}
+        return LayerCost(lines, self.fixed_share, attention)
 
     def saved(self, samples: float) -> float:
         """Bytes that its forward saves for its backward."""
@@ -288,20 +296,7 @@ class LayerProfile:
         return self._bytes(values, samples) if values else 0.0
 
     def _bytes(self, values: tuple[float, ...], samples: float) -> float:
-        if samples < self.samples[0]:
-            return values[0] * samples / self.samples[0]
-        return self._at(values, samples)
-
-    def _at(self, values: tuple[float, ...], samples: float) -> float:
-        sizes = self.samples
-        if samples <= sizes[0]:
-            return values[0]
-        if len(sizes) == 1:
-            return values[0] * samples / sizes[0]
-        high = min(bisect_left(sizes, samples), len(sizes) - 1)
-        low = high - 1
-        slope = (values[high] - values[low]) / (sizes[high] - sizes[low])
-        return max(0.0, values[high] + slope * (samples - sizes[high]))
+        return Line(self.samples, values).in_proportion(samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import Saved
 
 from ..cost.device_placement import Network
 from ..cost.memory import counted_twice, message_buffers
@@ -157,7 +158,7 @@ def common(
         fixed += message_buffers(shape.placement, max(shape.together) * largest, stages)
     # Minimum memory: what exists throughout, and one stash of the worker's largest stage.
     together = np.array(shape.together)[:, np.newaxis]
-    stash = holders.most(np.where(passes > 0, together * np.array(memory.stash), 0.0))
+    stash = holders.most(np.where(passes > 0, together * np.array(memory.tensors[Saved.ACTIVATIONS]), 0.0))
     usable = np.array(network.usable_bytes or (cluster.usable_bytes,) * holders.workers)
     # (2) Memory over time. A stash stays from the start of its forward to the end of its backward, and
     # between these the micro-batch goes up to the last stage and back: ``stay``. None is there before the
@@ -165,7 +166,7 @@ def common(
     # the free memory between these two.
     which, around = order_free.workers.which, order_free.workers.around
     stashes = _Stashes(
-        which, around, holders.summed(passes * np.array(memory.stash) * order_free.stay)[which]
+        which, around, holders.summed(passes * np.array(memory.tensors[Saved.ACTIVATIONS]) * order_free.stay)[which]
     )
 
     def state(updated: Floats, fixed: Floats, sent: float = 0.0) -> _WorkerState:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,11 @@ from numpy.typing import NDArray
 
 from counterflow.schedule.ir import OpKind
 from counterflow.schedule.modes import Recompute
+from counterflow.simulation import Piece
+from counterflow.simulation.layer_cost import LayerCost
+from counterflow.simulation.op_costs import forward_runs
 
-from ..cost.stages import StageCosts, doubled_forward, halved_forward
+from ..cost.stages import StageCosts
 from .shape import WorkloadShape
 
 Floats = NDArray[np.float64]
@@ -64,20 +66,22 @@ def least_times(
     inside = recompute is Recompute.LAYER
     recomputed, within = float(recompute is not Recompute.NONE), float(inside)
     forward, both, through, backward_op = [], [], [], []
-    backwards = stages.backward
+    samples, backwards = stages.samples, stages.seconds(OpKind.BACKWARD)
+    firsts = stages.seconds(OpKind.INPUT_GRADIENT)
     if shape.split:
-        halves = zip(stages.backward, stages.input_gradient, stages.weight_gradients, strict=True)
-        backwards = tuple(min(full, first + second) for full, first, second in halves)
+        halves = zip(backwards, firsts, stages.seconds(OpKind.WEIGHT_GRADIENTS), strict=True)
+        backwards = [min(full, first + second) for full, first, second in halves]
+    halved_forwards = stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, shares=2))
     # If no backward is of more than half a micro-batch, each forward runs in halves.
-    forwards = halved_forward(stages, recompute) if halves_alone else stages.forward
+    forwards = halved_forwards if halves_alone else stages.seconds(OpKind.FORWARD)
     for f, layers, b, doubled, in_halves, half, first in zip(
         forwards,
         stages.again,
         backwards,
-        doubled_forward(stages, recompute),
-        halved_forward(stages, recompute),
-        stages.half_backward,
-        stages.input_gradient,
+        stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, micro_batches=2)),
+        halved_forwards,
+        stages.seconds(OpKind.BACKWARD, samples / 2),
+        firsts,
         strict=True,
     ):
         backward, half_backward = b + recomputed * layers, half + recomputed * layers / 2
@@ -99,7 +103,7 @@ def least_times(
         else:
             through.append(both[-1])
             backward_op.append(min(op, smallest) if halved else op)
-    if len(shape.lengths) > 1 and stages.slices:
+    if len(shape.lengths) > 1:
         forward, backward_op = _of_slices(shape, stages, recomputed=inside)
     return MinimumTimes(forward, both, through, backward_op)
 
@@ -111,10 +115,18 @@ def _of_slices(
     longer.
     """
     kinds = [kind for kind in OpKind if kind.gives and (shape.split or not kind.half)]
-    forward, backward = [], []
-    for stage, cost in enumerate(stages.slices):
-        share = partial(cost.least, lengths=shape.lengths)
-        seconds = {kind: stages.of_slice(kind, stage, share, recomputed=recomputed) for kind in kinds}
+    parts, forward, backward = len(shape.lengths), [], []
+    slices = [Piece(kinds[0], 0, 0, parts=parts, part=part, lengths=shape.lengths) for part in range(parts)]
+
+    def least_share(layers: LayerCost, kind: OpKind) -> float:
+        return min(layers.slice_share(kind, piece.work, piece.attention) for piece in slices)
+
+    for layers in stages.layers:
+        seconds = {}
+        for kind in kinds:
+            seconds[kind] = layers.op_seconds(kind, stages.samples, least_share(layers, kind))
+            if recomputed and kind.again is not None:
+                seconds[kind] += layers.seconds(kind.again, stages.samples, least_share(layers, kind.again))
         forward.append(min(seconds[kind] for kind in kinds if kind.whole))
         backward.append(min(seconds[kind] for kind in kinds if not kind.whole))
     return forward, backward

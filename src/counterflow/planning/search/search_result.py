@@ -34,7 +34,7 @@ class Plan:
     def layout(self) -> str | None:
         """Its stages as a layout of Megatron-LM; None where the model has none."""
         cuts = self.play.stages.cuts
-        layout = self.play.predictor.model.layout(cuts)
+        layout = self.play.inputs.model.layout(cuts)
         return None if layout is None else str(layout)
 
     @property

@@ -76,7 +76,7 @@ class SharedBounds:
             place = shape.placement, group.replicas, *where
             sharded = None
             if 1 in group.zero_stages:
-                sharded = predictor.sharded_state(stages.cuts, group.samples, place)
+                sharded = predictor.sharded_states.state(stages, *place)
             self._common[key] = common(
                 shape,
                 stages,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from counterflow.errors import ConfigError
+from counterflow.schedule.op import OpKind
+from counterflow.simulation.layer_cost import LayerCost
 from counterflow.simulation.slice_lengths import balanced_slices
 
-from ..cost.slice_costs import SliceCost
 from ..inputs.model import Model
 from ..inputs.profile import Profile
 
@@ -42,7 +43,9 @@ def slicings_of(model: Model, profile: Profile, numbers: Sequence[int] | None) -
     if numbers is None:
         numbers = [n for n in NUMBERS if n <= positions] if positions and model.execution.slices else UNCUT
     slicings: dict[tuple[int, ...], None] = {}
-    cost = SliceCost.of([profile.layer(kind) for kind in model.layers], 1.0)
+    costs = {kind: profile.layer(kind).cost() for kind in dict.fromkeys(model.layers)}
+    cost = LayerCost.fold([costs[kind] for kind in model.layers], 1.0)
+    attention = cost.attention.get(OpKind.FORWARD, 0.0)
     for n in numbers:
         if n < 1:
             raise ConfigError(f"slices={n}: must be 1 or more")
@@ -51,9 +54,9 @@ def slicings_of(model: Model, profile: Profile, numbers: Sequence[int] | None) -
         if n > max(positions, 1):
             raise ConfigError(f"slices={n}: a sequence has {positions} positions; give fewer slices")
         slicings[(1,) * n] = None
-        if n > 1 and cost.attention:
+        if n > 1 and attention:
             multiple = 1 << max(0, (positions // (16 * n)).bit_length() - 1)
             slicings[
-                balanced_slices(positions, n, attention=cost.attention, fixed=cost.fixed, multiple=multiple)
+                balanced_slices(positions, n, attention=attention, fixed=cost.fixed, multiple=multiple)
             ] = None
     return tuple(slicings)

@@ -30,7 +30,7 @@ class SyncFreeBounds:
 
     def seconds(self, play: Play, limit: float, times_key: object) -> float:
         """``sync_free_seconds`` of a play; plays with equal ``times_key`` share ops and sums."""
-        if not play.schedule.synchronous or not play.predictor.model.barrier:
+        if not play.schedule.synchronous or not play.inputs.model.barrier:
             return 0.0
         key, most = (times_key, play.stages.cuts), play.update_limit(limit)
         seconds, played_to = self._known.get(key, (math.inf, -math.inf))

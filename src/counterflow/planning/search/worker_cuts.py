@@ -24,6 +24,7 @@ import numpy as np
 
 from counterflow.schedule.cuts import balance
 from counterflow.schedule.modes import Recompute
+from counterflow.schedule.op import OpKind
 from counterflow.schedule.placement import Placement
 
 from ..inputs.model import Model
@@ -280,7 +281,7 @@ class Balance:
         inputs = samples * np.array([self.model.input_bytes, *outputs])
         rows: dict[str, Any] = {"inputs": inputs}
         for name, of in (
-            ("seconds", lambda layer: (1 + recomputes) * layer.forward(samples) + layer.backward(samples)),
+            ("seconds", lambda layer: _seconds(layer, samples, again=recomputes)),
             ("fixed", self._fixed),
             ("saved", lambda layer: layer.saved(samples)),
         ):
@@ -292,6 +293,12 @@ class Balance:
             "each input": np.append(inputs, 0.0),
             "largest input": inputs[1:].max(initial=0.0),
         }
+
+
+def _seconds(layer: LayerProfile, samples: float, *, again: bool) -> float:
+    """Seconds of a layer's forward and backward, with the forward computed ``again`` in it."""
+    lines = layer.lines()
+    return (1 + again) * lines[OpKind.FORWARD].at(samples) + lines[OpKind.BACKWARD].at(samples)
 
 
 def _longest(seconds: Floats, stages: int) -> Floats:
