@@ -230,4 +230,4 @@ class Inputs:
 
     def recomputed(self, schedule: Schedule, recompute: Recompute) -> Schedule:
         """Add the recomputations that the system runs ahead of gradients to a schedule."""
-        return recomputed_ahead(schedule, recompute, ahead=self.cluster.recompute_ahead)
+        return recomputed_ahead(schedule, Recompute(recompute), ahead=self.cluster.recompute_ahead)
