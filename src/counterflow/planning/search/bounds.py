@@ -166,7 +166,9 @@ def common(
     # the free memory between these two.
     which, around = order_free.workers.which, order_free.workers.around
     stashes = _Stashes(
-        which, around, holders.summed(passes * np.array(memory.tensors[Saved.ACTIVATIONS]) * order_free.stay)[which]
+        which,
+        around,
+        holders.summed(passes * np.array(memory.tensors[Saved.ACTIVATIONS]) * order_free.stay)[which],
     )
 
     def state(updated: Floats, fixed: Floats, sent: float = 0.0) -> _WorkerState:
