@@ -88,7 +88,10 @@ def test_compressed_messages_are_half_as_long(pipeline: dict[str, Any], share: f
     play = Predictor(model, PROFILE, slow).play(one)
     assert play.costs.message_bytes == (8 * share, 4 * share, 4 * share, 4 * share)
     assert play.costs.skip_bytes == (60 * share,)
-    assert play.beside == Predictor(replace(model, config={}), PROFILE, slow).play(one).beside
+    assert (
+        play.order_independent_bytes
+        == Predictor(replace(model, config={}), PROFILE, slow).play(one).order_independent_bytes
+    )
     plain = replace(model, skips=())
     found = predict(plain, PROFILE, slow, one)
     assert found.step_seconds == pytest.approx(4 * 3 + 6 * (0.25 + 0.5 * 4 * share))

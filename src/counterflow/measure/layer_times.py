@@ -83,13 +83,13 @@ def bytes_of(make: Callable[[Schedule], Pipeline], layers: int, inputs: Any, tar
         inputs: inputs as in ``Pipeline.step``.
         targets: targets as in ``Pipeline.step``.
     """
-    whole, each = make(dapple(1, 1)), make(interleaved(1, 1, chunks=layers))
-    for one in (whole, each):
-        one.step(inputs, targets)
-    costs = measure_stages(each, inputs, targets, repeats=1)
+    pipeline, by_layer = make(dapple(1, 1)), make(interleaved(1, 1, chunks=layers))
+    pipeline.step(inputs, targets)
+    by_layer.step(inputs, targets)
+    costs = measure_stages(by_layer, inputs, targets, repeats=1)
     ones = (1.0,) * layers
-    size = samples_in(inputs, each.batching.input_dims)
-    return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(whole, each))
+    size = samples_in(inputs, by_layer.batching.input_dims)
+    return AtSize(size, ones, ones, tuple(costs), 0.0, 0.0, measure_update(pipeline, by_layer))
 
 
 class _Turns:
@@ -128,31 +128,33 @@ class LayerTimer(_Turns):
         self.size = size
         self._batch = subject.batch(size * MICRO_BATCHES)
         count = len(subject.layers)
-        each, one = _each(count, MICRO_BATCHES), dapple(1, MICRO_BATCHES)
-        super().__init__(*(OpTimer(_pipeline(subject, made), *self._batch) for made in (one, each)))
+        by_layer, single = _by_layer(count, MICRO_BATCHES), dapple(1, MICRO_BATCHES)
+        super().__init__(
+            *(OpTimer(_pipeline(subject, schedule), *self._batch) for schedule in (single, by_layer))
+        )
 
     def result(self, quietest: float = 1.0) -> AtSize:
         """Times from the turns (see ``OpTimer.times``), and bytes."""
-        one, each = (timer.pipeline for timer in self._timers)
-        together, apart = (timer.times(quietest) for timer in self._timers)
-        costs = measure_stages(each, *self._batch, repeats=3)
-        forward, in_forward = without_overhead(apart.forward, together.forward[0])
-        backward, in_backward = without_overhead(apart.backward, together.backward[0])
+        single, by_layer = (timer.pipeline for timer in self._timers)
+        single_times, by_layer_times = (timer.times(quietest) for timer in self._timers)
+        costs = measure_stages(by_layer, *self._batch, repeats=3)
+        forward, in_forward = without_overhead(by_layer_times.forward, single_times.forward[0])
+        backward, in_backward = without_overhead(by_layer_times.backward, single_times.backward[0])
         return AtSize(
             self.size,
             forward,
             backward,
             tuple(costs),
             (in_forward + in_backward) / 2,
-            self.update_seconds(quietest) / max(1, trained_bytes(one)),
-            measure_update(one, each),
-            together.by_worker,
+            self.update_seconds(quietest) / max(1, trained_bytes(single)),
+            measure_update(single, by_layer),
+            single_times.by_worker,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AtLengths:
-    """How layers' costs depend on the length of a sequence.
+    """Costs of layers by the length of a sequence.
 
     Attributes:
         positions: positions of a whole sequence.
@@ -168,7 +170,7 @@ class AtLengths:
     state_bytes: tuple[tuple[float, float], ...]
 
     def growth(self, members: Sequence[int], overhead_seconds: float) -> Growth:
-        """How the seconds of layers of one kind grow.
+        """Growth of the seconds of layers of one kind.
 
         Args:
             members: their numbers.
@@ -199,15 +201,17 @@ class LengthTimer(_Turns):
             return
         shorter = at_lengths(*batch, Batching())
         self._lengths = tuple(share for share, *_ in shorter)
-        pipeline = _pipeline(subject, _each(len(subject.layers), MICRO_BATCHES))
-        super().__init__(*(OpTimer(pipeline, *its) for _, *its in shorter))
+        pipeline = _pipeline(subject, _by_layer(len(subject.layers), MICRO_BATCHES))
+        super().__init__(*(OpTimer(pipeline, *batch_of_length) for _, *batch_of_length in shorter))
 
     def result(self, quietest: float = 1.0) -> AtLengths | None:
         """Times from the turns, see ``OpTimer.times``; None if nothing was timed."""
         if self._states is None:
             return None
         times = [timer.times(quietest) for timer in self._timers]
-        seconds = tuple(tuple(map(sum, zip(one.forward, one.backward, strict=True))) for one in times)
+        seconds = tuple(
+            tuple(map(sum, zip(result.forward, result.backward, strict=True))) for result in times
+        )
         return AtLengths(self._positions, self._lengths, seconds, self._states)
 
 
@@ -218,14 +222,14 @@ def _states(subject: Subject, batch: tuple[Any, Any], size: int) -> tuple[tuple[
     the same.
     """
     transport = current_transport()
-    mine = _states_alone(subject, batch, size, transport.device) if transport.rank == 0 else None
-    return cast("tuple[tuple[float, float], ...] | None", transport.gather_objects(mine)[0])
+    states = _states_alone(subject, batch, size, transport.device) if transport.rank == 0 else None
+    return cast("tuple[tuple[float, float], ...] | None", transport.gather_objects(states)[0])
 
 
 def _states_alone(
     subject: Subject, batch: tuple[Any, Any], size: int, device: torch.device
 ) -> tuple[tuple[float, float], ...] | None:
-    schedule = _each(len(subject.layers), 1, slices=2)
+    schedule = _by_layer(len(subject.layers), 1, slices=2)
     plain = replace(subject, execution=subject.execution.but(compile=False))
     try:
         pipeline = _pipeline(plain, schedule, transport=Hub(1).transport(0, device))
@@ -274,8 +278,8 @@ def _update_seconds(pipeline: Pipeline) -> float:
 
 def trained_bytes(pipeline: Pipeline) -> int:
     """Bytes of this worker's trained weights."""
-    every = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
-    return sum(p.nbytes for p in every.values() if p.requires_grad)
+    parameters = {id(p): p for copy in pipeline.stages.values() for p in copy.parameters()}
+    return sum(p.nbytes for p in parameters.values() if p.requires_grad)
 
 
 def timed(
@@ -289,9 +293,9 @@ def timed(
     timer.warm_up()
     for _ in range(repeats):
         timer.turn()
-    found = timer.result()
+    result = timer.result()
     timer.close()
-    return found
+    return result
 
 
 _LEAST = 0.1
@@ -299,7 +303,7 @@ _LEAST = 0.1
 """
 
 
-def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
+def without_overhead(by_layer: Sequence[float], together: float) -> tuple[tuple[float, ...], float]:
     """Layers' seconds that add up to their time together, and the additional time of each alone.
 
     The time of the layers together contains that overhead once as well; it is subtracted.
@@ -309,13 +313,13 @@ def without_overhead(apart: Sequence[float], together: float) -> tuple[tuple[flo
     >>> without_overhead((2.0, 4.0), 9.0)  # nothing more: in proportion
     ((3.0, 6.0), 0.0)
     """
-    more = (sum(apart) - together) / (len(apart) - 1) if len(apart) > 1 else 0.0
+    more = (sum(by_layer) - together) / (len(by_layer) - 1) if len(by_layer) > 1 else 0.0
     if more <= 0.0:
-        return tuple(seconds * together / sum(apart) for seconds in apart), 0.0
-    return tuple(max(_LEAST * seconds, seconds - more) for seconds in apart), more
+        return tuple(seconds * together / sum(by_layer) for seconds in by_layer), 0.0
+    return tuple(max(_LEAST * seconds, seconds - more) for seconds in by_layer), more
 
 
-def _each(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
+def _by_layer(layers: int, micro_batches: int, slices: int = 1) -> Schedule:
     """Each layer a stage of one worker.
 
     It is 1F1B, in which no op follows one of the same layer, so that it finds little in the caches.

@@ -50,9 +50,9 @@ class OpTimes:
 
 @dataclass(slots=True)
 class _Turn:
-    """Parts of a timed step, in seconds; ``whole`` is the same on all workers."""
+    """Parts of a timed step, in seconds; ``step`` is equal on all workers."""
 
-    whole: float
+    step: float
     around: float
     ops: dict[tuple[OpKind, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[float] = field(default_factory=list)
@@ -83,15 +83,15 @@ class OpTimer:
         pipeline = self.pipeline
         pipeline.transport.gather([])  # all begin together
         step = pipeline.step(*self._batch)
-        whole = max(row[0] for row in pipeline.transport.gather([step.seconds]))
+        seconds = max(row[0] for row in pipeline.transport.gather([step.seconds]))
         timeline = pipeline.timeline(pipeline.replica)
         begins = min(row[0][1] for row in timeline if row)
         ends = max(row[-1][2] for row in timeline if row)
-        turn = _Turn(whole, whole - (ends - begins))
+        turn = _Turn(seconds, seconds - (ends - begins))
         for row in timeline:
             for op, start, end in row:
                 turn.ops[op.kind, op.stage].append(end - start)
-            turn.gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_nobody(b[0])]
+            turn.gaps += [b[1] - a[2] for a, b in pairwise(row) if self._waits_for_none(b[0])]
         self._turns.append(turn)
 
     def times(self, quietest: float = 1.0) -> OpTimes:
@@ -100,17 +100,17 @@ class OpTimer:
         Args:
             quietest: share of the steps that count, which are the fastest ones.
         """
-        turns = least(self._turns, quietest, key=lambda turn: turn.whole)
+        turns = least(self._turns, quietest, key=lambda turn: turn.step)
         seconds: dict[tuple[OpKind, int], list[float]] = defaultdict(list)
         for turn in turns:
-            for key, found in turn.ops.items():
-                seconds[key] += found
-        mine = {key: _mean(found) for key, found in seconds.items()}
+            for key, durations in turn.ops.items():
+                seconds[key] += durations
+        means = {key: _mean(durations) for key, durations in seconds.items()}
         gap = _mean([gap for turn in turns for gap in turn.gaps])
         around = _mean([turn.around for turn in turns])
         rows = cast(
             "list[tuple[dict[tuple[OpKind, int], float], float, float]]",
-            self.pipeline.transport.gather_objects((mine, gap, around)),
+            self.pipeline.transport.gather_objects((means, gap, around)),
         )
         forward, backward = (
             tuple(
@@ -127,18 +127,18 @@ class OpTimer:
             tuple(sum(row[0].values()) for row in rows),
         )
 
-    def _waits_for_nobody(self, op: Op) -> bool:
-        """Whether an op takes the mini-batch, or its own stage's loss."""
+    def _waits_for_none(self, op: Op) -> bool:
+        """True if an op takes the mini-batch, or its stage's loss."""
         return op.stage == (0 if op.kind.whole else self._last_stage)
 
 
-def least(found: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:
+def least(values: Sequence[T], share: float, key: Callable[[T], float]) -> list[T]:
     """A share of the values, at least one: the smallest by ``key``.
 
     >>> least([4, 1, 3, 2], 0.5, key=float)
     [1, 2]
     """
-    return sorted(found, key=key)[: max(1, math.ceil(share * len(found)))]
+    return sorted(values, key=key)[: max(1, math.ceil(share * len(values)))]
 
 
 _ODD = 5
@@ -152,4 +152,4 @@ def _mean(seconds: list[float]) -> float:
     if not seconds:
         return 0.0
     most = _ODD * statistics.median(seconds)
-    return statistics.fmean(one for one in seconds if one <= most)
+    return statistics.fmean(duration for duration in seconds if duration <= most)

@@ -94,7 +94,7 @@ def planned_closed_form(play: Play) -> ClosedForm | None:
     stages, recomputed = play.stages, play.configuration.recompute is not Recompute.NONE
     forward, backward = stages.seconds(OpKind.FORWARD), stages.seconds(OpKind.BACKWARD)
     if recomputed:
-        backward = [seconds + layers for seconds, layers in zip(backward, stages.again, strict=True)]
+        backward = [seconds + layers for seconds, layers in zip(backward, stages.recomputation, strict=True)]
     message = max(
         latency + per_byte * max(play.stages.message_bytes[:-1], default=0.0)
         for latencies, per_bytes in zip(

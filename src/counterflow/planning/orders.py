@@ -99,12 +99,12 @@ class Computed:
 
     @property
     def split(self) -> bool:
-        """Whether its backwards are split."""
+        """True if its backwards are split."""
         return _is_split(self.play.schedule.workload)
 
     @property
     def recut(self) -> bool:
-        """Whether its stages differ from those of the rule for cuts."""
+        """True if its stages differ from those of the rule for cuts."""
         return isinstance(self.play.configuration.cuts, tuple) and (
             self.play.configuration.cuts != self.named.play.configuration.cuts
         )
@@ -118,7 +118,7 @@ class Orders:
         named: the best plan before.
         computed: the orders, best first.
         omissions: orders that were not computed, and why.
-        stopped: whether the search was interrupted.
+        stopped: True if the search was interrupted.
     """
 
     named: Plan
@@ -129,8 +129,8 @@ class Orders:
     @property
     def best(self) -> Computed | None:
         """The best order, if it is faster than the best named plan."""
-        found = self.computed[0] if self.computed else None
-        return found if found is not None and found.seconds < self.named.seconds * _LESS else None
+        order = self.computed[0] if self.computed else None
+        return order if order is not None and order.seconds < self.named.seconds * _LESS else None
 
     @property
     def gain(self) -> float:
@@ -139,7 +139,7 @@ class Orders:
 
 
 def compute_orders(
-    found: SearchResult,
+    result: SearchResult,
     constraints: Constraints,
     *,
     seconds: float = 30.0,
@@ -149,26 +149,26 @@ def compute_orders(
     """Compute orders for the best plans of a search; Ctrl-C ends it with the results so far.
 
     Args:
-        found: result of the search.
+        result: result of the search.
         constraints: constraints on a plan.
         seconds: approximate total time.
         moves: search budget of each order in moves instead of ``seconds``; the result is then the same on
             every machine.
         progress: called with the progress.
     """
-    return _Run(found, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
+    return _Run(result, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
 
 
-def with_orders(found: SearchResult, orders: Orders) -> SearchResult:
+def with_orders(result: SearchResult, orders: Orders) -> SearchResult:
     """The search's result, with the best computed order at its head if it wins."""
     if orders.best is None:
-        return found
+        return result
     winner = Plan(orders.best.seconds, -1, orders.best.play)
-    larger = found.in_more_memory
+    larger = result.in_more_memory
     return replace(
-        found,
-        best=(winner, *found.best)[: len(found.best)],
-        of_schemes=(winner, *found.of_schemes),
+        result,
+        best=(winner, *result.best)[: len(result.best)],
+        of_schemes=(winner, *result.of_schemes),
         in_more_memory=larger if larger and larger.seconds < winner.seconds else None,
     )
 
@@ -193,16 +193,16 @@ class _Job:
 class _Run:
     def __init__(
         self,
-        found: SearchResult,
+        result: SearchResult,
         constraints: Constraints,
         seconds: float,
         moves: int | None,
         progress: Progress,
     ) -> None:
-        self._found, self._constraints = found, constraints
+        self._result, self._constraints = result, constraints
         self._until = time.monotonic() + seconds
         self._moves, self._progress = moves, progress
-        self._best = found.best[0]
+        self._best = result.best[0]
         self._computed: list[Computed] = []
         self._predictors: dict[int, Predictor] = {}
         self._omissions: list[Omission] = []
@@ -230,7 +230,7 @@ class _Run:
     @property
     def _seconds(self) -> float:
         """Seconds of the best step so far."""
-        return min([self._best.seconds, *(each.seconds for each in self._computed)])
+        return min([self._best.seconds, *(order.seconds for order in self._computed)])
 
     def _jobs(self) -> list[_Job]:
         """Ops to order for the best plans, by rising bound, without those that cannot win.
@@ -238,27 +238,27 @@ class _Run:
         Jobs with the same micro-batches are adjacent, whole backwards first, whose order is where split ones
         begin.
         """
-        alike = []
+        groups = []
         for plan in self._plans():
             for recompute in self._constraints.recompute:
-                both = [self._job(plan, recompute, split=split) for split in self._splits()]
-                if jobs := [job for job in both if job is not None]:
-                    alike.append(jobs)
-        alike.sort(key=lambda jobs: min(job.bound_seconds for job in jobs))
-        return [job for jobs in alike for job in jobs]
+                candidates = [self._job(plan, recompute, split=split) for split in self._splits()]
+                if jobs := [job for job in candidates if job is not None]:
+                    groups.append(jobs)
+        groups.sort(key=lambda jobs: min(job.bound_seconds for job in jobs))
+        return [job for jobs in groups for job in jobs]
 
     def _plans(self) -> list[Plan]:
         """The best plans: the first of each placement, number of replicas and number of micro-batches."""
-        found: dict[object, Plan] = {}
-        for plan in self._found.of_schemes:
+        plans: dict[object, Plan] = {}
+        for plan in self._result.of_schemes:
             schedule, width = plan.play.schedule, plan.play.configuration.replicas
             if schedule.synchronous:
-                found.setdefault((schedule.placement, width), plan)
-        return list(found.values())[:_PLANS]
+                plans.setdefault((schedule.placement, width), plan)
+        return list(plans.values())[:_PLANS]
 
     def _splits(self) -> tuple[bool, ...]:
         wanted = dict(self._constraints.options).get(SPLIT.name)
-        return tuple(one for one in (False, True) if wanted is None or one in wanted)
+        return tuple(split for split in (False, True) if wanted is None or split in wanted)
 
     def _job(self, plan: Plan, recompute: Recompute, *, split: bool) -> _Job | None:
         before = plan.play
@@ -304,19 +304,19 @@ class _Run:
         """Compute an order, alternating with its cuts; return whether the search was interrupted."""
         until = time.monotonic() + seconds
         free = self._constraints.cuts is Cutting.BALANCED
-        found = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)
-        self._computed.append(found)
+        result = self._synthesize(job, self._begun(job), seconds * (_FIRST if free else 1.0), None)
+        self._computed.append(result)
         for _ in range(_TURNS if free else 0):
-            if found.synthesis.stopped or (self._moves is None and time.monotonic() >= until):
+            if result.synthesis.stopped or (self._moves is None and time.monotonic() >= until):
                 break
-            play = self._recut(found.play, until)
+            play = self._recut(result.play, until)
             if play is None:
                 break
-            again = self._synthesize(job, play, max(until - time.monotonic(), 0.0), found)
-            if not again.seconds < found.seconds * _LESS:
+            recomputed = self._synthesize(job, play, max(until - time.monotonic(), 0.0), result)
+            if not recomputed.seconds < result.seconds * _LESS:
                 break
-            self._computed[-1] = found = again
-        return found.synthesis.stopped
+            self._computed[-1] = result = recomputed
+        return result.synthesis.stopped
 
     def _begun(self, job: _Job) -> Play:
         """The job, begun with the order and stages found for the same micro-batches with whole backwards."""
@@ -341,7 +341,7 @@ class _Run:
         def report(value: float, bound: float, doing: str) -> None:
             self._progress(min(best, play.step_seconds(value)), play.step_seconds(bound), f"{job}: {doing}")
 
-        found = synthesize(
+        synthesis = synthesize(
             play.schedule.workload,
             play.costs,
             memory_bytes=_memory(play),
@@ -351,10 +351,10 @@ class _Run:
             start=play.schedule if any(play.schedule.orders) else None,
             report=report,
         )
-        method = before.method if before is not None and found.method == START else found.method
-        size = ("workers", found.schedule.workers), ("micro_batches", found.schedule.micro_batches)
+        method = before.method if before is not None and synthesis.method == START else synthesis.method
+        size = ("workers", synthesis.schedule.workers), ("micro_batches", synthesis.schedule.micro_batches)
         return Computed(
-            job.named, replace(play, schedule=replace(found.schedule, options=size)), found, method
+            job.named, replace(play, schedule=replace(synthesis.schedule, options=size)), synthesis, method
         )
 
     def _recut(self, play: Play, until: float) -> Play | None:
@@ -366,15 +366,15 @@ class _Run:
                 for by in (-1, 1):
                     if self._moves is None and time.monotonic() >= until:
                         return best if best is not play else None
-                    other = _moved(self._predictor(best), best, stage, by)
-                    if other is not None and other.fits and other.seconds < best.seconds * _LESS:
-                        best, improved = other, True
+                    moved = _moved(self._predictor(best), best, stage, by)
+                    if moved is not None and moved.fits and moved.seconds < best.seconds * _LESS:
+                        best, improved = moved, True
         return best if best is not play else None
 
 
 def _workload(workload: Workload, *, split: bool) -> Workload:
     """The same micro-batches through the same pipes, one by one, with all backwards whole or all split."""
-    pipe_of = {m: one.pipe for one in workload.passes for m in one.micro_batches}
+    pipe_of = {m: batch.pipe for batch in workload.passes for m in batch.micro_batches}
     same = plain(
         workload.placement, workload.micro_batches, pipe_of=[pipe_of[m] for m in sorted(pipe_of)], split=split
     )
@@ -382,13 +382,13 @@ def _workload(workload: Workload, *, split: bool) -> Workload:
 
 
 def _is_split(workload: Workload) -> bool:
-    return any(share.split for one in workload.passes for share in one.shares)
+    return any(share.split for batch in workload.passes for share in batch.shares)
 
 
 def _memory(play: Play) -> tuple[float, ...]:
     """Memory of each worker without messages and communicators, less the search's tolerance of a limit."""
-    each = zip(play.usable_bytes, play.beside, strict=True)
-    return tuple((usable - room) * (1 - 1e-8) for usable, room in each)
+    rows = zip(play.usable_bytes, play.order_independent_bytes, strict=True)
+    return tuple((usable - room) * (1 - 1e-8) for usable, room in rows)
 
 
 def _objective(play: Play) -> Objective:

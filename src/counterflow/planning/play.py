@@ -134,7 +134,7 @@ class Play:
     ) -> Costs:
         cluster, network_, scale = self.inputs.cluster, self.network, self.p2p_scale
         recompute = self.configuration.recompute
-        memory = self.stages.held(recompute)
+        memory = self.stages.table(recompute)
         return Costs(
             ops=StageOps(self.stages.layers, self.stages.samples, recompute, memory, network_.slowness),
             p2p=_scaled(network_.latency_seconds, scale),
@@ -174,13 +174,13 @@ class Play:
             return self.simulated.timing
         return Timing(self.schedule, self.costs, self.inputs.model)
 
-    def _has_times_of(self, other: Play) -> bool:
+    def _has_times_of(self, play: Play) -> bool:
         """True if at most where optimiser state is stored differs, on which times do not depend."""
-        zero_stage = other.configuration.zero_stage
+        zero_stage = play.configuration.zero_stage
         return (
-            all(getattr(self, name) is getattr(other, name) for name in ("schedule", "stages", "network"))
-            and replace(self.configuration, zero_stage=zero_stage) == other.configuration
-            and (self.p2p_scale, self.allreduce_scale) == (other.p2p_scale, other.allreduce_scale)
+            all(getattr(self, name) is getattr(play, name) for name in ("schedule", "stages", "network"))
+            and replace(self.configuration, zero_stage=zero_stage) == play.configuration
+            and (self.p2p_scale, self.allreduce_scale) == (play.p2p_scale, play.allreduce_scale)
         )
 
     @property
@@ -247,8 +247,8 @@ class Play:
             return 0.0
         work = self.timing.work
         if self.network.cores:
-            each = self.inputs.degree
-            return max(each * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
+            degree = self.inputs.degree
+            return max(degree * sum(work[w] for w in on) / cores for on, cores in self.network.cores)
         assert cluster.cores is not None
         devices = self.configuration.replicas * self.inputs.degree
         return sum(work) * devices / (cluster.cores * cluster.nodes)
@@ -278,13 +278,13 @@ class Play:
         """Each worker's memory at its peak."""
         stages, placement, changes = self.stages, self.schedule.placement, self.timing.changes
         spared = (0.0,) * placement.workers if self.sharded is None else self.sharded.spared
-        each = zip(changes.base, spared, counted_twice(placement, stages), strict=True)
-        bases = [base - less - twice for base, less, twice in each]
+        rows = zip(changes.base, spared, counted_twice(placement, stages), strict=True)
+        bases = [base - less - twice for base, less, twice in rows]
         gradients, optimizer, casts = map(
             placement.summed, (stages.gradients, stages.optimizer, stages.casts)
         )
         if self.sharded is not None:
-            optimizer = [self.inputs.model.optimizer_states * own for own in self.sharded.most]
+            optimizer = [self.inputs.model.optimizer_states * owned for owned in self.sharded.most]
         if stages.measured:
             by_tag = self.inputs.cluster.cores is not None  # workers are processes of a machine, over Gloo
             peaks = walked(
@@ -314,7 +314,10 @@ class Play:
     def _updating(self, gradients: Sequence[float]) -> list[float]:
         """Bytes that each worker needs for the gradient norm, or for its largest stage's update."""
         profile, placement = self.inputs.profile, self.schedule.placement
-        norms = (min(profile.norm_bytes_per_byte * mine, profile.norm_peak_bytes) for mine in gradients)
+        norms = (
+            min(profile.norm_bytes_per_byte * gradient_bytes, profile.norm_peak_bytes)
+            for gradient_bytes in gradients
+        )
         if self.sharded is not None:
             return list(map(max, norms, self.sharded.updating))
         peaks = self.stages.update_peaks
@@ -326,23 +329,24 @@ class Play:
     @cached_property
     def communicators(self) -> tuple[float, ...]:
         """Memory of each worker's communicators."""
-        each = self.inputs.cluster.communicator_bytes
-        if not each:
+        communicator_bytes = self.inputs.cluster.communicator_bytes
+        if not communicator_bytes:
             return (0.0,) * self.schedule.workers
         ties = [tie.stages for tie in self.stages.ties if tie.gradient_bytes]
         return tuple(
-            each * count for count in communicators(self.schedule, self.configuration.replicas, ties)
+            communicator_bytes * count
+            for count in communicators(self.schedule, self.configuration.replicas, ties)
         )
 
     @property
-    def beside(self) -> tuple[float, ...]:
+    def order_independent_bytes(self) -> tuple[float, ...]:
         """Memory of each worker in addition to weights and activations, for any order: messages, skip
         connections, communicators.
         """
         schedule, stages = self.schedule, self.stages
         buffers = message_buffers(schedule.placement, together(schedule), stages)
-        each = zip(buffers, skips_in_flight(schedule, stages), self.communicators, strict=True)
-        return tuple(buffer + skips + shared for buffer, skips, shared in each)
+        rows = zip(buffers, skips_in_flight(schedule, stages), self.communicators, strict=True)
+        return tuple(buffer + skips + shared for buffer, skips, shared in rows)
 
     @property
     def usable_bytes(self) -> tuple[float, ...]:
@@ -351,9 +355,9 @@ class Play:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether every worker's memory suffices."""
-        each = zip(self.memory, self.usable_bytes, strict=True)
-        return all(worker.total <= usable for worker, usable in each)
+        """True if every worker's memory suffices."""
+        rows = zip(self.memory, self.usable_bytes, strict=True)
+        return all(worker.total <= usable for worker, usable in rows)
 
     def prediction(self) -> Prediction:
         """The prediction as a record."""
@@ -382,8 +386,8 @@ class Play:
         if chosen.tensor_parallel == 1:
             return None
         where = self.schedule.placement, chosen.replicas, chosen.arrangement, chosen.tensor_parallel
-        found = mesh(*where, cluster=self.inputs.cluster, nodes=chosen.nodes)
-        return [list(map(list, replica)) for replica in found]
+        device_mesh = mesh(*where, cluster=self.inputs.cluster, nodes=chosen.nodes)
+        return [list(map(list, replica)) for replica in device_mesh]
 
     def parts(self) -> Parts:
         """Parts of the step's seconds: the savings if messages, then syncs, cost nothing."""

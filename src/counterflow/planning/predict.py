@@ -131,11 +131,11 @@ class Predictor:
             return self.at(configuration.tensor_parallel).play_order(configuration, schedule, mini_batch)
         needed = schedule.workers * configuration.replicas
         if needed > self.cluster.size:
-            each = self.tensor_parallel
-            positions = f" · {each} positions of tensor parallelism" if each > 1 else ""
+            degree = self.tensor_parallel
+            positions = f" · {degree} positions of tensor parallelism" if degree > 1 else ""
             raise ConfigError(
                 f"{schedule.workers} workers · {configuration.replicas} replicas{positions} need "
-                f"{needed * each} devices, but cluster {self.cluster.name} has {self.inputs.devices.size}"
+                f"{needed * degree} devices, but cluster {self.cluster.name} has {self.inputs.devices.size}"
             )
         _require_flush(configuration, schedule, barrier=self.model.barrier)
         where = configuration.replicas, configuration.arrangement
@@ -177,13 +177,13 @@ class Predictor:
             samples: samples of a micro-batch.
             recompute: what a backward computes again.
             passes: number of micro-batches of an update through each pipe.
-            synchronous: whether updates flush the pipeline.
+            synchronous: True if updates flush the pipeline.
             on: devices of its workers; cuts depend on them only if devices differ.
         """
         slowness, usable = (on.slowness, on.usable_bytes) if on is not None else ((), ())
         of = placement, passes, samples, recompute
-        found = self._cuts(cuts, of, usable, slowness, synchronous=synchronous)
-        return self._stage_costs(found, samples)
+        layer_cuts = self._cuts(cuts, of, usable, slowness, synchronous=synchronous)
+        return self._stage_costs(layer_cuts, samples)
 
     def _cuts_of(
         self,
@@ -197,10 +197,10 @@ class Predictor:
         placement, passes, samples, recompute = of
         if cuts is not Cutting.BALANCED:
             return self._cut(cuts, placement.stages, samples)
-        again = recompute is not Recompute.NONE
+        recomputes = recompute is not Recompute.NONE
         room = usable or self.cluster.usable_bytes
         balance = Balance(self.model, self.profile, *of, room, self._sums, slowness, synchronous)
-        balanced = self._balanced(placement, passes, samples, again, slowness, synchronous=synchronous)
+        balanced = self._balanced(placement, passes, samples, recomputes, slowness, synchronous=synchronous)
         return balance.fitting(balanced)
 
     def _balanced_cuts(
@@ -208,13 +208,13 @@ class Predictor:
         placement: Placement,
         passes: int,
         samples: int,
-        again: bool,
+        recomputes: bool,
         slowness: tuple[float, ...],
         *,
         synchronous: bool,
     ) -> tuple[int, ...]:
         """Cuts by seconds alone; recomputed work counts, whatever its granularity."""
-        recompute = Recompute.STAGE if again else Recompute.NONE
+        recompute = Recompute.STAGE if recomputes else Recompute.NONE
         judged = placement, passes, samples, recompute, math.inf
         balance = Balance(self.model, self.profile, *judged, self._sums, slowness, synchronous)
         return balance.balanced(self._cut(Cutting.BALANCED, placement.stages, samples))
@@ -245,24 +245,24 @@ def _require_flush(configuration: Configuration, schedule: Schedule, *, barrier:
         )
 
 
-def _build(scheme: str, given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:
+def _build(scheme: str, options_given: tuple[tuple[str, OptionValue], ...], *, far: bool) -> Schedule:
     """The schedule; an asynchronous one with enough whole periods in its steady state.
 
     With ``far`` an op may wait, through a skip connection, for one that is as many periods earlier as there
     are stages.
     """
-    known, options = registry.scheme(scheme), dict(given)
+    known, options = registry.scheme(scheme), dict(options_given)
     if known.synchronous:
         return registry.build(scheme, options, accelerated)
-    one = registry.build(scheme, options | {"periods": 1})
+    single = registry.build(scheme, options | {"periods": 1})
     # Until the first micro-batch is through, others follow it into the pipeline, and the same at its end.
-    whole = STEADY_PERIODS + (math.ceil(one.stages / one.micro_batches) if far else 0)
-    fewest = whole + math.ceil(one.workers / one.micro_batches)
-    for periods in range(fewest, fewest + 2 * one.stages + 2):
+    periods_needed = STEADY_PERIODS + (math.ceil(single.stages / single.micro_batches) if far else 0)
+    fewest = periods_needed + math.ceil(single.workers / single.micro_batches)
+    for periods in range(fewest, fewest + 2 * single.stages + 2):
         schedule = registry.build(scheme, options | {"periods": periods}, accelerated)
-        if whole_periods(schedule) >= whole:
+        if whole_periods(schedule) >= periods_needed:
             return schedule
     raise ConfigError(
         f"{schedule}: an asynchronous scheme is timed by its steady part, but this one has none of "
-        f"{whole} periods; its builder has to set Schedule.steady"
+        f"{periods_needed} periods; its builder has to set Schedule.steady"
     )

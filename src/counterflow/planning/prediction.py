@@ -177,7 +177,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every worker's memory suffices."""
+        """True if every worker's memory suffices."""
         return self.needed_bytes <= self.had_bytes
 
     @property
@@ -210,16 +210,16 @@ def choices(configuration: Configuration) -> str:
     >>> choices(Configuration.of("chimera", options, 1, 1))
     'concat=forward-doubling'
     """
-    told = []
+    words = []
     for name, value in configuration.options:
         option = registry.option(configuration.scheme, name)
         assert option is not None
         plain = option.unsaid if option.kind is OptionType.NUMBER else option.default
         if value != plain and name not in (*DEPTH, "micro_batches"):
-            told.append(f"{name}={value}")
+            words.append(f"{name}={value}")
     if configuration.zero_stage:
-        told.append(f"zero_stage={configuration.zero_stage}")
-    return " ".join(told)
+        words.append(f"zero_stage={configuration.zero_stage}")
+    return " ".join(words)
 
 
 def ranking(predictions: Iterable[Prediction]) -> str:
@@ -239,15 +239,15 @@ def ranking(predictions: Iterable[Prediction]) -> str:
         "peak memory",
     )
     rows = []
-    for found in predictions:
-        plan, peak = found.configuration, max(found.peak_bytes) / 2**30
+    for prediction in predictions:
+        plan, peak = prediction.configuration, max(prediction.peak_bytes) / 2**30
         rows.append(
             (
-                *(plan.scheme, found.workers, plan.replicas, plan.tensor_parallel),
-                *(plan.samples, found.micro_batches),
-                *(plan.recompute.value, plan.sync.value, f"{found.step_seconds:.4g} s"),
-                *(f"{found.samples_per_second:.4g}", f"{found.bubble_ratio:.1%}"),
-                f"{peak:.4g} GiB{'' if found.fits else ': too large'}",
+                *(plan.scheme, prediction.workers, plan.replicas, plan.tensor_parallel),
+                *(plan.samples, prediction.micro_batches),
+                *(plan.recompute.value, plan.sync.value, f"{prediction.step_seconds:.4g} s"),
+                *(f"{prediction.samples_per_second:.4g}", f"{prediction.bubble_ratio:.1%}"),
+                f"{peak:.4g} GiB{'' if prediction.fits else ': too large'}",
             )
         )
     return table(heads, rows)

@@ -1,4 +1,4 @@
-"""When things run: costs in, timeline out. Time, memory and bubbles of a schedule."""
+"""Timelines of schedules from costs: time, memory and bubbles."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def simulate(
         costs = _as_recomputed(schedule.schedule, costs)
         played, makespan = play_program(model, schedule, costs)
         return Simulation(model, costs, played, makespan=makespan)
-    found = simulate_within(registry.schedule_of(schedule, sizes), costs, math.inf)
-    assert found is not None
-    return found
+    simulation = simulate_within(registry.schedule_of(schedule, sizes), costs, math.inf)
+    assert simulation is not None
+    return simulation
 
 
 def simulate_within(

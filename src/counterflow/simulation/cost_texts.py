@@ -35,25 +35,25 @@ def read(texts: Mapping[str, Any], named: Named = _plainly) -> dict[str, Any]:
     >>> read({"forward": "1,2", "weight_bytes": "1.5KiB"})
     {'forward': (1.0, 2.0), 'weight_bytes': 1536.0}
     """
-    found = dict(texts)
+    values = dict(texts)
     for name, value in texts.items():
         if isinstance(value, str) and COSTS[name].spec.kind is str:
-            found[name] = (bytes_of if COSTS[name].spec.metavar == "BYTES" else numbers_of)(
+            values[name] = (bytes_of if COSTS[name].spec.metavar == "BYTES" else numbers_of)(
                 name, value, named
             )
-    return found
+    return values
 
 
-def costs_from(given: Mapping[str, Any]) -> Costs:
+def costs_from(values: Mapping[str, Any]) -> Costs:
     """Costs for the simulator, from values by the names of ``read``.
 
     Raises:
         ConfigError: a cost is negative.
     """
-    own: dict[type, dict[str, Any]] = {Costs: {}, ByteCosts: {}}
-    for name, value in given.items():
-        own[COSTS[name].record][COSTS[name].field] = value
-    return Costs(**own[Costs], memory=ByteCosts(**own[ByteCosts]) if own[ByteCosts] else None)
+    fields: dict[type, dict[str, Any]] = {Costs: {}, ByteCosts: {}}
+    for name, value in values.items():
+        fields[COSTS[name].record][COSTS[name].field] = value
+    return Costs(**fields[Costs], memory=ByteCosts(**fields[ByteCosts]) if fields[ByteCosts] else None)
 
 
 def numbers_of(name: str, text: str, named: Named = _plainly) -> float | tuple[float, ...]:
@@ -96,7 +96,7 @@ def _bytes(text: str) -> float:
     if match is None:
         raise ValueError(text)
     number, exponent, unit = match.groups(default="")
-    found = float(number + exponent) * _UNITS[unit.upper()]
-    if found > MOST_COST:
+    size = float(number + exponent) * _UNITS[unit.upper()]
+    if size > MOST_COST:
         raise ValueError(text)
-    return found
+    return size

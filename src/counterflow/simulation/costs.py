@@ -116,9 +116,9 @@ class ByteCosts:
     state_gradients: PerStage | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if (value := getattr(self, each.name)) is not None:
-                refuse_negative(each.name, value, "layers" if each.name == "layers" else "bytes")
+        for cost in fields(self):
+            if (value := getattr(self, cost.name)) is not None:
+                refuse_negative(cost.name, value, "layers" if cost.name == "layers" else "bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class Costs:
         p2p_per_byte: additional time per byte of a message, in the same forms.
         message_bytes: bytes of a stage's output for one micro-batch, and of its gradient.
         skip_bytes: bytes of the values of skip connections; a number, or one per skip connection.
-        link: whether a link carries one message at a time in each direction, or any number (``infinite``), as
-            in papers' formulas.
+        link: number of messages that a link carries at once in each direction: one, or any
+            (``infinite``), as in papers' formulas.
         ways: the way by which each message leaves its worker, ``ways[sender][receiver]``: links of one sender
             with the same number together carry one message at a time. None: each link is a way of its own.
-        overlap: whether a message travels while its sender computes; otherwise the sender is busy with it.
+        overlap: True if a message travels while its sender computes; otherwise the sender is busy with it.
         sync: time of the all-reduce of one stage's gradients; unused if there is only one copy.
         sync_crossings: the part of each stage's sync on ways that other stages' syncs use too: syncs in
             flight at the same time share these. None: nothing is shared.
@@ -159,13 +159,13 @@ class Costs:
         replicas: copies of the whole pipeline group (W); with more than one every stage has a sync.
         recompute: ``stage`` and ``layer`` add the work of one forward to each backward: ``stage`` as an op of
             its own before it, a recomputation, ``layer`` in the backward itself.
-        recompute_ahead: whether ``stage`` does so, and workers recompute while they wait for gradients;
+        recompute_ahead: True if ``stage`` does so, and workers recompute while they wait for gradients;
             otherwise that, too, is in the backward, as with torch's checkpoint. Schedules that have
             recomputations keep them.
         ops: costs of ops, in place of ``forward`` to ``weight_gradients``, ``recompute`` and the activations
             in ``memory``; with them devices may differ, and doubled ops have measured costs.
         memory: byte costs, or bytes by stage after ``recompute``; None omits memory.
-        relative: whether times are in forwards instead of seconds; None: if no time was given.
+        relative: True if times are in forwards instead of seconds; None: if no time was given.
 
     Raises:
         ConfigError: a cost is negative or not a number.
@@ -288,7 +288,7 @@ class Costs:
 
     @property
     def in_forwards(self) -> bool:
-        """Whether the unit of time is F, one forward: as ``relative`` says, or if no seconds were given.
+        """True if the unit of time is F, one forward: as ``relative`` says, or if no seconds were given.
 
         >>> Costs().in_forwards, Costs(p2p=0.1).in_forwards
         (True, False)
@@ -345,32 +345,32 @@ def stage_bytes(costs: ByteCosts | StageBytes, recompute: Recompute, stages: int
     if isinstance(costs, StageBytes):
         return costs
 
-    def each(name: str, instead: PerStage = 0.0) -> list[float]:
+    def amounts(name: str, instead: PerStage = 0.0) -> list[float]:
         value = getattr(costs, name)
         return per_stage(name, instead if value is None else value, stages)
 
-    stash = full = each("activations")
-    inputs, layers, none = each("inputs"), each("layers"), [0.0] * stages
-    again = layer = none
+    stash = full = amounts("activations")
+    inputs, layers, none = amounts("inputs"), amounts("layers"), [0.0] * stages
+    recomputed = layer = none
     if recompute is Recompute.STAGE:  # the input exists already
         stash = inputs
-        again = each("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
+        recomputed = amounts("beyond_inputs", [max(f - i, 0.0) for f, i in zip(full, inputs, strict=True)])
     elif recompute is Recompute.LAYER:
         stash = [i * n for i, n in zip(inputs, layers, strict=True)]
         layer = [max(f - s, 0.0) / n for f, s, n in zip(full, stash, layers, strict=True)]
-        stash, layer = each("layer_inputs", stash), each("largest_layer", layer)
+        stash, layer = amounts("layer_inputs", stash), amounts("largest_layer", layer)
     return StageBytes(
-        weights=list(map(add, each("weights"), each("casts"))),
-        fixed=list(map(add, each("gradients", costs.weights), each("optimizer"))),
+        weights=list(map(add, amounts("weights"), amounts("casts"))),
+        fixed=list(map(add, amounts("gradients", costs.weights), amounts("optimizer"))),
         tensors={
             Saved.ACTIVATIONS: stash,
-            Saved.RECOMPUTED: again,
-            Saved.WEIGHT_OPERANDS: each("kept_for_weights", full),
+            Saved.RECOMPUTED: recomputed,
+            Saved.WEIGHT_OPERANDS: amounts("kept_for_weights", full),
         },
         space={kind: layer if kind.again and kind.makes else none for kind in OpKind},
-        state=each("state"),
-        slice_state=each("slice_state"),
-        state_gradients=each("state_gradients", costs.state),
+        state=amounts("state"),
+        slice_state=amounts("slice_state"),
+        state_gradients=amounts("state_gradients", costs.state),
         recomputed=recompute is not Recompute.NONE,
     )
 

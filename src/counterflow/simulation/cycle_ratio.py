@@ -63,9 +63,9 @@ def _best(value: Floats, taker: Ints, first: Ints) -> Ints:
     """The edge with the largest value to each node; edges are sorted by node."""
     most = np.maximum.reduceat(value, first)
     edge = np.flatnonzero(value == most[taker])
-    found = np.empty(len(first), dtype=np.int64)
-    found[taker[edge][::-1]] = edge[::-1]
-    return found
+    best = np.empty(len(first), dtype=np.int64)
+    best[taker[edge][::-1]] = edge[::-1]
+    return best
 
 
 def _values(before: Ints, seconds: Floats, periods: Ints) -> tuple[Floats, Floats]:

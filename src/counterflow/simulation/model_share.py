@@ -59,16 +59,16 @@ def of_stages(costs: Costs, placement: Placement, unit: CostsOf) -> Costs:
 def _divided(record: Record, share: float, unit: CostsOf) -> Record:
     """The record with each divided field multiplied by a share."""
     changed: dict[str, Any] = {}
-    for each in fields(record):
-        asked = each.metadata.get("cli_field")
-        value = getattr(record, each.name)
-        if asked is None or asked.divided is None or value is None:
+    for cost in fields(record):
+        option = cost.metadata.get("cli_field")
+        value = getattr(record, cost.name)
+        if option is None or option.divided is None or value is None:
             continue
         if not isinstance(value, (int, float)):
             whose = "a worker's share of the" if unit is CostsOf.WORKER else "the whole"
             raise ConfigError(
-                f"{asked.name or each.name}: {len(value)} numbers are those of one placement's stages; give "
+                f"{option.name or cost.name}: {len(value)} numbers are those of one placement's stages; give "
                 f"one number, for {whose} model"
             )
-        changed[each.name] = max(value * share, min(value, asked.divided))
+        changed[cost.name] = max(value * share, min(value, option.divided))
     return replace(record, **changed)

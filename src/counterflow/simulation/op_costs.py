@@ -61,11 +61,11 @@ class Piece:
         work = attention = self.micro_batches / self.parts
         before = 0.0
         if self.sliced:
-            whole, begin = sum(self.lengths), sum(self.lengths[: self.part])
+            total, begin = sum(self.lengths), sum(self.lengths[: self.part])
             end = begin + self.lengths[self.part]
-            work = self.micro_batches * (end - begin) / whole
-            attention = self.micro_batches * (end**2 - begin**2) / whole**2
-            before = begin / whole
+            work = self.micro_batches * (end - begin) / total
+            attention = self.micro_batches * (end**2 - begin**2) / total**2
+            before = begin / total
         object.__setattr__(self, "work", work)
         object.__setattr__(self, "attention", attention)
         object.__setattr__(self, "before", before)
@@ -174,8 +174,8 @@ class StageBytes:
 
     def of_piece(self, piece: Piece) -> tuple[float, float]:
         """Bytes that an op adds when it starts and when it has ended."""
-        each = self.changes(piece.kind, piece.stage, recomputed=piece.recomputed)
-        at_start, at_end = (amount * piece.work for amount in each)
+        amounts = self.changes(piece.kind, piece.stage, recomputed=piece.recomputed)
+        at_start, at_end = (amount * piece.work for amount in amounts)
         state_at_start, state_at_end = self.state_changes(piece)
         return at_start + state_at_start, at_end + state_at_end
 
@@ -215,9 +215,9 @@ class StageBytes:
         freed = sum(self.tensors[tensors][stage] for tensors in kind.frees)
         if kind.again is not None and kind.makes and not recomputed:
             for tensors in kind.frees:
-                if again := _RESTORED_BY.get(tensors):  # they begin and end with this op
+                if restorer := _RESTORED_BY.get(tensors):  # they begin and end with this op
                     restored = self.tensors[tensors][stage]
-                    space = restored + max(space, self.space[again][stage])
+                    space = restored + max(space, self.space[restorer][stage])
                     freed -= restored
         if kind.frees:  # what it saves is a part of what it frees
             return space, saved - freed - space
@@ -258,10 +258,10 @@ class StageOps:
         else:
             seconds = stage.op_seconds(kind, self.samples, piece.work)
         if self.recompute is not Recompute.NONE and piece.repeats is not None:
-            again = piece.work
+            share_again = piece.work
             if piece.sliced:
-                again = stage.slice_share(piece.repeats, piece.work, piece.attention)
-            seconds += stage.seconds(piece.repeats, self.samples, again)
+                share_again = stage.slice_share(piece.repeats, piece.work, piece.attention)
+            seconds += stage.seconds(piece.repeats, self.samples, share_again)
         return seconds * self.slowness[piece.worker] if self.slowness else seconds
 
     def bytes(self, piece: Piece) -> tuple[float, float]:

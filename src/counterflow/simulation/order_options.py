@@ -37,13 +37,17 @@ def shorter(result: Simulation) -> Simulation | None:
         return None
     most, most_stashed = scheme.most_stashed(**options), scheme.most_stashed
     sizes = schedule.workers, schedule.micro_batches, schedule.stages
-    fixed = {name: v for name, v in options.items() if not (own := scheme.option(name)) or not own.order_only}
-    others = [fixed | dict(more) for more in scheme.planner(*sizes)]
-    promised = [(other, most_stashed(**other)) for other in others if other != options]
-    fitting = [other for other, peak in promised if most is not None and peak is not None and peak <= most]
+    fixed = {
+        name: v for name, v in options.items() if not (option := scheme.option(name)) or not option.order_only
+    }
+    variants = [fixed | dict(more) for more in scheme.planner(*sizes)]
+    promised = [(variant, most_stashed(**variant)) for variant in variants if variant != options]
+    fitting = [
+        variant for variant, peak in promised if most is not None and peak is not None and peak <= most
+    ]
     if len(fitting) * sum(map(len, schedule.orders)) > MOST_OPS:
         return None
-    plays = [simulate(registry.build(scheme.name, other), result.costs) for other in fitting]
+    plays = [simulate(registry.build(scheme.name, variant), result.costs) for variant in fitting]
     peak = max(result.peak_activations)
     plays = [play for play in plays if max(play.peak_activations) <= peak]
     best = min(plays, key=attrgetter("makespan"), default=result)

@@ -31,8 +31,8 @@ _NONE = -1_000_000
 
 def period_ops(schedule: Schedule, worker: int) -> int:
     """Number of ops of a worker in a period; asynchronous schemes have no doubled or halved ops."""
-    each = 3 if schedule.workload.recomputes else 2
-    return each * schedule.micro_batches * sum(1 for _ in schedule.placement.stages_on(worker))
+    ops = 3 if schedule.workload.recomputes else 2
+    return ops * schedule.micro_batches * sum(1 for _ in schedule.placement.stages_on(worker))
 
 
 def whole_periods(schedule: Schedule) -> int:
@@ -135,9 +135,9 @@ def _mean(lasts: Floats, period: Ints, slot: Ints) -> Floats:
     inside = period >= 0
     total = np.bincount(slot[inside], weights=lasts[inside], minlength=int(slot.max()) + 1)
     count = np.bincount(slot[inside], minlength=len(total))
-    found = lasts.copy()
-    found[inside] = (total / np.maximum(count, 1))[slot[inside]]
-    return found
+    means = lasts.copy()
+    means[inside] = (total / np.maximum(count, 1))[slot[inside]]
+    return means
 
 
 def _repeated(waits: Waits, period: Ints, slot: Ints, last: int) -> tuple[Ints, Ints, Ints, Ints] | None:
@@ -154,5 +154,5 @@ def _repeated(waits: Waits, period: Ints, slot: Ints, last: int) -> tuple[Ints, 
         lag = at - period[source]
         order = np.lexsort((lag, slot[source], slot[taker]))
         rows.append((slot[source][order], slot[taker][order], lag[order], which[order]))
-    same = all(np.array_equal(one, other) for one, other in zip(rows[0][:3], rows[1][:3], strict=True))
+    same = all(np.array_equal(row, previous) for row, previous in zip(rows[0][:3], rows[1][:3], strict=True))
     return rows[1] if same else None

@@ -38,12 +38,12 @@ def play_program(model: TimedSchedule, program: Program, costs: Costs) -> tuple[
         )
     lists = action_lists(program, model.graph, one_at_a_time=True)
     seconds = model.seconds(costs)
-    found = _Player(model, lists, costs).play(seconds)
-    if costs.sync_slowdown and len(found[0].syncs):
-        beside = model.beside_syncs(found[0])
-        if beside.any():
-            return _Player(model, lists, costs).play(seconds + costs.sync_slowdown * beside)
-    return found
+    played = _Player(model, lists, costs).play(seconds)
+    if costs.sync_slowdown and len(played[0].syncs):
+        overlaps = model.sync_overlaps(played[0])
+        if overlaps.any():
+            return _Player(model, lists, costs).play(seconds + costs.sync_slowdown * overlaps)
+    return played
 
 
 class _Player:

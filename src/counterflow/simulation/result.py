@@ -60,7 +60,7 @@ class MessageSpan:
 
 
 class Cause(Enum):
-    """Why a worker has no op to run; ``Bubbles`` describes each cause."""
+    """Cause of a time in which a worker has no op to run; ``Bubbles`` describes each."""
 
     WARM_UP = "warm-up"
     DEPENDENCY = "dependency"
@@ -148,11 +148,11 @@ class Simulation:
     def _ended(self) -> Floats:
         """Time at which each worker has ended its last op and has its stages' gradients."""
         first = self.model.first
-        found = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
+        ends = np.array([self.end[stop - 1] if stop > begin else 0.0 for begin, stop in pairwise(first)])
         for _, stage, _, until in self._syncs.tolist():
             members = [worker for _, worker in self.schedule.placement.copies(int(stage))]
-            found[members] = np.maximum(found[members], until)
-        return found
+            ends[members] = np.maximum(ends[members], until)
+        return ends
 
     @cached_property
     def gradients_made(self) -> tuple[float, ...]:
@@ -185,8 +185,8 @@ class Simulation:
 
         None if unknown: for a measured timeline, or if ops wait for gradient syncs.
         """
-        found = None if self._measured else slack_of(self.model, self.costs, self._played)
-        return None if found is None else tuple(found.tolist())
+        seconds = None if self._measured else slack_of(self.model, self.costs, self._played)
+        return None if seconds is None else tuple(seconds.tolist())
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -212,30 +212,30 @@ class Simulation:
             yield 0.0, self.makespan, Cause.WARM_UP
             return
         yield 0.0, float(self.start[first]), Cause.WARM_UP
-        made, come = self._taken
+        computed, received = self._input_times
         waits = first + 1 + np.flatnonzero(self.start[first + 1 : stop] > self.end[first : stop - 1])
         for node in waits.tolist():
             before, begins = float(self.end[node - 1]), float(self.start[node])
             sent = min(max(before, float(self._released[node - 1])), begins)
-            left = min(max(sent, float(made[node])), begins)
-            arrived = min(max(left, float(come[node])), begins)
+            departed = min(max(sent, float(computed[node])), begins)
+            arrived = min(max(departed, float(received[node])), begins)
             yield before, sent, Cause.MESSAGE
-            yield sent, left, Cause.DEPENDENCY
-            yield left, arrived, Cause.MESSAGE
+            yield sent, departed, Cause.DEPENDENCY
+            yield departed, arrived, Cause.MESSAGE
             # A wait on its own worker's lanes is for an update.
             yield arrived, begins, Cause.DEPENDENCY
         yield float(self.end[stop - 1]), self.makespan, Cause.DRAIN
 
     @cached_property
-    def _taken(self) -> tuple[Floats, Floats]:
+    def _input_times(self) -> tuple[Floats, Floats]:
         """For each op, when its inputs from messages were computed and when they were received; 0 if it has
         none.
         """
         messages = self.model.messages
-        made, come = np.zeros(len(self.start)), np.zeros(len(self.start))
-        np.maximum.at(made, messages.takers, self.end[messages.makers])
-        np.maximum.at(come, messages.takers, self._arrived)
-        return made, come
+        computed, received = np.zeros(len(self.start)), np.zeros(len(self.start))
+        np.maximum.at(computed, messages.takers, self.end[messages.makers])
+        np.maximum.at(received, messages.takers, self._arrived)
+        return computed, received
 
     @cached_property
     def bubbles(self) -> tuple[Bubbles, ...]:

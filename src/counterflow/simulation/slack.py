@@ -1,4 +1,4 @@
-"""How much later each op could end without delaying the last op. Reads a play backwards.
+"""Slack of ops: seconds by which one could end later without delaying the last op. Reads a play backwards.
 
 Invariant: waits are those of the play, so an op without slack is on a longest path of ops and messages.
 Gradient syncs and the agreement after the ops of synchronous schemes are ignored.
@@ -39,5 +39,5 @@ def slack_of(model: TimedSchedule, costs: Costs, played: Played) -> Floats | Non
         latest[source] = min(latest[source], latest[taker] - seconds[taker] - delay)
     slack = np.array(latest[:ops]) - played.end
     slack[slack < _ROUNDING * last] = 0.0
-    found: Floats = slack
-    return found
+    result: Floats = slack
+    return result

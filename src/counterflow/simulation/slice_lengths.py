@@ -22,11 +22,11 @@ MOST_SLICES = 64
 """The most slices that are tried where their number is not given."""
 
 ROUNDING = 1e-9
-"""What shares of one time may exceed it by: those of several layers are averaged, and rounded on the way."""
+"""Rounding of shares of one time, by which their sum may exceed it: those of several layers are averaged."""
 
 
 def exceed_whole(*shares: float) -> bool:
-    """Whether shares of one time are more than it.
+    """True if shares of one time are more than it.
 
     >>> exceed_whole(0.5, 0.5 + 1e-12), exceed_whole(0.7, 0.4)
     (False, True)
@@ -86,26 +86,26 @@ def balanced_slices(
             )
         return _Sequence(points, attention, fixed).shortest(slices)
     sequence = _Sequence(points, attention, fixed)
-    found = [sequence.shortest(n) for n in range(1, min(most, MOST_SLICES) + 1)]
+    candidates = [sequence.shortest(n) for n in range(1, min(most, MOST_SLICES) + 1)]
 
     def step(lengths: tuple[int, ...]) -> float:
         times = sequence.times(lengths)
         return micro_batches * math.fsum(times) + (workers - 1) * max(times)
 
-    return min(found, key=step)
+    return min(candidates, key=step)
 
 
 class _Sequence:
     """A sequence that may be cut at some points."""
 
     def __init__(self, points: list[int], attention: float, fixed: float) -> None:
-        self._points, self._whole = points, points[-1]
+        self._points, self._length = points, points[-1]
         self._attention, self._fixed = attention, fixed
         self._linear = max(0.0, 1.0 - attention - fixed)
 
     def shortest(self, slices: int) -> tuple[int, ...]:
         """Lengths of this many slices."""
-        low, high = 0.0, self._time(0, self._whole)
+        low, high = 0.0, self._time(0, self._length)
         while low < (middle := (low + high) / 2) < high:
             if self._cuts(middle, slices) is None:
                 low = middle
@@ -125,13 +125,13 @@ class _Sequence:
         return [self._time(begin, end) for begin, end in pairwise(ends)]
 
     def _time(self, begin: int, end: int) -> float:
-        b, e = begin / self._whole, end / self._whole
+        b, e = begin / self._length, end / self._length
         return self._fixed + self._linear * (e - b) + self._attention * (e * e - b * b)
 
     def _cuts(self, most: float, slices: int) -> list[int] | None:
         """The ends of fewest slices that take no longer than ``most``; None: more than ``slices``."""
         points, cuts, at = self._points, [0], 0
-        while cuts[-1] < self._whole:
+        while cuts[-1] < self._length:
             begin = cuts[-1]
             further = bisect_right(points, most, lo=at + 1, key=lambda end: self._time(begin, end)) - 1
             if further == at or len(cuts) > slices:

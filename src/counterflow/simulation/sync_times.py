@@ -1,4 +1,4 @@
-"""When gradient syncs begin and end, on a lane beside each worker's compute.
+"""Begin and end of gradient syncs, on a lane in parallel with each worker's compute.
 
 Invariant: a worker's syncs run one after another in the planned order, none before all of its members are
 ready. What it does not do: decide that order, or let ops wait for a sync. Syncs that share ways slow each
@@ -42,22 +42,22 @@ def sync_times(
         lane: from when on each worker's lane is free; changed.
         crossings: see ``Costs.sync_crossings``.
     """
-    found = []
+    syncs = []
     for item in planned:
         stage, members = item.sync.stage, list(item.sync.workers)
         ready = [released[first[worker] + before - 1] for worker, before in item.starts if before]
-        found.append(_Sync(stage, members, float(max(ready, default=0.0)), lasts[stage]))
+        syncs.append(_Sync(stage, members, float(max(ready, default=0.0)), lasts[stage]))
     if crossings is None:
-        for sync in found:
+        for sync in syncs:
             sync.begin = max(sync.ready, float(lane[sync.members].max()))
-            sync.end = sync.begin + sync.left
+            sync.end = sync.begin + sync.remaining
             lane[sync.members] = sync.end
     else:
-        for sync in found:
+        for sync in syncs:
             ways, crossing = crossings[sync.stage]
-            sync.ways, sync.share = ways, min(1.0, crossing / sync.left) if sync.left else 0.0
-        _share(found, lane)
-    return [(sync.stage, sync.begin, sync.end, sync.members) for sync in found]
+            sync.ways, sync.share = ways, min(1.0, crossing / sync.remaining) if sync.remaining else 0.0
+        _share(syncs, lane)
+    return [(sync.stage, sync.begin, sync.end, sync.members) for sync in syncs]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +65,10 @@ class _Sync:
     """A sync on its way.
 
     Attributes:
-        stage: whose gradients it sums.
+        stage: stage whose gradients it sums.
         members: the workers that take part.
         ready: when the last of them starts its part.
-        left: seconds it still takes alone.
+        remaining: seconds it still takes alone.
         ways: ways that it shares.
         share: of its seconds, those that are on a shared way.
     """
@@ -76,15 +76,15 @@ class _Sync:
     stage: int
     members: list[int]
     ready: float
-    left: float
+    remaining: float
     ways: Sequence[int] = ()
     share: float = 0.0
     begin: float = 0.0
     end: float = 0.0
 
-    def slower(self, taken: Counter[int]) -> float:
+    def slower(self, users: Counter[int]) -> float:
         """Factor by which it takes longer with the given number of syncs on each way."""
-        return 1 + (max((taken[way] for way in self.ways), default=1) - 1) * self.share
+        return 1 + (max((users[way] for way in self.ways), default=1) - 1) * self.share
 
 
 def _share(syncs: list[_Sync], lane: Floats) -> None:
@@ -94,19 +94,19 @@ def _share(syncs: list[_Sync], lane: Floats) -> None:
     last: dict[int, int] = {}
     for number, sync in enumerate(syncs):
         sync.ready = max(sync.ready, float(lane[sync.members].max()))
-        for other in {last[worker] for worker in sync.members if worker in last}:
+        for earlier in {last[worker] for worker in sync.members if worker in last}:
             before[number] += 1
-            followers[other].append(number)
+            followers[earlier].append(number)
         last |= dict.fromkeys(sync.members, number)
     now = 0.0
     in_flight: list[int] = []
     due = [number for number, count in enumerate(before) if not count]
     while in_flight or due:
-        taken = Counter(way for number in in_flight for way in syncs[number].ways)
-        ends = {number: now + syncs[number].left * syncs[number].slower(taken) for number in in_flight}
+        users = Counter(way for number in in_flight for way in syncs[number].ways)
+        ends = {number: now + syncs[number].remaining * syncs[number].slower(users) for number in in_flight}
         at = max(now, min([*ends.values(), *(syncs[number].ready for number in due)]))
         for number, end in ends.items():
-            syncs[number].left -= (at - now) / syncs[number].slower(taken)
+            syncs[number].remaining -= (at - now) / syncs[number].slower(users)
             if end > at:
                 continue
             syncs[number].end = end

@@ -44,8 +44,8 @@ from .travel import travel_seconds
 KEPT_MODELS = 8
 """Number of models cached, so trying many costs on a few schedules builds each model once."""
 
-_kept: list[TimedSchedule] = []
-_keeping = Lock()
+_models: list[TimedSchedule] = []
+_models_lock = Lock()
 """Held while that list is read or changed, because threads may simulate at the same time."""
 
 
@@ -164,15 +164,15 @@ class TimedSchedule:
         rows = [(maker, at, taker, to) for at, (maker, taker, to) in enumerate(zip(*columns, strict=True))]
         before: dict[int, int] = {}
         for number, sync in enumerate(syncs):
-            node, its = len(self.ops) + number, workers + number
+            node, sync_list = len(self.ops) + number, workers + number
             for worker, last in sync.last:
                 if last is not None:
-                    rows.append((self.first[worker] + last, -1, node, its))
+                    rows.append((self.first[worker] + last, -1, node, sync_list))
                 user = users.get((worker, sync.stage, sync.period))
                 if user is not None:
                     rows.append((node, -1, self.first[worker] + user, worker))
             earlier = {before[worker] for worker in sync.workers if worker in before}
-            rows += [(other, -1, node, its) for other in earlier]
+            rows += [(previous, -1, node, sync_list) for previous in earlier]
             before |= dict.fromkeys(sync.workers, node)
         rows.sort()
         makers, places, takers, receivers = (
@@ -216,18 +216,20 @@ class TimedSchedule:
         Raises:
             ScheduleError: an op's stage does not exist.
         """
-        shares = {m: len(one.shares) for one in self.schedule.workload.passes for m in one.micro_batches}
+        shares = {
+            m: len(batch.shares) for batch in self.schedule.workload.passes for m in batch.micro_batches
+        }
         stages = range(self.schedule.stages)
         kinds, of, batches, _, part, parts, _ = self.nodes.columns
-        each, workload = [1] * len(self.ops), self.schedule.workload
+        backwards, workload = [1] * len(self.ops), self.schedule.workload
         lengths = workload.lengths
         if len(lengths) == 1:
             part = [0] * len(self.ops)
         # A sliced forward has one backward: that of its own slice.
         if len(lengths) == 1 and any(several > 1 for several in shares.values()):
-            each = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
+            backwards = [shares.get(op.micro_batches[0], 1) if op.kind.whole else 1 for op in self.ops]
         numbers: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)
-        keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, each, part, strict=True)
+        keys = zip(kinds, of, self.nodes.worker, map(len, batches), parts, backwards, part, strict=True)
         which = np.fromiter(map(numbers.__getitem__, keys), dtype=np.int64, count=len(self.ops))
         if not all(key[1] in stages for key in numbers):
             raise outside(self.schedule, next(op for op in self.ops if op.stage not in stages))
@@ -246,8 +248,8 @@ class TimedSchedule:
         if costs.ops is not None and not (np.isfinite(lasts).all() and (lasts >= 0).all()):
             odd = next(p for p, s in zip(pieces, lasts.tolist(), strict=True) if not 0 <= s < float("inf"))
             raise ConfigError(f"{odd} takes {ops.seconds(odd)} seconds: must be finite, 0 or more")
-        found: Floats = lasts[which]
-        return found
+        durations: Floats = lasts[which]
+        return durations
 
     def changes(self, costs: Costs) -> Changes:
         """Changes of each worker's memory; ``costs.memory`` is set."""
@@ -256,23 +258,23 @@ class TimedSchedule:
         pieces, which = self.pieces
         ops = costs.of_ops(schedule.stages)
         added = np.array([ops.bytes(piece) for piece in pieces]).reshape(-1, 2)[which]
-        each = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
+        table = stage_bytes(costs.memory, Recompute(costs.recompute), schedule.stages)
         versions = np.zeros(len(which))
-        bases = schedule.placement.summed(each.fixed)
+        bases = schedule.placement.summed(table.fixed)
         if schedule.synchronous:  # one version exists throughout
-            bases = list(map(add, bases, schedule.placement.summed(each.weights)))
+            bases = list(map(add, bases, schedule.placement.summed(table.weights)))
         for worker, first in enumerate(() if schedule.synchronous else self.first[:-1]):
             for stage, version, born, dies in version_lives(schedule, worker):
                 if version and born >= 0:
-                    versions[first + born] += each.weights[stage]
+                    versions[first + born] += table.weights[stage]
                 elif version == 0:
-                    bases[worker] += each.weights[stage]
+                    bases[worker] += table.weights[stage]
                 if dies is not None and dies >= 0:
-                    versions[first + dies] -= each.weights[stage]
+                    versions[first + dies] -= table.weights[stage]
         return Changes(bases, added[:, 0], added[:, 1], versions)
 
     def synced(self, costs: Costs) -> bool:
-        """Whether syncs affect times: they take time, or asynchronous ops wait for all copies."""
+        """True if syncs affect times: they take time, or asynchronous ops wait for all copies."""
         lasts = per_stage("sync", costs.sync, self.schedule.stages)
         return (any(lasts) or not self.schedule.synchronous) and needs_sync(self.schedule, costs.replicas)
 
@@ -294,9 +296,9 @@ class TimedSchedule:
         seconds = self.seconds(costs)
         played = self._play(costs, seconds, limit, tail)
         if played is not None and costs.sync_slowdown and len(played.syncs):
-            beside = self.beside_syncs(played)
-            if beside.any():
-                return self._play(costs, seconds, limit, tail, costs.sync_slowdown * beside)
+            overlaps = self.sync_overlaps(played)
+            if overlaps.any():
+                return self._play(costs, seconds, limit, tail, costs.sync_slowdown * overlaps)
         return played
 
     def placing_times(
@@ -318,8 +320,8 @@ class TimedSchedule:
             return start.tolist(), released.tolist()
         if self._silent is None or not np.array_equal(self._silent[0], seconds):
             none = np.zeros(len(self.messages.makers))
-            apart = np.full(len(none), -1, dtype=np.int64)
-            lasting = Lasting(seconds, np.zeros(len(seconds)), none, none, apart)
+            no_link = np.full(len(none), -1, dtype=np.int64)
+            lasting = Lasting(seconds, np.zeros(len(seconds)), none, none, no_link)
             times = self.played(Ready(self.lists, lasting, none, none, 0))
             assert times is not None  # because no limit was given
             self._silent = seconds, (times.start.tolist(), times.end.tolist())
@@ -327,9 +329,9 @@ class TimedSchedule:
 
     def ready(self, costs: Costs, seconds: Floats) -> Ready:
         """The lists and durations if ops last ``seconds``; in asynchronous schedules including the syncs."""
-        found = self.ready_ops(costs, seconds)
+        durations = self.ready_ops(costs, seconds)
         awaited = self.synced(costs) and not self.schedule.synchronous
-        return self._with_syncs(costs, found) if awaited else found
+        return self._with_syncs(costs, durations) if awaited else durations
 
     def ready_ops(self, costs: Costs, seconds: Floats) -> Ready:
         """The lists and durations of ops and messages alone."""
@@ -341,8 +343,8 @@ class TimedSchedule:
             np.add.at(busy, self.messages.makers, travel)
             waited = self.messages.before_of_op(travel)
         if free or costs.link is not Link.ONE_AT_A_TIME:
-            apart = np.full(len(travel), -1, dtype=np.int64)
-            lasting, links = Lasting(seconds, busy, travel + waited, none, apart), 0
+            no_link = np.full(len(travel), -1, dtype=np.int64)
+            lasting, links = Lasting(seconds, busy, travel + waited, none, no_link), 0
         else:
             which, links = self.links(costs)
             lasting = Lasting(seconds, busy, waited, travel, which)
@@ -419,17 +421,17 @@ class TimedSchedule:
             self._before = ready.lasting, times
         return times
 
-    def beside_syncs(self, played: Played) -> Floats:
+    def sync_overlaps(self, played: Played) -> Floats:
         """Seconds that each op overlaps with a gradient sync of its worker."""
         start, end, syncs = played.start, played.end, played.syncs
-        beside = np.zeros(len(start))
+        overlaps = np.zeros(len(start))
         first = self.first
         for _, stage, begins, ends in syncs.tolist():
             for worker in {w for _, w in self.schedule.placement.copies(int(stage))}:
                 nodes = slice(first[worker], first[worker + 1])
                 both = np.minimum(end[nodes], ends) - np.maximum(start[nodes], begins)
-                beside[nodes] += np.maximum(both, 0.0)
-        return beside
+                overlaps[nodes] += np.maximum(both, 0.0)
+        return overlaps
 
     def _syncs_after(
         self, costs: Costs, placing: tuple[list[float], list[float]], released: Floats
@@ -450,13 +452,13 @@ class TimedSchedule:
 
 def timed(schedule: Schedule) -> TimedSchedule:
     """The schedule's model; those of the last few schedules are cached."""
-    with _keeping:
-        for place, kept in enumerate(_kept):
-            if kept.schedule is schedule:
-                _kept.append(_kept.pop(place))
-                return kept
+    with _models_lock:
+        for place, model in enumerate(_models):
+            if model.schedule is schedule:
+                _models.append(_models.pop(place))
+                return model
     model = TimedSchedule(schedule)
-    with _keeping:
-        _kept.append(model)
-        del _kept[:-KEPT_MODELS]
+    with _models_lock:
+        _models.append(model)
+        del _models[:-KEPT_MODELS]
     return model

@@ -38,8 +38,8 @@ def travel_seconds(costs: Costs, schedule: Schedule, messages: Messages, sent: t
                 f"skip_bytes: {len(costs.skip_bytes)} numbers for {len(skips)} skip connections; give one "
                 "number, or one per skip connection"
             )
-        each = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
-        sizes[by_skip] = each[messages.skips[by_skip]]
+        skip_sizes = np.broadcast_to(np.array(costs.skip_bytes, dtype=np.float64), (len(skips),))
+        sizes[by_skip] = skip_sizes[messages.skips[by_skip]]
     per_byte = _by_message("p2p_per_byte", costs.p2p_per_byte, schedule.workers, messages)
     return seconds + per_byte * (sizes * work)
 

@@ -192,7 +192,9 @@ def synthesize(
     peak, memory = limits.read()
     played = profiled.play(workload, costs)
     if played is not None and peak is None and memory is None:
-        memory = tuple(u - room for u, room in zip(played.usable_bytes, played.beside, strict=True))
+        memory = tuple(
+            u - room for u, room in zip(played.usable_bytes, played.order_independent_bytes, strict=True)
+        )
     with order_bar(None if search.moves is not None else search.seconds) as report:
         result = compute(
             workload,

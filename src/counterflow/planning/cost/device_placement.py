@@ -1,4 +1,4 @@
-"""Which device drives which worker of which replica, and the costs of messages and all-reduces that follow.
+"""Placement of workers and replicas on devices, and the costs of messages and all-reduces that follow.
 
 Three arrangements of W replicas of D workers on nodes, devices counted node by node, in the cluster's order
 of nodes or another (``node_orders.py``):
@@ -64,9 +64,8 @@ def devices(
 def _devices(
     placement: Placement, replicas: int, arrangement: Arrangement, cluster: Cluster | None, nodes: Runs
 ) -> Ints:
-    """``devices`` as an array."""
-    found = _places(placement, replicas, arrangement)
-    return devices_in_row(cluster, nodes)[found] if cluster is not None and nodes else found
+    row = _places(placement, replicas, arrangement)
+    return devices_in_row(cluster, nodes)[row] if cluster is not None and nodes else row
 
 
 def mesh(
@@ -92,9 +91,9 @@ def mesh(
     >>> mesh(bidirectional(2), 1, Arrangement.PIPELINE_INSIDE, 2)
     (((0, 1), (2, 3)),)
     """
-    beside = range(positions)
+    offsets = range(positions)
     return tuple(
-        tuple(tuple(positions * place + other for other in beside) for place in replica)
+        tuple(tuple(positions * place + offset for offset in offsets) for place in replica)
         for replica in devices(placement, replicas, arrangement, cluster, nodes)
     )
 
@@ -125,13 +124,13 @@ def _sharing(placement: Placement) -> list[list[int]]:
     group: dict[int, list[int]] = {w: [w] for w in range(placement.workers)}
     for stage in range(placement.stages):
         holders = [worker for _, worker in placement.copies(stage)]
-        for other in holders[1:]:
-            first, second = group[holders[0]], group[other]
+        for holder in holders[1:]:
+            first, second = group[holders[0]], group[holder]
             if first is not second:
                 first += second
                 group.update((worker, first) for worker in second)
-    found = {id(members): sorted(members) for members in group.values()}
-    return sorted(found.values())
+    groups = {id(members): sorted(members) for members in group.values()}
+    return sorted(groups.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +192,19 @@ def network(
         nodes: the order of the nodes.
     """
     node = _nodes(cluster, placement, replicas, arrangement, nodes)
-    like = _Like(cluster)
+    table = _NodeTable(cluster)
     workers = placement.workers
     latency, per_byte = np.zeros((workers, workers)), np.zeros((workers, workers))
     ways = np.tile(np.arange(workers), (workers, 1))
-    for alike in _messages(placement, skips):
-        crossing = [node[node[:, sender] != node[:, receiver], sender] for sender, receiver in alike]
+    for simultaneous in _messages(placement, skips):
+        crossing = [node[node[:, sender] != node[:, receiver], sender] for sender, receiver in simultaneous]
         leaving = np.concatenate(crossing)
         share = int(np.bincount(leaving).max()) if len(leaving) and cluster.shared_adapter else 1
-        for (sender, receiver), crossed in zip(alike, crossing, strict=True):
-            link = like.link(node[:, sender], node[:, receiver])
+        for (sender, receiver), crossed in zip(simultaneous, crossing, strict=True):
+            link = table.link(node[:, sender], node[:, receiver])
             latency[sender, receiver] = link.latency_seconds
-            each = link.seconds_per_byte * (share if len(crossed) else 1)
-            per_byte[sender, receiver] = max(per_byte[sender, receiver], each)
+            seconds_per_byte = link.seconds_per_byte * (share if len(crossed) else 1)
+            per_byte[sender, receiver] = max(per_byte[sender, receiver], seconds_per_byte)
             if len(crossed):
                 ways[sender, receiver] = sender
     several = any(np.count_nonzero(row == sender) > 2 for sender, row in enumerate(ways))
@@ -213,21 +212,21 @@ def network(
     for stage in range(placement.stages):
         on = node[:, sorted({w for _, w in placement.copies(stage)})].ravel()
         having, counts = np.unique(on, return_counts=True)
-        its = counts.tolist(), like.nodes(having)
-        sums.append(all_reduce(cluster, *its))
-        sends.append(broadcasts(cluster, *its))
+        node_counts = counts.tolist(), table.nodes(having)
+        sums.append(all_reduce(cluster, *node_counts))
+        sends.append(broadcasts(cluster, *node_counts))
         crossed_nodes.append(tuple(having.tolist()) if sums[-1].crossing_seconds_per_byte else ())
     # Only a way that several all-reduces use is shared.
-    taken = Counter(way for crossed in crossed_nodes for way in crossed)
+    users = Counter(way for crossed in crossed_nodes for way in crossed)
     return Network(
         tuple(map(tuple, latency.tolist())),
         tuple(map(tuple, per_byte.tolist())),
         tuple(map(tuple, ways.tolist())) if several else None,
         tuple(sums),
-        tuple(tuple(way for way in crossed if taken[way] > 1) for crossed in crossed_nodes),
+        tuple(tuple(way for way in crossed if users[way] > 1) for crossed in crossed_nodes),
         placement.pipes * replicas,
         tuple(sends),
-        *like.workers(node),
+        *table.workers(node),
     )
 
 
@@ -244,7 +243,7 @@ def sum_over(
     node = _nodes(cluster, placement, replicas, arrangement, nodes)
     members = sorted({w for stage in stages for _, w in placement.copies(stage)})
     having, counts = np.unique(node[:, members].ravel(), return_counts=True)
-    return all_reduce(cluster, counts.tolist(), _Like(cluster).nodes(having))
+    return all_reduce(cluster, counts.tolist(), _NodeTable(cluster).nodes(having))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +275,11 @@ def holding(
     ranks = np.sort(_devices(*place, cluster, nodes)[:, list(workers)].ravel())
     node = _nodes(cluster, *place, nodes)[:, list(workers)].ravel()
     having, counts = np.unique(node, return_counts=True)
-    sends = broadcasts(cluster, counts.tolist(), _Like(cluster).nodes(having))
+    sends = broadcasts(cluster, counts.tolist(), _NodeTable(cluster).nodes(having))
     return Holding(tuple(ranks.tolist()), tuple(having.tolist()), sends)
 
 
-class _Like:
+class _NodeTable:
     """Properties of the nodes of a cluster, by their numbers."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -310,8 +309,8 @@ class _Like:
         if self._equal:
             return (), (), ()
         kind = self._kind[node]
-        slowness = np.array([one.slowness for one in self._kinds])[kind].max(axis=0)
-        usable = np.array([one.usable_bytes for one in self._kinds])[kind].min(axis=0)
+        slowness = np.array([node_kind.slowness for node_kind in self._kinds])[kind].max(axis=0)
+        usable = np.array([node_kind.usable_bytes for node_kind in self._kinds])[kind].min(axis=0)
         cores = tuple(
             (tuple(np.nonzero(node == number)[1].tolist()), on.cores)
             for number in np.unique(node)
@@ -327,8 +326,8 @@ def _messages(placement: Placement, skips: Sequence[SkipLink]) -> Iterator[list[
     pairs = [(stage, stage + 1) for stage in range(placement.stages - 1)]
     pairs += [(skip.source, skip.target) for skip in skips]
     for source, target in pairs:
-        there = [(pipe[source], pipe[target]) for pipe in placement.pipes_stages]
-        there = [(one, other) for one, other in there if one != other]
-        if there:
-            yield there
-            yield [(other, one) for one, other in there]
+        messages = [(pipe[source], pipe[target]) for pipe in placement.pipes_stages]
+        messages = [(sender, receiver) for sender, receiver in messages if sender != receiver]
+        if messages:
+            yield messages
+            yield [(receiver, sender) for sender, receiver in messages]

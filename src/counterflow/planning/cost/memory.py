@@ -1,4 +1,4 @@
-"""What each worker holds while it goes through its list: state, activations, workspace, messages.
+"""Memory of each worker while it goes through its list: state, activations, workspace, messages.
 
 The schedule's order is walked with the sends and receives that lowering puts between its ops, as the
 interpreter runs them: a receive takes a buffer when it is posted, which is given back when the op after the
@@ -41,12 +41,12 @@ from .stages import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class WorkerPeak:
-    """What a worker holds when it holds most, in bytes, beside its state.
+    """Memory of a worker at its peak, in bytes, in addition to its state.
 
     Attributes:
-        activations: what forwards keep for their backwards, inputs that came in messages too.
-        workspace: what the op at hand, or the update, needs while it runs.
-        buffers: of messages on their way, received ahead or used before.
+        activations: tensors that forwards save for their backwards, with received inputs.
+        workspace: bytes of the current op, or of the update, while it runs.
+        buffers: buffers of messages in flight, received ahead or used before.
         versions: further weight versions.
     """
 
@@ -65,12 +65,12 @@ def allowed(schedule: Schedule, stages: StageCosts, changes: Changes) -> tuple[W
         changes: what its ops change, and weight versions, of which the most is counted.
     """
     first, buffers = timed(schedule).first, message_buffers(schedule.placement, together(schedule), stages)
-    found = []
+    peaks = []
     for worker, most in enumerate(above_base(first, changes)):
         live = np.cumsum(changes.versions[first[worker] : first[worker + 1]])
         versions = min(most, float(live.max(initial=0.0)))
-        found.append(WorkerPeak(most - versions, 0.0, buffers[worker], versions))
-    return tuple(found)
+        peaks.append(WorkerPeak(most - versions, 0.0, buffers[worker], versions))
+    return tuple(peaks)
 
 
 def walked(
@@ -98,7 +98,7 @@ def walked(
     between: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for worker, before, _, action in messages(graph, ends, bounds, matching):
         between[worker][before].append(action)
-    found = []
+    peaks = []
     for worker, order in enumerate(schedule.orders):
         walk = _Walk(schedule, worker, stages, recompute)
         for number, op in enumerate(order):
@@ -106,47 +106,48 @@ def walked(
             walk.run(op)
             walk.versions += versions[graph.first[worker] + number]
         walk.post(between[worker][len(order)])
-        found.append(walk.peak(updating[worker]))
-    return tuple(found)
+        peaks.append(walk.peak(updating[worker]))
+    return tuple(peaks)
 
 
 class _Walk:
     """One worker's list, action by action.
 
-    A stage's input is counted apart from what its forward leaves: in a receive buffer, or as made here.
+    A stage's input is counted separately from what its forward saves: in a receive buffer, or as a
+    local product.
     """
 
     def __init__(self, schedule: Schedule, worker: int, stages: StageCosts, recompute: Recompute) -> None:
         self.placement, self.worker = schedule.placement, worker
         self.workload, self.work = schedule.workload, schedule.workload.work
-        self.held, self.outputs = stages.held(recompute), stages.output_bytes
+        self.table, self.outputs = stages.table(recompute), stages.output_bytes
         self.last = schedule.stages - 1
-        each = stages.memory
-        self.entering = [one.inputs for one in each]
-        needed = [one.saved - one.beyond_input for one in each]
-        self.between = [one.kept - own for one, own in zip(each, needed, strict=True)]
-        """What split backwards leave, beside their inputs."""
-        again = recompute is not Recompute.NONE
-        self.counted = self.entering if again else needed
+        memory = stages.memory
+        self.entering = [stage.inputs for stage in memory]
+        needed = [stage.saved - stage.beyond_input for stage in memory]
+        self.between = [stage.kept - inputs for stage, inputs in zip(memory, needed, strict=True)]
+        """Bytes that input gradients save, without inputs."""
+        recomputes = recompute is not Recompute.NONE
+        self.counted = self.entering if recomputes else needed
         """Bytes of inputs that forwards leave."""
-        self.kept = [0.0 if again else one.kept_output for one in each]
+        self.saved_outputs = [0.0 if recomputes else stage.kept_output for stage in memory]
         """Bytes of outputs that forwards leave."""
         self.stash = 0.0
-        self.again: dict[tuple[object, ...], float] = {}
-        """What recomputations left for backwards that have not run."""
+        self.recomputed: dict[tuple[object, ...], float] = {}
+        """Bytes that recomputations saved for backwards that have not run."""
         self.inputs = 0.0
         """Inputs of stages, in receive buffers, while their micro-batches are in flight."""
-        self.here = 0.0
-        """What was made for another stage of this worker."""
-        self.made = 0.0
-        """What was made for another worker, and is not sent yet."""
+        self.local = 0.0
+        """Bytes of products for other stages of this worker."""
+        self.outgoing = 0.0
+        """Bytes of a product for another worker that is not sent yet."""
         self.sent: dict[int, tuple[Op, float]] = {}
-        """The last message to each worker: whose output it is, and its bytes that nobody else keeps."""
+        """The last message to each worker: its op, and its bytes that are stored nowhere else."""
         self.pool = self.most_pool = 0.0
         self.versions = 0.0
-        self.over: list[tuple[float, float]] = []
+        self.expiring: list[tuple[float, float]] = []
         """Inputs and gradients in buffers that go back when the next op begins."""
-        self.gone_here = 0.0
+        self.local_expiring = 0.0
         self.best = (0.0,) * 6
 
     def post(self, actions: Sequence[Action]) -> None:
@@ -159,10 +160,10 @@ class _Walk:
                 self.pool += self.outputs[op.boundary] * self.work(op)
                 self.most_pool = max(self.most_pool, self.pool)
             else:  # in place of the message before it
-                self.sent[action.peer] = action.output, self.made  # type: ignore[union-attr]
-                self.made = 0.0
+                self.sent[action.peer] = action.output, self.outgoing  # type: ignore[union-attr]
+                self.outgoing = 0.0
 
-    def _is_here(self, op: Op, stage: int) -> bool:
+    def _is_local(self, op: Op, stage: int) -> bool:
         return self.placement.worker(op.pipe, stage) == self.worker
 
     def _input(self, op: Op) -> float:
@@ -170,12 +171,12 @@ class _Walk:
 
     def run(self, op: Op) -> None:
         """An op, from the end of the one before to its own."""
-        for size, of_input in self.over:
+        for size, of_input in self.expiring:
             self.pool -= size
             self.inputs -= of_input
-        self.over.clear()
-        self.here -= self.gone_here
-        self.gone_here = 0.0
+        self.expiring.clear()
+        self.local -= self.local_expiring
+        self.local_expiring = 0.0
         if op.kind.whole:
             self._forward(op)
         elif op.kind is OpKind.RECOMPUTATION:
@@ -189,92 +190,89 @@ class _Walk:
         at_start, at_end = self._changes(op)
         at_start, at_end = at_start * work + before, at_end * work + after
         stays = at_start + at_end - self.counted[stage] * self.work(op)
-        if stage and not self._is_here(op, stage - 1):
+        if stage and not self._is_local(op, stage - 1):
             self.inputs += self._input(op)
         self._note(max(stays, at_start - self.entering[stage] * self.work(op)), stays)
         self.stash += stays
         if stage < self.last:
-            self._lay(op, self._beyond_kept(stage) * self.work(op), stage + 1)
+            self._add_product(op, self._unsaved_output(stage) * self.work(op), stage + 1)
 
     def _recomputation(self, op: Op) -> None:
         at_start, at_end = (amount * self.work(op) for amount in self._changes(op))
         stays = at_start + at_end
         self._note(at_start, stays)
         self.stash += stays
-        self.again[op[1:]] = stays
+        self.recomputed[op[1:]] = stays
 
     def _changes(self, op: Op) -> tuple[float, float]:
-        """Bytes that an op on one micro-batch adds when it starts, and when it has ended."""
-        return self.held.changes(op.kind, op.stage, recomputed=self.workload.recomputes)
+        return self.table.changes(op.kind, op.stage, recomputed=self.workload.recomputes)
 
     def _of_state(self, op: Op) -> tuple[float, float]:
         """Bytes of states that an op adds when it starts, and when it has ended; whole micro-batches have
         none.
         """
-        if not self.held.state or self.workload.slices == 1:
+        if not self.table.state or self.workload.slices == 1:
             return 0.0, 0.0
-        return self.held.state_changes(Piece.of(op, self.worker, self.workload))
+        return self.table.state_changes(Piece.of(op, self.worker, self.workload))
 
-    def _beyond_kept(self, stage: int) -> float:
-        """Bytes of a stage's output that its forward does not keep."""
-        return max(0.0, self.outputs[stage] - self.kept[stage])
+    def _unsaved_output(self, stage: int) -> float:
+        return max(0.0, self.outputs[stage] - self.saved_outputs[stage])
 
     def _backward(self, op: Op) -> None:
         stage, first = op.stage, op.kind.takes is not None
         ends = Product.WEIGHT_GRADIENTS in op.kind.makes
         if first and stage < self.last:
-            self._answered(op)
+            self._free_sent(op)
         gradient = self.outputs[stage] * self.work(op) if stage < self.last else 0.0
-        own = self.counted[stage]
-        whole = (self.held.tensors[Saved.ACTIVATIONS][stage] - own) * self.work(op)
+        inputs = self.counted[stage]
+        graph = (self.table.tensors[Saved.ACTIVATIONS][stage] - inputs) * self.work(op)
         rest = max(0.0, self.between[stage] * self.work(op) - gradient)
         if first:
-            whole += self.again.pop(op[1:], 0.0)
+            graph += self.recomputed.pop(op[1:], 0.0)
         before, after = self._of_state(op)
         self._note(self._changes(op)[0] * self.work(op) + before, 0.0)
         self.stash += before + after
-        self.stash += (0.0 if ends else rest) - (whole if first else rest)
+        self.stash += (0.0 if ends else rest) - (graph if first else rest)
         if ends:
-            self._give_back(op, gradient)
+            self._release(op, gradient)
         if first and stage:
-            self._lay(op, self._input(op), stage - 1)
+            self._add_product(op, self._input(op), stage - 1)
 
-    def _give_back(self, op: Op, gradient: float) -> None:
-        """The input of an op's unit and its output's gradient, which nothing needs any more."""
+    def _release(self, op: Op, gradient: float) -> None:
+        """Free the input of an op's unit and its output's gradient, which nothing needs any more."""
         if op.stage < self.last:
-            if self._is_here(op, op.stage + 1):
-                self.gone_here += gradient
+            if self._is_local(op, op.stage + 1):
+                self.local_expiring += gradient
             else:
-                self.over.append((gradient, 0.0))
+                self.expiring.append((gradient, 0.0))
         if op.stage:
             size = self._input(op)
-            if self._is_here(op, op.stage - 1):
-                self.gone_here += self._beyond_kept(op.stage - 1) * self.work(op)
+            if self._is_local(op, op.stage - 1):
+                self.local_expiring += self._unsaved_output(op.stage - 1) * self.work(op)
             else:
-                self.over.append((size, size))
+                self.expiring.append((size, size))
 
-    def _answered(self, op: Op) -> None:
-        """Let go of the message whose gradient a backward takes."""
+    def _free_sent(self, op: Op) -> None:
+        """Free the message whose gradient a backward takes."""
         peer = self.placement.worker(op.pipe, op.stage + 1)
         if peer in self.sent:
-            made, _ = self.sent[peer]
-            about = made.kind.whole and made.stage == op.stage
-            if about and op.micro_batches[0] in made.micro_batches:
+            maker, _ = self.sent[peer]
+            about = maker.kind.whole and maker.stage == op.stage
+            if about and op.micro_batches[0] in maker.micro_batches:
                 del self.sent[peer]
 
     def _in_flight(self) -> float:
-        return self.made + sum(size for _, size in self.sent.values())
+        return self.outgoing + sum(size for _, size in self.sent.values())
 
-    def _lay(self, op: Op, size: float, stage: int) -> None:
-        """What an op made for a stage, here or elsewhere."""
-        if self._is_here(op, stage):
-            self.here += size
+    def _add_product(self, op: Op, size: float, stage: int) -> None:
+        if self._is_local(op, stage):
+            self.local += size
         else:
-            self.made = size
+            self.outgoing = size
 
     def _note(self, during: float, stays: float) -> None:
-        """The most so far, while an op runs; of ``during`` what ``stays``."""
-        moving = self.here + self._in_flight()
+        """Note the memory while an op runs, of which ``stays`` is saved, if it is a new peak."""
+        moving = self.local + self._in_flight()
         total = self.stash + during + moving + self.versions
         if total > self.best[0]:
             self.best = total, self.stash + stays, during - stays, moving, self.versions, self.inputs
@@ -291,7 +289,7 @@ class _Walk:
 def together(schedule: Schedule) -> float:
     """The most micro-batches that a forward sends at once; of slices the longest one's share."""
     lengths = schedule.workload.lengths
-    return max(len(one.micro_batches) for one in schedule.workload.passes) * max(lengths) / sum(lengths)
+    return max(len(batch.micro_batches) for batch in schedule.workload.passes) * max(lengths) / sum(lengths)
 
 
 def message_buffers(placement: Placement, together: float, stages: StageCosts) -> tuple[float, ...]:
@@ -303,23 +301,23 @@ def message_buffers(placement: Placement, together: float, stages: StageCosts) -
         stages: the stages' costs.
     """
     largest, sizes = [0.0] * placement.workers, stages.output_bytes
-    for boundary, one, other in _boundaries(placement):
+    for boundary, sender, receiver in _boundaries(placement):
         size = sizes[boundary]
-        largest[one] = max(largest[one], size)
-        largest[other] = max(largest[other], size)
+        largest[sender] = max(largest[sender], size)
+        largest[receiver] = max(largest[receiver], size)
     return tuple([2 * together * size for size in largest])
 
 
 @lru_cache(maxsize=256)
 def _boundaries(placement: Placement) -> list[tuple[int, int, int]]:
     """Stage and the two workers of each message from a stage to the next, once each over all pipes."""
-    found = {
+    boundaries = {
         (stage, min(both), max(both)): None
         for holders in placement.pipes_stages
         for stage, both in enumerate(pairwise(holders))
         if both[0] != both[1]
     }
-    return list(found)
+    return list(boundaries)
 
 
 def skips_in_flight(schedule: Schedule, stages: StageCosts) -> list[float]:
@@ -327,22 +325,22 @@ def skips_in_flight(schedule: Schedule, stages: StageCosts) -> list[float]:
 
     A sender is at most as many forwards ahead of a user as there are stages between them.
     """
-    found = [0.0] * schedule.workers
+    in_flight = [0.0] * schedule.workers
     for holders in schedule.placement.pipes_stages if stages.skips else ():
         for link, size in stages.skips:
             sender, user = holders[link.source], holders[link.target]
             if sender != user:
                 ahead = 1 if link.once else min(link.target - link.source, schedule.micro_batches)
-                found[sender] += size * together(schedule) * ahead
-                found[user] += size * together(schedule)
-    return found
+                in_flight[sender] += size * together(schedule) * ahead
+                in_flight[user] += size * together(schedule)
+    return in_flight
 
 
 def counted_twice(placement: Placement, stages: StageCosts) -> list[float]:
     """Bytes of each worker that several of its stages have, of which there is one copy."""
-    found = [0.0] * placement.workers
+    duplicates = [0.0] * placement.workers
     for tie in stages.ties:
         for worker in range(placement.workers):
             shared = len({s for _, s in placement.stages_on(worker)} & {*tie.stages})
-            found[worker] += max(0, shared - 1) * tie.held_bytes
-    return found
+            duplicates[worker] += max(0, shared - 1) * tie.copy_bytes
+    return duplicates

@@ -70,23 +70,27 @@ def parameters_of(model: Model, profile: Profile) -> list[Parameter] | None:
         sizes = layer.parameter_bytes
         if layer.trained_bytes and not sizes:
             return None
-        whole = (sum(sizes) if profile.update_together else max(sizes)) if sizes else 0.0
-        each = layer.update_peak_bytes / whole if whole else 0.0
-        rows.append([Parameter(size, (number,), size * each) for size in sizes])
+        peak_bytes = (sum(sizes) if profile.update_together else max(sizes)) if sizes else 0.0
+        peak_share = layer.update_peak_bytes / peak_bytes if peak_bytes else 0.0
+        rows.append([Parameter(size, (number,), size * peak_share) for size in sizes])
     for tie in model.ties:
         if not tie.trained:
             continue
-        first, *others = tie.layers
-        for number in (first, *others):
+        first, *later = tie.layers
+        for number in (first, *later):
             row = rows[number]
-            alike = [i for i, one in enumerate(row) if one.size == tie.size_bytes and one.layers == (number,)]
-            if not alike:
+            shared = [
+                i
+                for i, parameter in enumerate(row)
+                if parameter.size == tie.size_bytes and parameter.layers == (number,)
+            ]
+            if not shared:
                 return None
             if number == first:
-                row[alike[0]] = Parameter(tie.size_bytes, tie.layers, row[alike[0]].update_peak)
+                row[shared[0]] = Parameter(tie.size_bytes, tie.layers, row[shared[0]].update_peak)
             else:
-                del row[alike[0]]
-    return [one for row in rows for one in row]
+                del row[shared[0]]
+    return [parameter for row in rows for parameter in row]
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class _Group:
 
 
 class Sharding:
-    """Which ranks hold the same stages on a cluster; the same for all cuts and sizes.
+    """Ranks that hold the same stages on a cluster, for all cuts and sizes.
 
     Args:
         cluster: the cluster with its links.
@@ -160,7 +164,7 @@ class Sharding:
             stages: costs of the placement's stages.
             parameters: result of ``parameters_of``.
             states: bytes of optimiser state for each byte of trained weights.
-            together: whether the optimiser updates all weights of a stage at once.
+            together: True if the optimiser updates all weights of a stage at once.
         """
         if parameters is None:
             return self._even(stages, states, together=together)
@@ -169,18 +173,23 @@ class Sharding:
     def _exact(
         self, cuts: Sequence[int], parameters: Sequence[Parameter], states: float, *, together: bool
     ) -> ShardedState:
-        on = [tuple(sorted({bisect_right(cuts, layer) for layer in one.layers})) for one in parameters]
-        groups = [self.of(its) for its in on]
-        owner = owners((one.size, group.ranks) for one, group in zip(parameters, groups, strict=True))
-        owned, held = np.zeros(self._ranks.max() + 1), np.zeros(self.placement.workers)
+        on = [
+            tuple(sorted({bisect_right(cuts, layer) for layer in parameter.layers}))
+            for parameter in parameters
+        ]
+        groups = [self.of(holder_stages) for holder_stages in on]
+        owner = owners(
+            (parameter.size, group.ranks) for parameter, group in zip(parameters, groups, strict=True)
+        )
+        owned, held_bytes = np.zeros(self._ranks.max() + 1), np.zeros(self.placement.workers)
         sent: dict[tuple[int, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         needs: dict[tuple[int, int], list[float]] = defaultdict(list)
         """Memory that the updates of parameters need, by their owner and stage."""
-        for one, its, group, rank in zip(parameters, on, groups, owner, strict=True):
-            owned[rank] += one.size
-            held[list(group.workers)] += one.size
-            sent[group.workers][rank].append(one.size)
-            needs[rank, its[0]].append(one.update_peak)
+        for parameter, holder_stages, group, rank in zip(parameters, on, groups, owner, strict=True):
+            owned[rank] += parameter.size
+            held_bytes[list(group.workers)] += parameter.size
+            sent[group.workers][rank].append(parameter.size)
+            needs[rank, holder_stages[0]].append(parameter.update_peak)
         updating = np.zeros(self._ranks.max() + 1)
         for (rank, _), peaks in needs.items():
             updating[rank] = max(updating[rank], (sum if together else max)(peaks))
@@ -198,37 +207,43 @@ class Sharding:
         return ShardedState(
             tuple(map(tuple, by_replica.tolist())),
             tuple(most.tolist()),
-            tuple((states * (held - most)).tolist()),
+            tuple((states * (held_bytes - most)).tolist()),
             tuple(updating[self._ranks].max(axis=0).tolist()),
             self._seconds(rows),
         )
 
     def _even(self, stages: StageCosts, states: float, *, together: bool) -> ShardedState:
         count = self.placement.workers
-        owned, held, updating = [0.0] * count, [0.0] * count, [0.0] * count
+        owned, held_bytes, updating = [0.0] * count, [0.0] * count, [0.0] * count
         sizes: dict[tuple[int, ...], float] = defaultdict(float)
-        for its, size in (
+        for shared_stages, size in (
             *(((stage,), size) for stage, size in enumerate(stages.summed)),
             *((tie.stages, tie.trained_bytes) for tie in stages.ties),
         ):
-            group = self.of(its)
+            group = self.of(shared_stages)
             share = size / len(group.ranks)
             sizes[group.workers] += size
             for worker in group.workers:
                 owned[worker] += share
-                held[worker] += size
-                needs = stages.update_peaks[its[0]] if stages.update_peaks and len(its) == 1 else 0.0
+                held_bytes[worker] += size
+                needs = (
+                    stages.update_peaks[shared_stages[0]]
+                    if stages.update_peaks and len(shared_stages) == 1
+                    else 0.0
+                )
                 updating[worker] = max(updating[worker], needs / len(group.ranks) if together else needs)
         rows = []
         for workers, size in sizes.items():
             group = self._groups[workers]
             if len(group.ranks) < 2 or not size:
                 continue
-            each = size / len(group.ranks)
-            rows.append((group, size, len(group.ranks) * math.ceil(each / PIECE_BYTES)))
+            rank_bytes = size / len(group.ranks)
+            rows.append((group, size, len(group.ranks) * math.ceil(rank_bytes / PIECE_BYTES)))
             for worker in workers:
-                updating[worker] = max(updating[worker], min(each, PIECE_BYTES))
-        spared = tuple(states * (all_ - own) for all_, own in zip(held, owned, strict=True))
+                updating[worker] = max(updating[worker], min(rank_bytes, PIECE_BYTES))
+        spared = tuple(
+            states * (all_ - owned_bytes) for all_, owned_bytes in zip(held_bytes, owned, strict=True)
+        )
         return ShardedState((tuple(owned),), tuple(owned), spared, tuple(updating), self._seconds(rows))
 
     def _seconds(self, rows: Sequence[tuple[_Group, float, int]]) -> float:
@@ -283,5 +298,5 @@ def _holders(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def several_hold(placement: Placement, replicas: int) -> bool:
-    """Whether any stage is held by several workers, of all replicas."""
+    """True if any stage is held by several workers, of all replicas."""
     return replicas > 1 or any(len(workers) > 1 for workers in _holders(placement))

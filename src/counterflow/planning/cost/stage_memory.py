@@ -65,13 +65,13 @@ class StageMemory:
         saved = max(self.stash(recompute) - self.inputs, 0.0)  # the input of a forward exists before
         forward = self.forward if recompute is Recompute.NONE else self.forward_alone
         by_layer = recompute is Recompute.LAYER
-        again = self.forward - self.beyond_input if recompute is Recompute.STAGE else 0.0
+        recomputed = self.forward - self.beyond_input if recompute is Recompute.STAGE else 0.0
         return {
             OpKind.FORWARD: max(forward - saved, 0.0),
             OpKind.BACKWARD: self.layer_backward if by_layer else self.backward,
             OpKind.INPUT_GRADIENT: self.layer_backward if by_layer else self.input_gradient,
             OpKind.WEIGHT_GRADIENTS: self.weight_gradients,
-            OpKind.RECOMPUTATION: max(again, 0.0),
+            OpKind.RECOMPUTATION: max(recomputed, 0.0),
         }
 
 
@@ -87,13 +87,13 @@ def stage_bytes(
         fixed: bytes of gradients and optimiser state, by stage.
     """
     spaces = [stage.space(recompute) for stage in stages]
-    again = recompute is Recompute.STAGE
+    recomputes = recompute is Recompute.STAGE
     return StageBytes(
         weights=weights,
         fixed=fixed,
         tensors={
             Saved.ACTIVATIONS: [stage.stash(recompute) for stage in stages],
-            Saved.RECOMPUTED: [stage.beyond_input if again else 0.0 for stage in stages],
+            Saved.RECOMPUTED: [stage.beyond_input if recomputes else 0.0 for stage in stages],
             Saved.WEIGHT_OPERANDS: [stage.kept for stage in stages],
         },
         space={kind: [space[kind] for space in spaces] for kind in OpKind},
@@ -102,15 +102,17 @@ def stage_bytes(
 
 def without_peaks(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> StageMemory:
     """A stage's bytes by a profile without peaks: ops hold nothing in addition except a recomputed layer."""
-    each = [layer.saved(samples) for layer in layers]
-    saved = float(sum(each))
+    saved_bytes = [layer.saved(samples) for layer in layers]
+    saved = float(sum(saved_bytes))
     return StageMemory(
         inputs=inputs[0],
         layer_inputs=_layer_inputs(layers, inputs, samples),
         saved=saved,
         beyond_input=max(saved - inputs[0], 0.0),
         kept=float(sum(layer.kept(samples) for layer in layers)),
-        layer_backward=float(max(max(one - size, 0.0) for one, size in zip(each, inputs, strict=True))),
+        layer_backward=float(
+            max(max(layer_bytes - size, 0.0) for layer_bytes, size in zip(saved_bytes, inputs, strict=True))
+        ),
     )
 
 
@@ -133,34 +135,36 @@ def stage_memory(layers: Sequence[LayerProfile], inputs: Sequence[float], sample
     (60.0, 50.0, 65.0, 25.0)
     """
     gone = forward = alone = 0.0  # freed: tensors of layers before this one, in addition to the stage's input
-    own: list[float] = []
+    internal: list[float] = []
     between: list[float] = []
     first_kept = layers[0].kept_input(samples, inputs[0])
     for number, (layer, size) in enumerate(zip(layers, inputs, strict=True)):
-        entering = kept = 0.0
+        entering = kept_input = 0.0
         if number:
-            made = min(layers[number - 1].kept_output(samples), size)  # counted with the previous layer
-            entering = size - made
-            kept = max(0.0, layer.kept_input(samples, size) - made)
+            shared_input = min(
+                layers[number - 1].kept_output(samples), size
+            )  # counted with the previous layer
+            entering = size - shared_input
+            kept_input = max(0.0, layer.kept_input(samples, size) - shared_input)
         rise = layer.forward_peak(samples, size)
         forward = max(forward, gone + entering + rise)
         alone = max(alone, entering + rise)
-        mine = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
-        own.append(mine)
-        between.append(kept)
-        gone += kept + mine
+        layer_bytes = max(0.0, layer.saved(samples) - layer.kept_input(samples, size))
+        internal.append(layer_bytes)
+        between.append(kept_input)
+        gone += kept_input + layer_bytes
     return StageMemory(
         inputs=inputs[0],
         layer_inputs=_layer_inputs(layers, inputs, samples),
         saved=float(gone + first_kept),
         beyond_input=float(gone),
-        kept=float(first_kept + _kept(layers, inputs, samples)),
+        kept=float(first_kept + _weight_operands(layers, inputs, samples)),
         kept_output=float(layers[-1].kept_output(samples)),
         forward=float(forward),
         forward_alone=float(alone),
-        backward=_backward(layers, inputs, samples, own, between),
+        backward=_backward(layers, inputs, samples, internal, between),
         layer_backward=_layer_by_layer(layers, inputs, samples),
-        input_gradient=_input_gradient(layers, inputs, samples, own, between),
+        input_gradient=_input_gradient(layers, inputs, samples, internal, between),
         weight_gradients=max(layer.peak(layer.weight_gradients_peak_bytes, samples) for layer in layers),
     )
 
@@ -169,16 +173,16 @@ def _backward(
     layers: Sequence[LayerProfile],
     inputs: Sequence[float],
     samples: float,
-    own: Sequence[float],
+    internal: Sequence[float],
     between: Sequence[float],
 ) -> float:
-    """Maximum of a backward in addition to the memory before it; ``own`` and ``between`` are by layer."""
+    """Maximum of a backward beyond the memory before it; ``internal`` and ``between`` are by layer."""
     most = freed = 0.0
     for number in reversed(range(len(layers))):
         layer = layers[number]
-        given = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
-        most = max(most, given - freed + layer.peak(layer.backward_peak_bytes, samples))
-        freed += own[number] + between[number] - _cast_gradients(layer)
+        gradient = inputs[number + 1] if number + 1 < len(layers) else 0.0  # the gradient of its output
+        most = max(most, gradient - freed + layer.peak(layer.backward_peak_bytes, samples))
+        freed += internal[number] + between[number] - _cast_gradients(layer)
     return float(most)
 
 
@@ -191,14 +195,16 @@ def _layer_by_layer(layers: Sequence[LayerProfile], inputs: Sequence[float], sam
     most = freed = 0.0
     for number in reversed(range(len(layers))):
         layer, size = layers[number], inputs[number]
-        given = (
+        gradient = (
             inputs[number + 1] if number + 1 < len(layers) else 0.0
         )  # the input of the last one is counted elsewhere
         anyway = layer.peak(layer.kept_anyway_bytes, samples)
         saved = max(0.0, layer.saved(samples) - layer.kept_input(samples, size) - anyway)
-        again = max(0.0, saved - layer.kept_output(samples)) + layer.peak(layer.backward_peak_bytes, samples)
+        backward = max(0.0, saved - layer.kept_output(samples)) + layer.peak(
+            layer.backward_peak_bytes, samples
+        )
         forward = layer.forward_peak(samples, size) - anyway if layer.forward_peak_bytes else 0.0
-        most = max(most, given - freed + max(forward, again))
+        most = max(most, gradient - freed + max(forward, backward))
         freed += anyway + (size if number else 0.0)  # the stage's own input stays
         freed -= _cast_gradients(layer)
     return float(most)
@@ -209,41 +215,41 @@ def _cast_gradients(layer: LayerProfile) -> float:
     return layer.cast_bytes * layer.trained_bytes / layer.weights_bytes if layer.weights_bytes else 0.0
 
 
-def _kept(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
+def _weight_operands(layers: Sequence[LayerProfile], inputs: Sequence[float], samples: float) -> float:
     """Bytes between the halves of a split backward, without the stage's input."""
-    found = sum(layer.kept(samples) for layer in layers)
-    found += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
-    return found - _needed_input(layers[0], inputs[0], samples)
+    total = sum(layer.kept(samples) for layer in layers)
+    total += sum(layer.peak(layer.held_input_bytes, samples) for layer in layers[1:])
+    return total - _needed_input(layers[0], inputs[0], samples)
 
 
 def _needed_input(layer: LayerProfile, size: float, samples: float) -> float:
-    """The part of a layer's tensors for its weight gradients that is its input."""
+    """Part of a layer's tensors for its weight gradients that is its input."""
     saved = layer.kept(samples) - layer.peak(layer.kept_gradient_bytes, samples)
-    held = layer.peak(layer.held_input_bytes, samples)
-    return max(0.0, min(saved, layer.kept_input(samples, size), size - held))
+    graph_input = layer.peak(layer.held_input_bytes, samples)
+    return max(0.0, min(saved, layer.kept_input(samples, size), size - graph_input))
 
 
 def _input_gradient(
     layers: Sequence[LayerProfile],
     inputs: Sequence[float],
     samples: float,
-    own: Sequence[float],
+    internal: Sequence[float],
     between: Sequence[float],
 ) -> float:
     """Maximum of the first half of a split backward."""
-    most = held = stays = 0.0  # stays: the gradient of the output
+    most = growth = stays = 0.0  # stays: the gradient of the output
     for number in reversed(range(len(layers))):
         layer, last = layers[number], number + 1 == len(layers)
-        given = 0.0 if last else inputs[number + 1]  # the input of the last one is counted elsewhere
-        most = max(most, held + given + layer.peak(layer.input_gradient_peak_bytes, samples))
+        gradient = 0.0 if last else inputs[number + 1]  # the input of the last one is counted elsewhere
+        most = max(most, growth + gradient + layer.peak(layer.input_gradient_peak_bytes, samples))
         gradients = layer.peak(layer.kept_gradient_bytes, samples)
         needed = _needed_input(layer, inputs[number], samples)
-        kept = max(
+        operands = max(
             0.0, layer.kept(samples) - gradients - needed
         )  # part of the tensors that the forward saved
-        held -= max(0.0, own[number] - kept - stays)
+        growth -= max(0.0, internal[number] - operands - stays)
         stays = needed + layer.peak(layer.held_input_bytes, samples)
-        held -= max(0.0, between[number] - stays)
+        growth -= max(0.0, between[number] - stays)
         stays = max(0.0, stays - between[number])
-        held += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
+        growth += max(0.0, gradients - layer.output_bytes * samples) if last else gradients
     return float(most)

@@ -109,28 +109,28 @@ class StageCosts:
         return [layers.op_seconds(kind, size, share) for layers in self.layers]
 
     @property
-    def again(self) -> list[float]:
+    def recomputation(self) -> list[float]:
         """Seconds of each stage's layers when a backward computes them again."""
         return [layers.seconds(OpKind.FORWARD, self.samples) for layers in self.layers]
 
-    def held(self, recompute: Recompute) -> StageBytes:
+    def table(self, recompute: Recompute) -> StageBytes:
         """Memory of the stages' weights and activations, for the simulator."""
-        if recompute not in self._held:
+        if recompute not in self._tables:
             weights = list(map(add, self.weights, self.casts))
             fixed = list(map(add, self.gradients, self.optimizer))
-            held = stage_bytes(self.memory, recompute, weights, fixed)
+            table = stage_bytes(self.memory, recompute, weights, fixed)
             if any(map(any, self.states)):
-                held = replace(
-                    held,
+                table = replace(
+                    table,
                     state=[grows for grows, _ in self.states],
                     slice_state=[fixed for _, fixed in self.states],
                     recomputed=recompute is not Recompute.NONE,
                 )
-            self._held[recompute] = held
-        return self._held[recompute]
+            self._tables[recompute] = table
+        return self._tables[recompute]
 
     @cached_property
-    def _held(self) -> dict[Recompute, StageBytes]:
+    def _tables(self) -> dict[Recompute, StageBytes]:
         return {}
 
 
@@ -142,13 +142,13 @@ class StageTie:
         stages: the stages, ascending.
         trained_bytes: bytes of the trained ones.
         gradient_bytes: bytes of their gradients.
-        held_bytes: bytes of all, with gradients and optimiser state.
+        copy_bytes: bytes of all, with gradients and optimiser state.
     """
 
     stages: tuple[int, ...]
     trained_bytes: float
     gradient_bytes: float
-    held_bytes: float
+    copy_bytes: float
 
 
 def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -> tuple[int, ...]:
@@ -180,14 +180,13 @@ def cut(model: Model, profile: Profile, cuts: Cuts, stages: int, samples: int) -
 
 
 def may_cut(model: Model, cuts: Cuts, stages: int) -> bool:
-    """Whether the rule, or the cuts, can make this number of stages of the model."""
+    """True if the rule, or the cuts, can make this number of stages of the model."""
     if not isinstance(cuts, Cutting):
         return len(cuts) == stages - 1
     return stages <= (_commonest(model)[1] if cuts is Cutting.EVEN else len(model.layers))
 
 
 def _commonest(model: Model) -> tuple[str, int]:
-    """The most common kind of layer, and its number."""
     return Counter(model.layers).most_common(1)[0]
 
 
@@ -214,8 +213,8 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     which = [*map(distinct.index, kinds)]
 
     def total(of: Callable[[LayerProfile], float]) -> tuple[float, ...]:
-        each = {kind: of(layer) for kind, layer in of_kind.items()}
-        sums = [sum(map(each.__getitem__, stage)) for stage in distinct]
+        amounts = {kind: of(layer) for kind, layer in of_kind.items()}
+        sums = [sum(map(amounts.__getitem__, stage)) for stage in distinct]
         return tuple([sums[number] for number in which])
 
     costs = {kind: layer.cost() for kind, layer in of_kind.items()}
@@ -227,26 +226,34 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
     ]
 
     links, following = _skips(model, cuts, samples)
-    came = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
-    came = [own + beside for own, beside in zip(came, [0.0, *following[:-1]], strict=True)]
+    skip_bytes = [sum((b for link, b in links if link.target == stage), 0.0) for stage in range(len(stages))]
+    skip_bytes = [
+        tied_bytes + followed for tied_bytes, followed in zip(skip_bytes, [0.0, *following[:-1]], strict=True)
+    ]
     ties, within = _ties(model, cuts)
-    own, own_gradients = [0.0] * len(stages), [0.0] * len(stages)
+    tied_bytes, tied_gradients = [0.0] * len(stages), [0.0] * len(stages)
     for tie in ties:
         for stage in tie.stages:
-            own[stage] += tie.trained_bytes
-            own_gradients[stage] += tie.gradient_bytes
+            tied_bytes[stage] += tie.trained_bytes
+            tied_gradients[stage] += tie.gradient_bytes
     weights = _less(total(lambda layer: layer.weights_bytes), [row[0] for row in within])
     trained = _less(total(lambda layer: layer.trained_bytes), [row[1] for row in within])
     gradients = _less(total(lambda layer: layer.gradient_bytes), [row[2] for row in within])
     measured = any(layer.forward_peak_bytes for layer in of_kind.values())
     of_stage = stage_memory if measured else without_peaks
-    made = {(kind, *into): (its, into) for kind, its, into in zip(kinds, stages, entering, strict=True)}
-    known = {key: of_stage(*both, samples) for key, both in made.items()}
+    distinct_stages = {
+        (kind, *into): (members, into) for kind, members, into in zip(kinds, stages, entering, strict=True)
+    }
+    known = {key: of_stage(*both, samples) for key, both in distinct_stages.items()}
     memory = [known[kind, *into] for kind, into in zip(kinds, entering, strict=True)]
-    if links or any(came):
+    if links or any(skip_bytes):
         memory = [
-            replace(one, inputs=one.inputs + more, layer_inputs=one.layer_inputs + more)
-            for one, more in zip(memory, came, strict=True)
+            replace(
+                stage_memory_,
+                inputs=stage_memory_.inputs + more,
+                layer_inputs=stage_memory_.layer_inputs + more,
+            )
+            for stage_memory_, more in zip(memory, skip_bytes, strict=True)
         ]
     return StageCosts(
         samples=samples,
@@ -263,8 +270,8 @@ def stage_costs(model: Model, profile: Profile, cuts: Sequence[int], samples: in
         measured=measured,
         skips=links,
         trained=trained,
-        summed=_less(trained, own),
-        synced=tuple(model.gradient_share * size for size in _less(gradients, own_gradients)),
+        summed=_less(trained, tied_bytes),
+        synced=tuple(model.gradient_share * size for size in _less(gradients, tied_gradients)),
         ties=ties,
         message_share=model.message_share,
         update_peaks=tuple(
@@ -293,20 +300,22 @@ def _ties(model: Model, cuts: Sequence[int]) -> tuple[tuple[StageTie, ...], list
 
     The bytes are those of all weights, of the trained ones, and of their gradients.
     """
-    found: dict[tuple[int, ...], tuple[float, float, float]] = {}
+    ties: dict[tuple[int, ...], tuple[float, float, float]] = {}
     within = [(0.0, 0.0, 0.0)] * (len(cuts) + 1)
     for tie in model.ties:
         on = [bisect_right(cuts, layer) for layer in tie.layers]
         trained, gradient = tie.size_bytes if tie.trained else 0.0, tie.gradient_bytes
         for stage, layers in Counter(on).items():
             more = ((layers - 1) * size for size in (tie.size_bytes, trained, gradient))
-            whole, part, its = (one + other for one, other in zip(within[stage], more, strict=True))
-            within[stage] = whole, part, its
+            all_bytes, trained_bytes, gradient_bytes = (
+                amount + added for amount, added in zip(within[stage], more, strict=True)
+            )
+            within[stage] = all_bytes, trained_bytes, gradient_bytes
         if len(stages := tuple(sorted({*on}))) > 1:
-            summed, gradients, held = found.get(stages, (0.0, 0.0, 0.0))
-            held += tie.size_bytes + gradient + trained * model.optimizer_states
-            found[stages] = summed + trained, gradients + gradient, held
-    return tuple(StageTie(stages, *row) for stages, row in sorted(found.items())), within
+            summed, gradients, total = ties.get(stages, (0.0, 0.0, 0.0))
+            total += tie.size_bytes + gradient + trained * model.optimizer_states
+            ties[stages] = summed + trained, gradients + gradient, total
+    return tuple(StageTie(stages, *row) for stages, row in sorted(ties.items())), within
 
 
 def _skips(

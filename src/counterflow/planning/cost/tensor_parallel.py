@@ -69,7 +69,6 @@ def places(cluster: Cluster, positions: int) -> Cluster:
 
 
 def _shared(link: Link, users: int) -> Link:
-    """The link for each of several simultaneous users."""
     return Link(link.latency_seconds, link.seconds_per_byte * users)
 
 
@@ -95,7 +94,7 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int)
             "use only one of them"
         )
     tied = {model.layers[i]: tie for tie in model.ties for i in tie.layers}
-    found = dict(profile.layers)
+    layers = dict(profile.layers)
     collective = all_reduce(cluster, [positions], [node for node, _ in cluster.kinds_of_nodes()])
     for kind in dict.fromkeys(model.layers):
         layer = profile.layer(kind)
@@ -112,8 +111,8 @@ def positioned(model: Model, profile: Profile, cluster: Cluster, positions: int)
                 f"tensor_parallel={positions}: layers of kind {kind!r} share a weight with others, which no "
                 "plan divides; leave weights out of its tensor_parallel table"
             )
-        found[kind] = of_position(layer, division, positions, collective)
-    return replace(profile, layers=found)
+        layers[kind] = of_position(layer, division, positions, collective)
+    return replace(profile, layers=layers)
 
 
 def of_position(
@@ -134,25 +133,25 @@ def of_position(
     ((10.0,), (16.0,), 80.0, 20.0)
     """
 
-    def left(share: float) -> float:
+    def remaining(share: float) -> float:
         return 1 - share + share / positions
 
     def shrunk(values: tuple[float, ...], share: float) -> tuple[float, ...]:
-        return tuple(left(share) * value for value in values)
+        return tuple(remaining(share) * value for value in values)
 
     lines = layer.lines()
 
     def seconds(kind: OpKind, share: float, sums: int = 0, more: float = 0.0) -> tuple[float, ...]:
         line = lines[kind]
         return tuple(
-            (1 - share) * line.at(n) + share * _of_fewer(line, n / positions) + sums * one + more
-            for n, one in zip(layer.samples, each, strict=True)
+            (1 - share) * line.at(n) + share * _of_fewer(line, n / positions) + sums * communication + more
+            for n, communication in zip(layer.samples, sum_seconds, strict=True)
         )
 
     size = layer.output_bytes if division.sum_bytes is None else division.sum_bytes
-    each = [collective.seconds(size * samples) for samples in layer.samples]
+    sum_seconds = [collective.seconds(size * samples) for samples in layer.samples]
 
-    weights, more = left(division.weights), division.overhead_seconds
+    weights, more = remaining(division.weights), division.overhead_seconds
     return replace(
         layer,
         forward_seconds=seconds(OpKind.FORWARD, division.forward, division.forward_sums, more),
@@ -172,8 +171,8 @@ def of_position(
         frozen_bytes=weights * layer.frozen_bytes,
         low_precision_bytes=weights * layer.low_precision_bytes,
         cast_bytes=weights * layer.cast_bytes,
-        state_bytes=left(division.saved) * layer.state_bytes,
-        slice_state_bytes=left(division.saved) * layer.slice_state_bytes,
+        state_bytes=remaining(division.saved) * layer.state_bytes,
+        slice_state_bytes=remaining(division.saved) * layer.slice_state_bytes,
         update_peak_bytes=weights * layer.update_peak_bytes,
         parameter_bytes=(),  # unknown which of them are divided
     )

@@ -225,10 +225,10 @@ class LayerProfile:
 
     def _require_parts(self) -> None:
         """Refuse parts of the weights that exceed the whole."""
-        for name, whole in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
-            part, of = getattr(self, name), getattr(self, whole)
+        for name, total in (("frozen_bytes", "weights_bytes"), ("low_precision_bytes", "trained_bytes")):
+            part, of = getattr(self, name), getattr(self, total)
             if part > of:
-                raise ConfigError(f"{name}={part:g}: is a part of {whole}={of:g}; must be no more")
+                raise ConfigError(f"{name}={part:g}: is a part of {total}={of:g}; must be no more")
 
     @property
     def trained_bytes(self) -> float:
@@ -252,8 +252,8 @@ class LayerProfile:
             OpKind.INPUT_GRADIENT: inputs,
             OpKind.WEIGHT_GRADIENTS: weights,
         }
-        again = {kind: kind.again for kind in OpKind if kind.again is not None and not kind.makes}
-        seconds |= {kind: seconds[repeated] for kind, repeated in again.items()}
+        repeated_kinds = {kind: kind.again for kind in OpKind if kind.again is not None and not kind.makes}
+        seconds |= {kind: seconds[repeated] for kind, repeated in repeated_kinds.items()}
         return {kind: Line(self.samples, amounts) for kind, amounts in seconds.items()}
 
     def seconds(self, kind: OpKind, samples: float) -> float:
@@ -313,7 +313,7 @@ class Profile:
         op_overhead_seconds: additional time of an op: the runtime's own code, and posting messages.
         step_overhead_seconds: time of an update in addition to ops, syncs and the optimiser: to begin
             together, and to agree on loss and gradient norm.
-        update_together: whether the optimiser updates all weights of a stage at once, so its memory adds up
+        update_together: True if the optimiser updates all weights of a stage at once, so its memory adds up
             over the layers.
         norm_bytes_per_byte: memory that the gradient norm needs per byte of gradients, up to
             ``norm_peak_bytes``.

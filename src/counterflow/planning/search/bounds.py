@@ -144,7 +144,7 @@ def common(
     """
     if order_free is None:
         order_free = order_free_bounds(shape, stages, network, recompute, barrier=barrier)
-    holders, memory, slowness = stage_holders(shape.placement), stages.held(recompute), network.slowness
+    holders, memory, slowness = stage_holders(shape.placement), stages.table(recompute), network.slowness
     pipes, passes = shape.placement.pipes, np.array(shape.passes)[:, np.newaxis]
 
     def of_workers(by_stage: Sequence[float]) -> Floats:

@@ -76,7 +76,7 @@ def least_times(
     forwards = halved_forwards if halves_alone else stages.seconds(OpKind.FORWARD)
     for f, layers, b, doubled, in_halves, half, first in zip(
         forwards,
-        stages.again,
+        stages.recomputation,
         backwards,
         stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, micro_batches=2)),
         halved_forwards,
