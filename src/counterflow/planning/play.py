@@ -14,78 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from counterflow.errors import ConfigError
 from counterflow.program.actions import Matching
 from counterflow.program.communicators import communicators
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.schedule.op import OpKind
-from counterflow.simulation import Costs, Simulation, simulate
-from counterflow.simulation.memory import Changes
+from counterflow.simulation import Costs, Simulation
 from counterflow.simulation.op_costs import StageOps
-from counterflow.simulation.timed_schedule import timed
 
 from .cost.device_placement import Network, mesh, sum_over
 from .cost.memory import allowed, counted_twice, message_buffers, skips_in_flight, together, walked
 from .cost.sharded_state import ShardedState, ShardedStates
 from .cost.stages import StageCosts
 from .cost.tensor_parallel import Inputs
-from .inputs.model import Model
 from .prediction import Configuration, Parts, Prediction, WorkerMemory
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Simulated times of a schedule with costs, wherever optimiser state is held.
-
-    Attributes:
-        schedule: the order.
-        costs: costs of the simulation.
-        model: the model, which says whether steps have a barrier, and updates wait for a norm.
-    """
-
-    schedule: Schedule
-    costs: Costs
-    model: Model
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The simulated schedule."""
-        return simulate(self.schedule, self.costs)
-
-    @cached_property
-    def steady(self) -> float:
-        """Seconds of an update if steps follow each other without a barrier."""
-        seconds = self.simulation.steady_step
-        if seconds is None:
-            raise ConfigError(
-                f"{self.schedule}: an asynchronous scheme is timed by the periods of its steady part, but "
-                "these differ or are too few; its builder has to set Schedule.steady"
-            )
-        return seconds
-
-    @cached_property
-    def update(self) -> float:
-        """Seconds of an update's ops, messages and sums, with or without a barrier as the config says."""
-        if not self.schedule.synchronous:
-            return self.steady
-        if self.model.barrier:
-            return self.simulation.makespan
-        seconds = self.simulation.steady_step_clipped if self.model.clips else self.simulation.steady_step
-        assert seconds is not None  # the scheme is synchronous
-        return seconds
-
-    @cached_property
-    def work(self) -> tuple[float, ...]:
-        """Seconds of ops of each worker in an update."""
-        if self.schedule.synchronous:
-            return self.simulation.busy
-        return tuple(busy / self.schedule.periods for busy in self.simulation.busy)
-
-    @cached_property
-    def changes(self) -> Changes:
-        """Changes of each worker's memory by ops and weight versions."""
-        return timed(self.schedule).changes(self.costs)
+from .timing import Timing
 
 
 @dataclass(frozen=True)

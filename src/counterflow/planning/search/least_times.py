@@ -67,10 +67,12 @@ def least_times(
     recomputed, within = float(recompute is not Recompute.NONE), float(inside)
     forward, both, through, backward_op = [], [], [], []
     samples, backwards = stages.samples, stages.seconds(OpKind.BACKWARD)
-    firsts = stages.seconds(OpKind.INPUT_GRADIENT)
+    firsts, seconds = stages.seconds(OpKind.INPUT_GRADIENT), stages.seconds(OpKind.WEIGHT_GRADIENTS)
     if shape.split:
-        halves = zip(backwards, firsts, stages.seconds(OpKind.WEIGHT_GRADIENTS), strict=True)
+        halves = zip(backwards, firsts, seconds, strict=True)
         backwards = [min(full, first + second) for full, first, second in halves]
+    doubled_forwards = stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, micro_batches=2))
+    half_backwards = stages.seconds(OpKind.BACKWARD, samples / 2)
     halved_forwards = stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, shares=2))
     # If no backward is of more than half a micro-batch, each forward runs in halves.
     forwards = halved_forwards if halves_alone else stages.seconds(OpKind.FORWARD)
@@ -78,9 +80,9 @@ def least_times(
         forwards,
         stages.recomputation,
         backwards,
-        stages.seconds(OpKind.FORWARD, *forward_runs(samples, recompute, micro_batches=2)),
+        doubled_forwards,
         halved_forwards,
-        stages.seconds(OpKind.BACKWARD, samples / 2),
+        half_backwards,
         firsts,
         strict=True,
     ):
