@@ -180,7 +180,7 @@ class StageBytes:
         return at_start + state_at_start, at_end + state_at_end
 
     def state_changes(self, piece: Piece) -> tuple[float, float]:
-        """The part of them that is the state of slices, as far as it is not in ``stash``.
+        """The part of them that is the state of slices, as far as it is not among the saved activations.
 
         The state of a slice is an input of all later ones, and of itself it is an output that is computed
         again: it exists from its forward until the next slice's backward has ended. Its gradient exists from
