@@ -80,6 +80,8 @@ class CallGuard:
         self._worker, self._transport, self._run, self._lease = worker, transport, run, lease
         self._thread = my_worker()
         self._failure: _Failure | None = None
+        self.steps = 0
+        """Number of steps that were made."""
         self.streams = False
         """Whether not all was taken that ``stream_weights`` gives here."""
         self.averaged = False
@@ -151,27 +153,25 @@ class CallGuard:
         if self._run.in_flight:
             raise ConfigError(f"{call} while mini-batches are in flight; call flush() before, on all workers")
 
-    def agree(self, call: Call, step: int) -> None:
+    def agree(self, call: Call) -> None:
         """Check that all workers make a call, each of which begins with this.
 
         Args:
-            call: this worker's.
-            step: number of earlier steps.
+            call: this worker's call.
 
         Raises:
             ConfigError: another worker makes another one.
         """
-        agreed_call(Told(call, step), self._transport)
+        agreed_call(Told(call, self.steps), self._transport)
 
     @contextmanager
-    def reported(self, step: int, *, taking: bool = False) -> Iterator[None]:
+    def reported(self, *, taking: bool = False) -> Iterator[None]:
         """Report an error to the other workers, so none of them waits in vain, and close the pipeline.
 
         Tensors made meanwhile are used in later steps, so they are not made in the user's inference mode.
         A ``Refusal`` is raised as its error, and the pipeline is as before the call.
 
         Args:
-            step: number of earlier steps, for the message.
             taking: whether the call reads a stream of weights.
         """
         if not taking:
@@ -188,12 +188,12 @@ class CallGuard:
             error = refusal.error
             if isinstance(error, CounterflowError):
                 raise error from error.__cause__
-            raise worker_error(f"worker {self._worker}, step {step}", error, self._transport) from error
+            raise worker_error(f"worker {self._worker}, step {self.steps}", error, self._transport) from error
         except CounterflowError as error:
             self._fail(error)
             raise
         except Exception as error:
-            place = f"worker {self._worker}, step {step}: {self._transport.status.doing}"
+            place = f"worker {self._worker}, step {self.steps}: {self._transport.status.doing}"
             failure = worker_error(place, error, self._transport)
             self._fail(failure)
             raise failure from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from torch import Tensor
 from counterflow.errors import ConfigError
 
 from .doubling import is_doubling
+from .execution.step import Workers
 from .messages.values import Unit
 from .mini_batch.batch import Batch
-
-if TYPE_CHECKING:
-    from .inference import Forwards
+from .stages.stage import LocalStage
 
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Logits that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
@@ -117,11 +116,13 @@ class GenerationCheck:
 
 
 def generated(
-    pipeline: Forwards,
     prompt: Tensor | None,
     sampling: Sampling,
     run: Callable[[Tensor], Batch],
     check: GenerationCheck,
+    *,
+    stages: Mapping[int, LocalStage],
+    workers: Workers,
 ) -> Tensor:
     """The prompt and the tokens that follow it, [samples, positions + tokens]; all workers call it.
 
@@ -129,31 +130,32 @@ def generated(
     all workers.
 
     Args:
-        pipeline: the model in stages.
         prompt: as of ``Pipeline.generate``.
         sampling: how tokens are chosen.
         run: predicts with some tokens.
         check: says which tokens are compared with the whole sequence.
+        stages: the worker's stages.
+        workers: ranks of the pipeline, and this worker among them.
 
     Raises:
         ConfigError: there is no prompt, workers have other settings, the output has no logits, or layers
             make something else of a token after others than of all in one piece.
     """
-    tokens = prompts = _everywhere(pipeline, prompt, sampling)
+    tokens = prompts = _everywhere(stages, workers, prompt, sampling)
     samples, length = len(prompts), prompts.shape[1] + sampling.tokens
     if not samples:  # others have some, and each run is one of all
         tokens = prompts.new_zeros(1, prompts.shape[1])
     with ExitStack() as stack:
-        memories = [stack.enter_context(stage.remembering()) for stage in pipeline.stages.values()]
+        memories = [stack.enter_context(stage.remembering()) for stage in stages.values()]
         following = tokens
         ended = torch.full((len(tokens), 1), fill_value=not samples)
-        while tokens.shape[1] < length and not _all_ended(pipeline, sampling, ended):
-            logits = _logits(pipeline, run(following))
+        while tokens.shape[1] < length and not _all_ended(workers, sampling, ended):
+            logits = _logits(workers, run(following))
             alone = tokens.shape[1] - prompts.shape[1]
             if check.due(alone, sampling.tokens - 1):
                 for memory in memories:
                     memory.paused = True
-                check.compare(alone, logits, _logits(pipeline, run(tokens)))
+                check.compare(alone, logits, _logits(workers, run(tokens)))
                 for memory in memories:
                     memory.paused = False
             following = sampling.choose(logits)
@@ -164,31 +166,33 @@ def generated(
     return torch.cat([tokens, tokens[:, -1:].expand(-1, length - tokens.shape[1])], 1)[:samples]
 
 
-def _all_ended(pipeline: Forwards, sampling: Sampling, ended: Tensor) -> bool:
+def _all_ended(workers: Workers, sampling: Sampling, ended: Tensor) -> bool:
     """Whether the samples of all replicas have ended."""
     if sampling.end is None:
         return False
     here = bool(ended.all())
-    return here if len(pipeline.ranks) == 1 else all(pipeline.transport.gather_objects(here))
+    return here if len(workers.ranks) == 1 else all(workers.transport.gather_objects(here))
 
 
-def _everywhere(pipeline: Forwards, prompt: Tensor | None, sampling: Sampling) -> Tensor:
+def _everywhere(
+    stages: Mapping[int, LocalStage], workers: Workers, prompt: Tensor | None, sampling: Sampling
+) -> Tensor:
     """The replica's prompt, on every worker.
 
     Raises:
         ConfigError: a replica has none, none has samples, or workers have other settings.
     """
-    own = prompt.cpu() if isinstance(prompt, Tensor) and 0 in pipeline.stages else None
+    own = prompt.cpu() if isinstance(prompt, Tensor) and 0 in stages else None
     rows = cast(
         "Sequence[tuple[Settings, Tensor | None]]",
-        pipeline.transport.gather_objects((sampling.settings, own)),
+        workers.transport.gather_objects((sampling.settings, own)),
     )
-    for ranks in pipeline.ranks:
+    for ranks in workers.ranks:
         for rank in ranks:
             _refuse_other(rows[ranks[0]][0], ranks[0], rows[rank][0], rank)
         _refuse_between_replicas(rows[0][0], rows[ranks[0]][0], ranks[0])
     prompts = [
-        next((rows[rank][1] for rank in ranks if rows[rank][1] is not None), None) for ranks in pipeline.ranks
+        next((rows[rank][1] for rank in ranks if rows[rank][1] is not None), None) for ranks in workers.ranks
     ]
     for replica, each in enumerate(prompts):
         legal = each is not None and each.dim() == 2 and each.dtype is torch.int64 and each.shape[1] > 0
@@ -198,7 +202,7 @@ def _everywhere(pipeline: Forwards, prompt: Tensor | None, sampling: Sampling) -
             raise ConfigError(
                 f"generate needs a prompt [samples, positions] of int64, and was given {shown}{where}"
             )
-    return cast("Tensor", prompts[pipeline.replica])
+    return cast("Tensor", prompts[workers.replica])
 
 
 def _refuse_other(settings: Settings, rank: int, other: Settings, other_rank: int) -> None:
@@ -227,13 +231,13 @@ def _refuse_between_replicas(first: Settings, settings: Settings, rank: int) -> 
         )
 
 
-def _logits(pipeline: Forwards, batch: Batch) -> Tensor:
+def _logits(workers: Workers, batch: Batch) -> Tensor:
     """Logits at the last position, [samples, vocabulary], in the samples' order, on every worker's CPU."""
     outputs = cast("dict[Unit, Any]", batch.outputs)
     mine = {unit: _last_of(output).cpu() for unit, output in outputs.items()}
-    rows = cast("list[dict[Unit, Tensor]]", pipeline.transport.gather_objects(mine))
+    rows = cast("list[dict[Unit, Tensor]]", workers.transport.gather_objects(mine))
     by_unit: dict[Unit, Tensor] = {}
-    for rank in pipeline.ranks[pipeline.replica]:
+    for rank in workers.ranks[workers.replica]:
         by_unit |= rows[rank]
     return torch.cat([by_unit[unit] for unit in sorted(by_unit)])
 

@@ -10,13 +10,15 @@ import difflib
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Never, Self, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution, Flat, records
@@ -33,21 +35,27 @@ from .assembly.runners import batches_of, runners_of
 from .assembly.weights import weights_of
 from .call_guard import CallGuard, TransportUser
 from .cut_probe import CutProbe
-from .execution.step import Step, Workers, replica_and_worker
-from .generation import GenerationCheck
-from .inference import Forwards
+from .drain import Drain
+from .execution.evaluation import PendingEvaluation
+from .execution.step import Evaluation, Step, Workers, replica_and_worker
+from .generation import Sampling
+from .inference import Inference
+from .inspection import Inspection, Timelines
+from .intake import Intake
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
 from .messages.compression import Compression
 from .mini_batch.given import Given
 from .mini_batch.losses import LossFunction
-from .mini_batch.told import Call, Told
+from .mini_batch.told import Call
 from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
 from .parameters.sharded_updates import refuse_unsharded
+from .stages.compiled import CompiledLayers
 from .stages.listing import Listing
 from .stages.randomness import RandomStreams
+from .state_dicts import StateDicts
 from .transport.base import Transport
 from .transport.worker_watch import tells_who
 from .witness.witness import Witness
@@ -56,7 +64,7 @@ from .workers.lease import Lease, opened
 from .workers.source_descriptions import details_of_loss, details_of_model, versions
 
 
-class Pipeline(Forwards):
+class Pipeline:
     """Trains a model in pipeline stages, as a schedule says.
 
     Made on every worker with the same arguments: under torchrun or Slurm, or in a function that
@@ -140,7 +148,7 @@ class Pipeline(Forwards):
         refuse_unsharded(execution, schedule, parallelized=parallelize is not None)
         refuse_uncompressed(execution, schedule, parallelized=parallelize is not None)
         self.transport = transport = transport_of(transport, device, execution.timeout_seconds, schedule)
-        self.device, self.steps = transport.device, 0
+        self.device = transport.device
         refuse_sharded(model)
         further = further_mesh(mesh, parallelize, transport)
         ranks = rank_mesh(transport.rank, transport.world_size, schedule, mesh)
@@ -153,7 +161,6 @@ class Pipeline(Forwards):
         )
         its = partition_model(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.cuts = its.cuts
-        self._listing = Listing(model, list_layers)
         refuse_others(
             transport,
             its.schedule,
@@ -180,7 +187,6 @@ class Pipeline(Forwards):
             further=further,
         )
         self.stages, self.loss_function = held.stages, held.loss_function
-        self._perhaps_unsplit = set(held.split)
         self.dims = held.dims
         self.ranks: tuple[tuple[int, ...], ...] = self.dims.replica_ranks(transport.rank)
         self.replicas: int = len(self.ranks)
@@ -205,17 +211,16 @@ class Pipeline(Forwards):
             loss_scale=LossScale.of(execution),
         )
         held.compile(execution.compile, self.streams)
-        self._perhaps_compiled = set(self.compiled)
         self.compression = Compression(self.device) if execution.compress else None
         workers = Workers(self.ranks, self.replica, self.worker, transport)
         self._run, self._evaluation = runners_of(
             its, held, execution, workers=workers, weights=self.weights, compression=self.compression
         )
-        self._calls = CallGuard(self.worker, transport, self._run, self._lease)
+        self._guard = CallGuard(self.worker, transport, self._run, self._lease)
         self._lease.groups = self.weights.groups
         transport.connect(self._run.peers | self._evaluation.peers, self.weights.groups)
         held.leave_others(its, self.ranks[self.replica])
-        self._recordings = Recordings.of(its, held, transport)
+        recordings = Recordings.of(its, held, transport)
         self._batches = batches_of(its, held, execution, batching, dims=self.dims, workers=workers)
         self._witness = Witness(
             model,
@@ -228,10 +233,59 @@ class Pipeline(Forwards):
             execution=execution,
             sharded=bool(self.dims.further),
         )
-        self._untold: list[Step] = []
+        self._drain = Drain(
+            self._guard,
+            self._run,
+            self._evaluation,
+            batches=self._batches,
+            weights=self.weights,
+            owned=held.owned,
+            streams=self.streams,
+            compares=execution.digest_every > 0,
+        )
+        self._intake = Intake(
+            self._guard,
+            its,
+            Listing(model, list_layers),
+            recordings,
+            batches=self._batches,
+            runner=self._run,
+            drain=self._drain,
+            cut_probe=CutProbe(self.schedule, workers, self._evaluation, self._batches.probe),
+        )
+        self._inference = Inference(
+            self._guard,
+            self._drain,
+            self._intake,
+            self._evaluation,
+            schedule=self.schedule,
+            batches=self._batches,
+            stages=held.stages,
+            last_holders=len(its.holders[-1]),
+            workers=workers,
+            owned=held.owned,
+            witness=self._witness,
+            output_dims=batching.output_dims,
+        )
+        self._state_dicts = StateDicts(
+            self._guard,
+            self._drain,
+            self.weights,
+            self.weights.state,
+            streams=self.streams,
+            transport=transport,
+            order=its.order,
+            forget=self._batches.forget,
+        )
+        self._inspection = Inspection(
+            self._guard,
+            held.stages,
+            held.split,
+            interpreter=self._run.interpreter,
+            ranks=self.ranks,
+            transport=transport,
+        )
         self._sealed = True
-        self._generation_check = GenerationCheck()
-        self._cut_probe = CutProbe(self.schedule, workers, self._evaluation, self._batches.probe)
 
     def close(self) -> None:
         """End what is in flight and give back what the pipeline holds of its transport; all workers call it.
@@ -239,10 +293,10 @@ class Pipeline(Forwards):
         A pipeline that is dropped without it gives that back when the next one is made. Also a context
         manager: ``with cf.Pipeline(...) as pipeline: ...``. After a call that failed nothing is left to end.
         """
-        if not (self._lease.closed or self._calls.failed):
+        if not (self._lease.closed or self._guard.failed):
             self.flush()
-            with self._reported():
-                self._calls.agree(Call.CLOSE, self.steps)
+            with self._guard.reported():
+                self._guard.agree(Call.CLOSE)
                 self._lease.close()
 
     def layer_in_use(self, model: PartitionedModel) -> str | None:
@@ -273,7 +327,7 @@ class Pipeline(Forwards):
         if kind is None:
             self.close()
 
-    # -- a step
+    # -- steps
 
     def step(
         self,
@@ -326,9 +380,9 @@ class Pipeline(Forwards):
             self._run.refuse_no_update(update=update)
             return self._batches.given(inputs, targets, kwargs, micro_batches, samples)
 
-        with self._reported():
+        with self._guard.reported():
             with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
-                batch = self._batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
+                batch = self._intake.batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
                 self._witness.find_state(batch)
                 if self._witness.due(training=True):
                     self._witness.begin(batch, in_flight=self._run.in_flight)
@@ -338,7 +392,7 @@ class Pipeline(Forwards):
                 for feed in feeds:
                     feed.wait()
                 self._batches.remember(batch)
-                of_last = self._outputs(batch) if outputs else None
+                of_last = self._inference.outputs(batch) if outputs else None
                 self._witness.end(in_flight=self._run.in_flight)
             seconds = time.perf_counter() - began
             if told is None:
@@ -347,10 +401,7 @@ class Pipeline(Forwards):
                 step = told.step_of(self.steps, seconds)
             if outputs:
                 step = replace(step, outputs=of_last)
-            if self._perhaps_unsplit:
-                self._tell_unsplit()
-            if self._perhaps_compiled:
-                self._tell_compiled()
+            self._inspection.log()
             self.steps += 1
             if batch.compared and not self._run.in_flight:  # else with what a later step gathers
                 self.weights.check_copies(f"after step {step.number}")
@@ -368,22 +419,345 @@ class Pipeline(Forwards):
         Raises:
             WorkerError: a worker failed, or a loss is not finite.
         """
-        self._calls.require_stream_consumed()
-        untold, self._untold = self._untold, []
-        if self._evaluation.in_flight:
-            with self._reported():
-                self._evaluation.drain()
-        if not self._run.in_flight:
-            return untold
-        began = time.perf_counter()
-        with self._reported(), self._held.owned.used(), self.streams.step():
-            told = Told(Call.FLUSH, self.steps, follows=True)
-            found = self._run.flush(told, partial(self._batches.compare, told))
-            seconds = time.perf_counter() - began
-            untold += [each.step_of(each.step, seconds / len(found)) for each in found]
-            if self.execution.digest_every:
-                self.weights.check_copies(f"after step {self.steps - 1}")
-        return untold
+        return self._drain.flush()
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that were made."""
+        return self._guard.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._guard.steps = steps
+
+    @property
+    def in_flight(self) -> bool:
+        """True if a ``flush`` would have something to do."""
+        return self._drain.in_flight
+
+    def settle(self, call: str) -> None:
+        """Flush what is in flight, for ``call``; ``flush`` returns the steps later. All workers call it.
+
+        Raises:
+            ConfigError: gradients wait for an update.
+        """
+        self._state_dicts.settle(call)
+
+    # -- forwards alone
+
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        micro_batches: Iterable[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
+        outputs: bool = False,
+    ) -> Evaluation:
+        """Compute a mini-batch's loss, metrics and, if asked for, outputs; no gradients, evaluation mode.
+
+        The pipeline is flushed first. Arguments and errors are those of ``step``.
+        """
+        user_batch = partial(self._batches.given, inputs, targets, kwargs, micro_batches, samples)
+        return self._inference.evaluate(user_batch, outputs=outputs)
+
+    def start_evaluation(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        micro_batches: Iterable[Sequence[Any]] | None = None,
+        samples: Sequence[int] | None = None,
+    ) -> PendingEvaluation:
+        """``evaluate``, of which the result is asked for later: further evaluations and steps follow.
+
+        A worker runs its forwards after its last step, with the weights after that, and may go on before the
+        others have. Only asynchronous schemes are flushed first. The first evaluation waits for its result,
+        as workers learn the names of its metrics. All workers call it; arguments and errors are those of
+        ``step``.
+        """
+        return self._inference.start_evaluation(
+            partial(self._batches.given, inputs, targets, kwargs, micro_batches, samples)
+        )
+
+    def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """What the last layer gives for the replica's samples, in their order, on every worker.
+
+        No gradients, evaluation mode. Tensors and numbers are put together as ``output_dims`` says. Flushes
+        first what is in flight.
+
+        Args:
+            inputs: as in ``step``.
+            kwargs: as in ``step``.
+
+        Raises:
+            ConfigError: the inputs are missing or cannot be cut, or the outputs cannot be put together.
+            WorkerError: a worker failed.
+        """
+        return self._inference.predict(inputs, kwargs)
+
+    def generate(
+        self,
+        prompt: Tensor | None = None,
+        *,
+        tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        end: int | None = None,
+    ) -> Tensor:
+        """Add tokens to prompts, each chosen of the logits after all before it; for a look at samples.
+
+        The prompt runs once, and then each token alone: layers that look at earlier positions hold a
+        ``cf.Carry``, as the built-in GPT's and those of ``hf.layers`` do, and keep their keys and values. No
+        gradients, evaluation mode. Flushes first what is in flight; all workers call it.
+
+        Args:
+            prompt: [samples, positions], int64, as the model's input; read on workers with the first stage.
+            tokens: how many are added.
+            temperature: divisor of the logits; 0 chooses the most likely token, the default.
+            top_k: how many of the most likely tokens are drawn from; None: all.
+            seed: of the draws, which do not depend on the schedule.
+            end: token after which a sample has ended, and is filled with it; None: there is none.
+
+        Returns:
+            The prompt and what was added, [samples, positions + tokens], on the CPU of every worker.
+
+        Raises:
+            ConfigError: a number is out of range; the output has no logits; or a layer looks at earlier
+                positions without a ``cf.Carry`` that has all it needs, which is seen when the first, second,
+                fourth, eighth … and last token after a prompt first runs alone.
+            WorkerError: a worker failed.
+        """
+        sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
+        return self._inference.generate(prompt, sampling)
+
+    # -- states
+
+    def ema(self, decay: float) -> None:
+        """Keep an exponential moving average of the trained weights from here on; all workers call it.
+
+        After each update of a stage its average becomes ``decay`` times itself and ``1 - decay`` times the
+        new weights, and at the first one the weights, as ``torch.optim.swa_utils.AveragedModel`` with
+        ``get_ema_multi_avg_fn(decay)`` does. A skipped update, or a step without one, leaves it as it is.
+        It takes the memory of the weights once more, in float32 where they are of lower precision; with
+        ``zero_stage`` 1 it is with the optimiser's state. Frozen weights and buffers are the model's own.
+
+        ``averaged``, ``model_state_dict(ema=True)`` and ``stream_weights(ema=True)`` return it. States,
+        checkpoints and copies in memory contain it: call ``ema`` before they are loaded.
+        ``load_model_state_dict`` restarts it.
+
+        Args:
+            decay: from 0 to less than 1, the same on all workers.
+
+        Raises:
+            ConfigError: there is no such decay, workers give others, or gradients wait for an update.
+        """
+        self._state_dicts.start_ema(decay)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within this context ``evaluate`` and ``predict`` are those of the average; all workers enter it.
+
+        Flushes first what is in flight. This worker's weights are kept once more meanwhile.
+
+        Raises:
+            ConfigError: there is no average, or the context is entered twice.
+        """
+        return self._state_dicts.averaged()
+
+    def model_state_dict(
+        self, *, rank: int | None = None, local: bool = False, ema: bool = False
+    ) -> dict[str, Any]:
+        """The model's parameters, buffers and extra state by its own names, on the CPU; all workers call it.
+
+        Work in flight is flushed first. Tensors are sent one by one from their holders to the workers that
+        receive the model. If the whole model is too large for any worker, let each return its own part
+        (``local=True``), or let one receive it tensor by tensor (``stream_weights``).
+
+        Args:
+            rank: the only rank that receives the model; the others get an empty dict. None: all receive it.
+            local: whether to return only this worker's part, without communication.
+            ema: whether trained weights are their averages, in the weights' precision.
+
+        Raises:
+            ConfigError: the rank or the average does not exist.
+            WorkerError: the copies of a stage differ.
+        """
+        return self._state_dicts.model(rank=rank, local=local, ema=ema)
+
+    def stream_weights(self, rank: int = 0, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
+        """What ``model_state_dict`` has, name by name on one rank, which has one tensor at a time in memory.
+
+        All workers call it. On ``rank`` it gives names with their values, and all are taken before the next
+        call of the pipeline: who stops in the midst (``break``) takes the rest unseen. On the other ranks it
+        sends what they hold, gives nothing, and returns when ``rank`` has taken all; they wait for the next
+        tensor to be taken as long as for anything else (``timeout_seconds``).
+
+        Args:
+            rank: who gets it.
+            ema: whether trained weights are their averages, in the weights' precision.
+
+        Raises:
+            ConfigError: there is no such rank, or no average.
+            WorkerError: the copies of a stage differ, or ``rank`` takes nothing for too long.
+        """
+        return self._state_dicts.stream(rank, ema=ema)
+
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's weights from a whole model's state, or from any part that has all it holds.
+
+        Raises:
+            ConfigError: a name is missing, or a shape differs.
+        """
+        self._state_dicts.load_model(state)
+
+    def state_dict(self, *, rank: int | None = None, local: bool = False) -> dict[str, Any]:
+        """Everything that a training resumes from, on the CPU; all workers call it.
+
+        The pipeline is flushed first. Another pipeline of the same model and optimiser loads the state under
+        any schedule; a learning-rate scheduler needs the same number of stages. With ``load_state_dict``
+        this is the ``Stateful`` of ``torch.distributed.checkpoint``:
+        ``dcp.save({"pipeline": pipeline})`` writes it, ``dcp.load`` reads it into a new pipeline.
+
+        Args:
+            rank: the only one that gets it; the others get an empty dict. None: all get it.
+            local: only what this worker holds, without asking the others; with ``zero_stage`` 1, of the
+                optimisers what it updates.
+
+        Returns:
+            ``model`` as ``model_state_dict`` returns it; in ``optimizer``, by parameter's name, a
+            ``ParameterState``: what the optimiser keeps of it and the options of its group; in ``scheduler``,
+            by stage (as text), its state; ``step`` and ``seed``, from which all random draws come. If losses
+            are scaled, ``loss_scale`` has the scale and the updates since it changed, by stage, for which it
+            is the same.
+
+        Raises:
+            ConfigError: gradients wait for an update, ``local`` while mini-batches are in flight, or there is
+                no such rank.
+            WorkerError: the copies of a stage differ.
+        """
+        return self._state_dicts.training(rank=rank, local=local)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state that ``state_dict`` returned, or from any part that has all this worker holds.
+
+        Raises:
+            ConfigError: a name is missing, or something does not fit; or gradients wait for an update.
+        """
+        self._state_dicts.load_training(state)
+
+    def set_trainable(self, chosen: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze parameters from the next step on; all workers call it alike.
+
+        Flushes first what is in flight.
+
+        Args:
+            chosen: a parameter's name in the model to whether it is trained.
+
+        Raises:
+            ConfigError: gradients wait for an update; or workers that hold a parameter choose differently,
+                and then nothing is changed.
+        """
+        self._state_dicts.set_trainable(chosen)
+
+    # -- what the run shows
+
+    def traced(self) -> AbstractContextManager[Callable[[], Timelines]]:
+        """Time all ops of the steps in a ``with`` block, not only those of the last step.
+
+        Steps of an asynchronous scheme, or without a barrier, overlap: a trace has several of them whole.
+
+        Yields:
+            The method ``timeline``, which all workers call in the block.
+
+        Examples:
+            with pipeline.traced() as timeline:
+                for inputs, targets in batches:
+                    pipeline.step(inputs, targets)
+                ops_by_worker = timeline()
+        """
+        return self._inspection.traced()
+
+    def timeline(self, replica: int = 0) -> Timelines:
+        """The ops of the last step, or of a trace so far, by worker of a replica; all workers call it.
+
+        Args:
+            replica: whose; each worker may ask for another one.
+
+        Returns:
+            By worker the ops in their order, with start and end in seconds. Asynchronous schemes count
+            micro-batches and versions from the last flush, synchronous ones in each step from 0.
+        """
+        return self._inspection.timeline(replica)
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps from an empty pipeline until all steps are alike; 0 in synchronous schemes."""
+        return self._run.warm_up_steps
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the losses of the next step are multiplied by, on every worker; None: they are not scaled."""
+        scaling = self.weights.loss_scale
+        return None if scaling is None else scaling.scale
+
+    @property
+    def counted_steps(self) -> int:
+        """First steps in which bytes are counted: as asked for, and those until all periods are alike."""
+        return self.execution.count_memory_steps + self._run.warm_up_steps
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
+        return self._run.interpreter.saved.peak
+
+    @property
+    def peak_versions(self) -> dict[int, int]:
+        """The most versions of its weights that were held at once, for each stage of this worker."""
+        return {s: c.versions.peak if c.versions is not None else 1 for s, c in self.stages.items()}
+
+    @property
+    def unsplit(self) -> tuple[int, ...]:
+        """The stages of this worker whose backward the schedule splits and that cannot be split.
+
+        Known after their first backward. Their weights' gradients are made with the input gradient: they run
+        in custom functions (compiled layers, reentrant checkpoints), are used several times, or are vectors.
+        """
+        return self._inspection.unsplit
+
+    @property
+    def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
+        """What is compiled as one function in training, by stage of this worker; empty without ``compile``.
+
+        Consecutive layers are one function where nothing is around each of them. Each one that is alone says
+        why (``alone``): it draws random numbers, has skips, is computed again by itself, or its stage's
+        backward is split. ``graphs`` is 1 where torch's compiler breaks nothing. Known after the first step.
+        """
+        return self._inspection.compiled
+
+    @property
+    def optimizers(self) -> Mapping[int, Optimizer]:
+        """Optimisers of this worker's stages with trainable weights, by stage."""
+        return self.weights.optimizers
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if ``gradients`` are kept."""
+        return self.weights.keeps_gradients
+
+    @keeps_gradients.setter
+    def keeps_gradients(self, keeps: bool) -> None:
+        self.weights.keeps_gradients = keeps
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """With ``keeps_gradients``: this worker's gradients of the last update, summed, divided and clipped.
+
+        By name, in the parameters' dtypes; a snapshot, which later steps leave as it is.
+        """
+        return dict(self.weights.kept_gradients)
 
 
 PARAMETERS = (*inspect.signature(Pipeline).parameters,)
