@@ -40,6 +40,7 @@ from .actions import (
 )
 from .lowering import NOTHING_SHARED, Ends, Shared
 from .mini_batch_cuts import Cut
+from .player import accelerated
 from .rules import (
     AGREED,
     COMPUTES,
@@ -238,7 +239,9 @@ def _longer(schedule: Schedule) -> Schedule | None:
     skips, recomputes = schedule.workload.skips, schedule.workload.recomputes
 
     def of_periods(periods: int) -> Schedule:
-        longer = registry.build(schedule.scheme, options | {"periods": periods}).with_skips(skips)
+        longer = registry.build(schedule.scheme, options | {"periods": periods}, accelerated).with_skips(
+            skips
+        )
         return with_recomputations(longer) if recomputes else longer
 
     return of_periods(2 * schedule.periods) if of_periods(schedule.periods) == schedule else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from counterflow.program.player import accelerated
 from counterflow.schedule import registry
 
 from . import Simulation, simulate
@@ -47,7 +48,7 @@ def shorter(result: Simulation) -> Simulation | None:
     ]
     if len(fitting) * sum(map(len, schedule.orders)) > MOST_OPS:
         return None
-    plays = [simulate(registry.build(scheme.name, variant), result.costs) for variant in fitting]
+    plays = [simulate(registry.build(scheme.name, variant, accelerated), result.costs) for variant in fitting]
     peak = max(result.peak_activations)
     plays = [play for play in plays if max(play.peak_activations) <= peak]
     best = min(plays, key=attrgetter("makespan"), default=result)

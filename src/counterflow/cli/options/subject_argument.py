@@ -7,6 +7,7 @@ from pathlib import Path
 
 from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError, ScheduleError
+from counterflow.program.player import accelerated
 from counterflow.schedule import registry
 from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.scheme import DEPTH, SLICES
@@ -107,7 +108,7 @@ def build(name: str, options: dict[str, OptionValue]) -> Schedule:
         width = max(len(flag(option.name)) for option in missing)
         lines = [f"  {flag(o.name):<{width}}  {o.help} ({o.legal})" for o in missing]
         raise ConfigError("\n".join([f"{scheme.name} needs {wanted}", *lines]))
-    return registry.build(name, options)
+    return registry.build(name, options, accelerated)
 
 
 def build_beside(schedule: Schedule, name: str, user_options: dict[str, OptionValue]) -> Schedule:
@@ -158,7 +159,7 @@ def periods_for_steady(schedule: Schedule) -> int | None:
         return None
     for periods in range(schedule.periods + 1, schedule.periods + 2 * schedule.stages + 4):
         try:
-            longer = registry.build(schedule.scheme, options | {"periods": periods})
+            longer = registry.build(schedule.scheme, options | {"periods": periods}, accelerated)
         except (ConfigError, ScheduleError):
             return None
         if longer.steady is not None:
