@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from counterflow.data.targets import Masked
-from counterflow.data.tokens import Documents, Packed, Padded
+from counterflow.data.tokens import Documents, PackedDocuments, Padded
 from counterflow.errors import ConfigError
 
 
@@ -58,15 +58,15 @@ def test_what_is_hidden_is_told_by_the_labels() -> None:
 
 
 def test_samples_do_not_depend_on_replicas_or_on_what_was_read_before() -> None:
-    samples = masked(Packed)
+    samples = masked(PackedDocuments)
     inputs, labels = samples.batch(3, 6)
-    repeated = masked(Packed)
+    repeated = masked(PackedDocuments)
     parts = [repeated.batch(3, 2, replica=replica, replicas=3) for replica in (2, 0, 1)]
     parts = [parts[1], parts[2], parts[0]]
     assert torch.equal(torch.cat([part["input_ids"] for part, _ in parts]), inputs["input_ids"])
     assert torch.equal(torch.cat([part for _, part in parts]), labels)
     assert set(inputs) == {"input_ids"}
-    assert torch.equal(samples.validation(1)[1], masked(Packed).validation(1)[1])
+    assert torch.equal(samples.validation(1)[1], masked(PackedDocuments).validation(1)[1])
 
 
 def test_a_text_that_is_cut_keeps_its_end() -> None:
@@ -82,4 +82,4 @@ def test_a_tokenizer_without_a_mask_is_refused() -> None:
     tokenizer = Tokenizer()
     tokenizer.mask_token_id = None
     with pytest.raises(ConfigError, match="has no mask token"):
-        Masked(Packed(documents(), 12, 50, causal=False), tokenizer)
+        Masked(PackedDocuments(documents(), 12, 50, causal=False), tokenizer)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.data.tokens import Documents, Packed, Padded, read_documents
+from counterflow.data.tokens import Documents, PackedDocuments, Padded, read_documents
 from counterflow.errors import ConfigError
 
 from ..models.hf import tiny
@@ -51,7 +51,9 @@ def test_a_text_file_is_one_document_and_a_folder_many(tmp_path: Path, tokenizer
     assert tokenizer.decode(documents.tokens[: documents.starts[1] - 1]) == "\n".join(TEXTS[:5])
 
 
-def rows_of(batches: Packed | Padded, steps: int, samples: int, replicas: int = 1) -> list[tuple[int, ...]]:
+def rows_of(
+    batches: PackedDocuments | Padded, steps: int, samples: int, replicas: int = 1
+) -> list[tuple[int, ...]]:
     return [
         tuple(row.tolist())
         for step in range(steps)
@@ -62,7 +64,7 @@ def rows_of(batches: Packed | Padded, steps: int, samples: int, replicas: int = 
 
 def test_packed_samples_are_the_documents_one_after_another(lines: Path, tokenizer: Any) -> None:
     documents = read_documents(lines, tokenizer)
-    packed = Packed(documents, 16, 300, seed=1)
+    packed = PackedDocuments(documents, 16, 300, seed=1)
     count = len(documents.tokens) // 16
     held_back = max(1, count // 20)
     expected = {tuple(documents.tokens[16 * n : 16 * n + 16].tolist()) for n in range(count)}
@@ -78,14 +80,14 @@ def test_packed_samples_are_the_documents_one_after_another(lines: Path, tokeniz
 
 def test_positions_of_packed_samples_begin_anew_with_each_document() -> None:
     documents = Documents(torch.arange(24, dtype=torch.int32).numpy(), _array([0, 3, 8, 16, 21, 24]), 24)
-    packed = Packed(documents, 8, 300)
+    packed = PackedDocuments(documents, 8, 300)
     inputs, labels = packed.validation(1)
     assert inputs["input_ids"].tolist() == [[16, 17, 18, 19, 20, 21, 22, 23]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert labels.tolist() == [[-100, 17, 18, 19, 20, -100, 22, 23]]
     rows = {tuple(row.tolist()) for step in range(2) for row in packed.batch(step, 1)[0]["position_ids"]}
     assert rows == {(0, 1, 2, 0, 1, 2, 3, 4), tuple(range(8))}
-    aligned = Packed(Documents(documents.tokens, _array([0, 8, 24]), 24), 8, 300)
+    aligned = PackedDocuments(Documents(documents.tokens, _array([0, 8, 24]), 24), 8, 300)
     assert "position_ids" not in aligned.batch(0, 2)[0]
 
 
@@ -121,4 +123,4 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, lines: Path, tokenizer: 
         read_documents(tmp_path, tokenizer)
     documents = read_documents(lines, tokenizer)
     with pytest.raises(ConfigError, match="1 sample: training and validation need one each"):
-        Packed(documents, len(documents.tokens), 300)
+        PackedDocuments(documents, len(documents.tokens), 300)

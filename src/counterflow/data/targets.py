@@ -16,7 +16,7 @@ import torch
 from counterflow.errors import ConfigError
 
 from .text_batches import IGNORED, VALIDATION_STEP, hide, part_of, stream
-from .tokens import Documents, Inputs, Packed, Padded
+from .tokens import Documents, Inputs, PackedDocuments, Padded
 
 
 class Masked:
@@ -29,7 +29,7 @@ class Masked:
     Source: Devlin et al. 2019 (BERT), section 3.1, without the next-sentence task.
     """
 
-    def __init__(self, samples: Packed | Padded, tokenizer: Any, *, seed: int = 0) -> None:
+    def __init__(self, samples: PackedDocuments | Padded, tokenizer: Any, *, seed: int = 0) -> None:
         """Hide tokens of samples.
 
         Args:

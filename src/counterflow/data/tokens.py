@@ -249,7 +249,7 @@ class _Samples(ABC):
         return int(order[place])
 
 
-class Packed(_Samples):
+class PackedDocuments(_Samples):
     """Full samples: the documents one after another, cut into pieces of one length.
 
     Inputs are a dict of ``input_ids`` and, if a sample has parts of several documents, ``position_ids``,
@@ -304,7 +304,7 @@ class Padded(_Samples):
             positions: maximum tokens of a sample, 1 or more.
             vocabulary: number of different tokens of the model.
             padding: the token to pad with.
-            options: ``causal``, ``seed`` and ``name``, see ``Packed``.
+            options: ``causal``, ``seed`` and ``name``, see ``PackedDocuments``.
         """
         longest = int(np.diff(documents.starts).max())
         self._padding = padding

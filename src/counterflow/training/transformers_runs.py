@@ -17,7 +17,7 @@ from counterflow.common.extras import imported
 from counterflow.data.targets import Labelled, Masked, numbered
 from counterflow.data.text import entropy_of
 from counterflow.data.text_batches import Batches
-from counterflow.data.tokens import Documents, Packed, Padded, read_documents
+from counterflow.data.tokens import Documents, PackedDocuments, Padded, read_documents
 from counterflow.errors import ConfigError
 from counterflow.models import hf
 from counterflow.models.hf.weight_files import MAKING, local_folder, read_config
@@ -131,7 +131,7 @@ def _samples(
     samples = (
         Padded(documents, *size, causal=causal, padding=padding, **options)
         if data.samples == "padded"
-        else Packed(documents, *size, causal=causal, **options)
+        else PackedDocuments(documents, *size, causal=causal, **options)
     )
     if causal:
         return samples, documents.entropy

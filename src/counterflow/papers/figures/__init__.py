@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from .figure_changes import example_task
-from .published import Cause, Figure, Quantity, Run
+from .published import Figure, MissCause, Quantity, Run
 
 PAPERS = ("chimera", "mixpipe", "hanayo", "wpipe")
 
@@ -80,10 +80,10 @@ def _run(data: _Data, common: _Data, about: str) -> Run:
     return Run(data["label"], task, *(data.get(name) for name in ("micro_batches", "depth", "samples")))
 
 
-def _cause(name: str, common: _Data, data: _Data, cause: _Data) -> Cause:
+def _cause(name: str, common: _Data, data: _Data, cause: _Data) -> MissCause:
     vary = cause.get("vary")
     make = partial(_varied, name, common, data, vary) if vary else None
-    return Cause(cause["text"], cause.get("change", ""), make)
+    return MissCause(cause["text"], cause.get("change", ""), make)
 
 
 def _varied(name: str, common: _Data, data: _Data, vary: _Data) -> Figure:

@@ -218,7 +218,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class MissCause:
     """Reason for a prediction that misses a published value.
 
     Attributes:
@@ -257,7 +257,7 @@ class Published:
     order: tuple[str, ...] = ()
     use: Use = Use.TEST
     source: str = ""
-    cause: Cause | None = None
+    cause: MissCause | None = None
     needs: str = ""
 
     @property
