@@ -1069,7 +1069,7 @@ TESTS: dict[str, str] = {
     "test_whole_units_are_compared_where_parts_are_not_finite",
     "cf.add_loss in an early stage, and a split backward": "execution/test_added_losses.py::"
     "test_what_is_added_goes_past_the_pieces_of_later_stages",
-    "class weights in an asynchronous scheme": "mini_batch/test_counted.py::"
+    "class weights in an asynchronous scheme": "mini_batch/test_mean_losses.py::"
     "test_asynchronous_schemes_refuse_other_shares",
     "slices, documents, recompute='stage', one sample a micro-batch": "execution/test_slices.py::"
     "test_documents_of_lone_samples_in_recomputed_stages",

@@ -21,7 +21,7 @@ from .assembly.partition import PartitionedModel
 from .execution.runner import Runner
 from .mini_batch.agreement import agreed_call
 from .mini_batch.refusal import Refusal
-from .mini_batch.told import Call, Told
+from .mini_batch.step_report import CallKind, CallReport
 from .transport.base import Transport
 from .transport.turns import elsewhere, my_worker
 from .transport.worker_watch import worker_error
@@ -153,7 +153,7 @@ class CallGuard:
         if self._run.in_flight:
             raise ConfigError(f"{call} while mini-batches are in flight; call flush() before, on all workers")
 
-    def agree(self, call: Call) -> None:
+    def agree(self, call: CallKind) -> None:
         """Check that all workers make a call, each of which begins with this.
 
         Args:
@@ -162,7 +162,7 @@ class CallGuard:
         Raises:
             ConfigError: another worker makes another one.
         """
-        agreed_call(Told(call, self.steps), self._transport)
+        agreed_call(CallReport(call, self.steps), self._transport)
 
     @contextmanager
     def reported(self, *, taking: bool = False) -> Iterator[None]:

@@ -18,7 +18,7 @@ from counterflow.schedule.ir import Schedule
 from .execution.evaluation import EvaluationRunner
 from .execution.step import Workers
 from .mini_batch.batch import Batch
-from .mini_batch.cut_check import Verdict, compare
+from .mini_batch.input_cuts import Verdict, compare
 
 _UNITS = 3
 """Number of runs by way to cut: two units, and both together."""
@@ -70,8 +70,8 @@ class CutProbe:
                     others.append(self._verdict(batch, way))
                     if others[-1] is Verdict.SAME:
                         break
-        if batch.cut_check is not None:
-            batch.cut_check.end(first, others, warns=batch.inputs is not None)
+        if batch.input_cuts is not None:
+            batch.input_cuts.end(first, others, warns=batch.inputs is not None)
 
     def _verdict(self, batch: Batch, way: int | None) -> Verdict:
         """Verdict on a way to cut, on all workers of the replica."""

@@ -11,7 +11,7 @@ from .execution.gathers import MiniBatch
 from .execution.runner import Runner
 from .execution.step import Step
 from .mini_batch.batches import Batches
-from .mini_batch.told import Call, Told
+from .mini_batch.step_report import CallKind, CallReport
 from .parameters.weights import Weights
 from .stages.ownership import Owned
 from .stages.randomness import RandomStreams
@@ -81,5 +81,5 @@ class Drain:
             self._unreported += [each.step_of(each.step, 0.0) for each in self._end()]
 
     def _end(self) -> list[MiniBatch]:
-        call = Told(Call.FLUSH, self._guard.steps, follows=True)
+        call = CallReport(CallKind.FLUSH, self._guard.steps, follows=True)
         return self._runner.flush(call, partial(self._batches.compare, call))

@@ -21,9 +21,9 @@ from .intake import Intake
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.batches import Batches
-from .mini_batch.given import Given
+from .mini_batch.user_batch import UserBatch
 from .mini_batch.samples import joined, moved
-from .mini_batch.told import Call
+from .mini_batch.step_report import CallKind
 from .stages.ownership import Owned
 from .stages.stage import LocalStage
 from .witness.witness import Witness
@@ -69,7 +69,7 @@ class Inference:
         self._output_dims = output_dims
         self._generation_check = GenerationCheck()
 
-    def evaluate(self, user_batch: Callable[[], Given], *, outputs: bool) -> Evaluation:
+    def evaluate(self, user_batch: Callable[[], UserBatch], *, outputs: bool) -> Evaluation:
         """Loss, metrics and, with ``outputs``, outputs of a mini-batch."""
         self._drain.settle()
         pending, batch = self._start(user_batch, outputs=outputs)
@@ -78,7 +78,7 @@ class Inference:
             of_last = self.outputs(batch) if outputs else None
         return replace(pending.result(), outputs=of_last)
 
-    def start_evaluation(self, user_batch: Callable[[], Given]) -> PendingEvaluation:
+    def start_evaluation(self, user_batch: Callable[[], UserBatch]) -> PendingEvaluation:
         """An evaluation whose result is read later."""
         learns = not self._evaluation.named
         if learns or not self._schedule.synchronous:
@@ -90,10 +90,10 @@ class Inference:
         return pending
 
     def _start(
-        self, user_batch: Callable[[], Given], *, outputs: bool = False
+        self, user_batch: Callable[[], UserBatch], *, outputs: bool = False
     ) -> tuple[PendingEvaluation, Batch]:
         with self._guard.reported(), self._owned.used():
-            batch = self._intake.batch(user_batch, Call.EVALUATE, outputs=outputs)
+            batch = self._intake.batch(user_batch, CallKind.EVALUATE, outputs=outputs)
             feeds = batch.feeds
             witnessed = self._witness.due(training=False)
             if witnessed:
@@ -122,7 +122,7 @@ class Inference:
         self, inputs: Any, kwargs: Mapping[str, Any] | None = None, *, witnessed: bool = False
     ) -> Batch:
         batch = self._intake.batch(
-            partial(self._batches.given, inputs, None, kwargs), Call.PREDICT, outputs=True
+            partial(self._batches.user_batch, inputs, None, kwargs), CallKind.PREDICT, outputs=True
         )
         batch.has_loss = False
         if witnessed:

@@ -10,7 +10,7 @@ from counterflow.schedule.ir import Op
 
 from .call_guard import CallGuard
 from .execution.interpreter import Interpreter, timelines
-from .mini_batch.told import Call
+from .mini_batch.step_report import CallKind
 from .stages.compiled import CompiledLayers
 from .stages.stage import LocalStage
 from .transport.base import Transport
@@ -57,7 +57,7 @@ class Inspection:
     def timeline(self, replica: int = 0) -> Timelines:
         """Ops of the last step, or of a trace so far."""
         with self._guard.reported():
-            self._guard.agree(Call.TIMELINE)
+            self._guard.agree(CallKind.TIMELINE)
             return timelines(self._transport, self._interpreter, self._ranks[replica])
 
     @property

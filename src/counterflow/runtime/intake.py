@@ -12,9 +12,9 @@ from .drain import Drain
 from .execution.runner import Runner
 from .mini_batch.batch import Batch
 from .mini_batch.batches import Batches
-from .mini_batch.given import Given
+from .mini_batch.user_batch import UserBatch
 from .mini_batch.refusal import refusing
-from .mini_batch.told import Call
+from .mini_batch.step_report import CallKind
 from .stages.listing import Listing
 
 
@@ -47,7 +47,7 @@ class Intake:
         self._guard, self._model, self._listing, self._recordings = guard, model, listing, recordings
         self._batches, self._runner, self._drain, self._cut_probe = batches, runner, drain, cut_probe
 
-    def batch(self, user_batch: Callable[[], Given], call: Call, *, outputs: bool = False) -> Batch:
+    def batch(self, user_batch: Callable[[], UserBatch], call: CallKind, *, outputs: bool = False) -> Batch:
         """The batch of a call, agreed upon and cut; all workers call it.
 
         Args:
@@ -66,6 +66,6 @@ class Intake:
                 guard.require_original_weights("step")
             guard.require_sole_trainer(self._model)
         self._recordings.follow(guard.steps, self._drain.end_steps, training=call.trains)
-        batch = self._batches.made(user_batch, call, guard.steps, self._runner, outputs=outputs)
+        batch = self._batches.make(user_batch, call, guard.steps, self._runner, outputs=outputs)
         self._cut_probe.check(batch)
         return batch

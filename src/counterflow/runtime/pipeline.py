@@ -45,9 +45,9 @@ from .intake import Intake
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
 from .messages.compression import Compression
-from .mini_batch.given import Given
+from .mini_batch.user_batch import UserBatch
 from .mini_batch.losses import LossFunction
-from .mini_batch.told import Call
+from .mini_batch.step_report import CallKind
 from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
@@ -296,7 +296,7 @@ class Pipeline:
         if not (self._lease.closed or self._guard.failed):
             self.flush()
             with self._guard.reported():
-                self._guard.agree(Call.CLOSE)
+                self._guard.agree(CallKind.CLOSE)
                 self._lease.close()
 
     def layer_in_use(self, model: PartitionedModel) -> str | None:
@@ -371,18 +371,18 @@ class Pipeline:
         """
         began = time.perf_counter()
 
-        def given() -> Given:
+        def given() -> UserBatch:
             if outputs and not self.schedule.synchronous:
                 raise ConfigError(
                     f"{self.schedule.scheme} ends a mini-batch in later steps, so that a step has no outputs "
                     "of its own; call evaluate(outputs=True) or predict, or take a synchronous scheme"
                 )
             self._run.refuse_no_update(update=update)
-            return self._batches.given(inputs, targets, kwargs, micro_batches, samples)
+            return self._batches.user_batch(inputs, targets, kwargs, micro_batches, samples)
 
         with self._guard.reported():
             with self._held.owned.used(), self.streams.step(), self._held.kept_buffers():
-                batch = self._intake.batch(given, Call.STEP if update else Call.KEEP, outputs=outputs)
+                batch = self._intake.batch(given, CallKind.STEP if update else CallKind.KEEP, outputs=outputs)
                 self._witness.find_state(batch)
                 if self._witness.due(training=True):
                     self._witness.begin(batch, in_flight=self._run.in_flight)
@@ -459,7 +459,7 @@ class Pipeline:
 
         The pipeline is flushed first. Arguments and errors are those of ``step``.
         """
-        user_batch = partial(self._batches.given, inputs, targets, kwargs, micro_batches, samples)
+        user_batch = partial(self._batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         return self._inference.evaluate(user_batch, outputs=outputs)
 
     def start_evaluation(
@@ -479,7 +479,7 @@ class Pipeline:
         ``step``.
         """
         return self._inference.start_evaluation(
-            partial(self._batches.given, inputs, targets, kwargs, micro_batches, samples)
+            partial(self._batches.user_batch, inputs, targets, kwargs, micro_batches, samples)
         )
 
     def predict(self, inputs: Any = None, *, kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -14,7 +14,7 @@ from counterflow.errors import ConfigError
 from .call_guard import CallGuard
 from .drain import Drain
 from .mini_batch.refusal import refusing
-from .mini_batch.told import Call
+from .mini_batch.step_report import CallKind
 from .parameters.local_state import BY_STAGE, LocalState, ParameterState
 from .parameters.weights import Weights
 from .stages.randomness import RandomStreams
@@ -55,7 +55,7 @@ class StateDicts:
         """Start the average of the weights."""
         self.settle("ema")
         with self._guard.reported():
-            self._guard.agree(Call.EMA)
+            self._guard.agree(CallKind.EMA)
             with refusing():  # on all workers
                 self._weights.follow(decay)
 
@@ -66,7 +66,7 @@ class StateDicts:
         self._drain.settle()
         with ExitStack() as stack:
             with self._guard.reported():
-                self._guard.agree(Call.AVERAGED)
+                self._guard.agree(CallKind.AVERAGED)
                 stack.enter_context(self._weights.averaged())
             self._guard.averaged = True
             try:
@@ -98,7 +98,7 @@ class StateDicts:
             raise ConfigError(f"rank={rank}; there are ranks 0 to {self._transport.world_size - 1}")
         self._guard.require_original_weights("the state")
         self._drain.settle()
-        self._guard.agree(Call.STATE_DICT)
+        self._guard.agree(CallKind.STATE_DICT)
         self._weights.check_copies(f"after {self._guard.steps} steps")
         return self._averages(rank) if ema else self._local.stream(rank)
 
@@ -163,7 +163,7 @@ class StateDicts:
         """Freeze and unfreeze parameters."""
         self.settle("set_trainable")
         with self._guard.reported():
-            self._guard.agree(Call.SET_TRAINABLE)
+            self._guard.agree(CallKind.SET_TRAINABLE)
             self._weights.set_trainable(chosen)
             self._forget()
 

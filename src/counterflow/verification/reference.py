@@ -23,8 +23,8 @@ from counterflow.api.aux_loss import added_losses
 from counterflow.errors import ConfigError
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.messages.values import Unit
-from counterflow.runtime.mini_batch.counted import Means
-from counterflow.runtime.mini_batch.losses import Found, LossFunction, added, read_loss
+from counterflow.runtime.mini_batch.losses import LossFunction, LossOutput, added, read_loss
+from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.runtime.mini_batch.samples import cut, moved, samples_in, split_points
 from counterflow.runtime.parameters.gradients import clip_factor, real, unique
 from counterflow.runtime.parameters.hooks import Hooks, called
@@ -128,7 +128,7 @@ class Reference:
     ) -> None:
         self.device = torch.device(device)
         self.streams = RandomStreams(seed, self.device)
-        self._means = Means()
+        self._means = MeanLossDetector()
         named = [
             NamedLayer(index, names, layer)
             for index, (layer, names) in enumerate(zip(layers, state_names(layers), strict=True))
@@ -309,12 +309,12 @@ class Reference:
                     piece = slice(points[m] + its.start, points[m] + its.stop)
                     yield rows, cut(inputs, piece), cut(targets, piece)
 
-    def _loss(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
+    def _loss(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> LossOutput:
         inputs, targets = moved(inputs, self.device), moved(targets, self.device)
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, drawn)
 
-    def _loss_within(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> Found:
+    def _loss_within(self, inputs: Any, targets: Any, drawn: SampleRows | None) -> LossOutput:
         lower = self._compute_dtype
         value: Any = inputs if lower is None else mapped(partial(_in_place_of, dtype=lower), inputs)
 
@@ -332,7 +332,7 @@ class Reference:
         if self.staleness is None:
             return self._means.read(output, samples_in(inputs)).with_added(added)
         found = read_loss(output)
-        return (found if found.weight is None else Found(found.loss / found.weight)).with_added(added)
+        return (found if found.weight is None else LossOutput(found.loss / found.weight)).with_added(added)
 
 
 def _in_place_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -79,11 +79,13 @@ def test_what_may_be_either_is_refused(tree: object, dims: Any, message: str) ->
 def test_what_cannot_be_either_is_not() -> None:
     assert samples_in((torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))) == 2  # of other kinds
     assert samples_in([torch.zeros(1, 3)]) == 1
-    assert samples_in(ROWS, whole=True) == 3  # nothing is cut
-    settled: Any = []
+    assert samples_in(ROWS, uncut=True) == 3  # nothing is cut
+    known_layouts: Any = []
     pair = [torch.zeros(8, 3)] * 3
-    assert samples_in(pair, settled=settled) == 8
-    assert samples_in(ROWS, settled=settled) == 3  # a last mini-batch of three samples: known by now
+    assert samples_in(pair, known_layouts=known_layouts) == 8
+    assert (
+        samples_in(ROWS, known_layouts=known_layouts) == 3
+    )  # a last mini-batch of three samples: known by now
 
 
 def test_outputs_that_may_be_either_are_refused() -> None:

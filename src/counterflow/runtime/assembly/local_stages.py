@@ -20,7 +20,6 @@ from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelize_
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
-from ..mini_batch.counted import UNWATCHED, Means
 from ..mini_batch.losses import LossFunction
 from ..parameters.names import named_buffers, named_parameters, shared_names
 from ..parameters.replica_digests import broadcast_initial_weights, refuse_other_seeds
@@ -201,13 +200,13 @@ def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]
     return found
 
 
-def _means(model: PartitionedModel, loss_function: LossFunction | None, batching: Batching) -> Means:
+def _means(model: PartitionedModel, loss_function: LossFunction | None, batching: Batching) -> MeanLossDetector:
     """What watches the last stage's loss."""
     synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
     if insists and not synchronous:
         return UNWATCHED
     layer = LOSS if loss_function is not None else model.layers[-1][-1].index
-    return Means(layer, divides=synchronous, compares=not insists)
+    return MeanLossDetector(layer, divides=synchronous, compares=not insists)
 
 
 def _sharded(

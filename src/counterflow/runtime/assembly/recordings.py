@@ -18,7 +18,7 @@ from counterflow.errors import ConfigError
 
 from ..mini_batch.agreement import agreed_call
 from ..mini_batch.refusal import refusing
-from ..mini_batch.told import Call, Told
+from ..mini_batch.step_report import CallKind, CallReport
 from ..stages.precision import Precision
 from ..transport.base import Transport
 from .local_stages import LocalStages
@@ -100,7 +100,7 @@ class Recordings:
         Raises:
             ConfigError: another worker has none, or has set other values.
         """
-        rows = agreed_call(Told(Call.RECORD, step, kind=digest), self._transport)
+        rows = agreed_call(CallReport(CallKind.RECORD, step, kind=digest), self._transport)
         other = next((rank for rank, row in enumerate(rows) if row.kind != digest), None)
         if other is not None:
             raise ConfigError(

@@ -20,7 +20,7 @@ from ..mesh.parallel_dims import ParallelDims
 from ..messages.compression import Compression
 from ..mini_batch.agreement import Peers
 from ..mini_batch.batches import Batches, Role
-from ..mini_batch.feed import CopyStream, order_of_use
+from ..mini_batch.prefetcher import CopyStream, order_of_use
 from ..parameters.shared_buffers import SharedBuffers
 from ..parameters.shared_state import SharedState
 from ..parameters.weights import Weights
@@ -154,8 +154,8 @@ def batches_of(
         worker=workers.worker,
         takes_inputs=0 in held.stages,
         takes_targets=schedule.stages - 1 in held.stages,
-        loss_apart=held.loss_function is not None,
-        tells_loss=dims.reports_loss(transport.rank),
+        has_loss_function=held.loss_function is not None,
+        reports_loss=dims.reports_loss(transport.rank),
         dims=dims,
     )
     peers = Peers(dims.same_samples, workers.replica, transport)

@@ -163,7 +163,7 @@ class EvaluationRunner:
                 f"the evaluation after step {mini_batch.step - 1} has metrics of other names than the "
                 "first one, on which all workers would have to agree; call evaluate"
             )
-        weighed = [part.weighed for part in gathered.parts]
+        weighed = [part.weights for part in gathered.parts]
         scale = 1 / self._workers.weight(weighed, mini_batch.step)[0]
         metrics = self._gathers.metrics(gathered, weighed, mini_batch.losses, scale)
         self.named = True

@@ -19,7 +19,7 @@ from counterflow.schedule.modes import Recompute
 from ..messages.arrivals import NONE
 from ..messages.values import Unit, Value, ValueLayout, put_together
 from ..mini_batch.batch import Batch
-from ..mini_batch.feed import Feed
+from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..stages.passes import StagePass
 from ..stages.recomputation import copied, mapped
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
@@ -117,9 +117,9 @@ class RunForward(RunOp):
                 for unit, piece in zip(self.units, pieces, strict=True):
                     batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
         elif self.ends_losses:
-            for check in batch.checks:
-                check.finish()
-            batch.losses.ask()
+            for diagnosis in batch.loss_diagnoses:
+                diagnosis.finish()
+            batch.losses.start_reading()
 
     def _begin(self, batch: Batch, inputs: ForwardInput) -> StagePass:
         copy, saved = self.copy, self._in_flight.saved
@@ -183,7 +183,7 @@ class RunForward(RunOp):
             passes[self.stage, unit].count_state(tensors[len(tensors) - count :])
 
 
-def _first_input(unit: Unit, batch: Batch, inputs: Feed) -> Any:
+def _first_input(unit: Unit, batch: Batch, inputs: MicroBatchPrefetcher) -> Any:
     value = part(inputs[unit.micro_batch], unit, batch, of_targets=False)
     if isinstance(value, Tensor):
         return value

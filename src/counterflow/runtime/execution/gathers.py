@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 
 from .. import host_copy
 from ..mini_batch.losses import Losses, added
-from ..mini_batch.told import PART_WIDTH, Part, Weighed
+from ..mini_batch.step_report import WORKER_WIDTH, LossWeights, WorkerReport
 from ..parameters.gradients import OwnNorm, StageNorm
 from ..transport.base import Gathering
 from .step import Step, Workers
@@ -85,7 +85,7 @@ class GatherRequest(NamedTuple):
 class Gathered(NamedTuple):
     """Reports of all ranks: their parts, the digests of their copies, and the metrics they know."""
 
-    parts: list[Part]
+    parts: list[WorkerReport]
     digests: list[Sequence[float]]
     metrics: list[Sequence[float]]
     names: tuple[str, ...]
@@ -153,9 +153,9 @@ class StepGathers:
 
     def _report(self, request: GatherRequest) -> list[float]:
         square = 0.0 if request.norm is None else self._square(request.norm)
-        part, metrics = Part(0.0, square, None, Weighed()), dict[str, float]()
+        part, metrics = WorkerReport(0.0, square, None, LossWeights()), dict[str, float]()
         if request.loss is not None:
-            part, metrics = request.loss.losses.part(square), request.loss.losses.metrics()
+            part, metrics = request.loss.losses.report(square), request.loss.losses.metrics()
         of_steps = [digest.read() for digest in request.copies.digests] if request.copies is not None else []
         digests = map(sum, zip(*of_steps, strict=True)) if of_steps else [0.0] * self._digests
         unknown = float(bool(metrics.keys() - self._names))
@@ -177,14 +177,14 @@ class StepGathers:
     def _receive(self, begun: _Row) -> None:
         rows = begun.gathering.wait()
         begun.compare([row[: begun.head] for row in rows])
-        width = PART_WIDTH + self._digests + 1 + 2 * len(begun.names)
+        width = WORKER_WIDTH + self._digests + 1 + 2 * len(begun.names)
         for index in range(len(begun.requests)):
             first = begun.head + width * index
-            after_part = first + PART_WIDTH
+            after_part = first + WORKER_WIDTH
             after_digests = after_part + self._digests
             self._arrived.append(
                 Gathered(
-                    parts=[Part.unpack(row[first:after_part]) for row in rows],
+                    parts=[WorkerReport.unpack(row[first:after_part]) for row in rows],
                     digests=[row[after_part:after_digests] for row in rows],
                     metrics=[row[after_digests : first + width] for row in rows],
                     names=begun.names,
@@ -192,7 +192,7 @@ class StepGathers:
             )
 
     def metrics(
-        self, gathered: Gathered, weighed: Sequence[Weighed], losses: Losses, scale: float
+        self, gathered: Gathered, weighed: Sequence[LossWeights], losses: Losses, scale: float
     ) -> dict[str, float]:
         """The metrics of a mini-batch; ``losses`` are this worker's, the rest as for ``Workers.metrics``."""
         if gathered.has_new_metrics:

@@ -69,7 +69,7 @@ class InFlight:
             feeds = [feed for mini_batch in batches for feed in mini_batch.feeds]
             self.saved.exclude(tensor for feed in feeds for tensor in feed.tensors())
             for feed in feeds:
-                feed.made = self.saved.exclude_also
+                feed.on_copy = self.saved.exclude_also
 
     def release(self, batch: Batch) -> None:
         """Let go of the inputs and targets of a mini-batch whose ops are over: the user may change them."""

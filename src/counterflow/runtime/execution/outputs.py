@@ -17,7 +17,7 @@ from counterflow.schedule.ir import Schedule
 from ..dtensors import whole
 from ..messages.values import Unit, take_apart
 from ..mini_batch.batch import Batch
-from ..mini_batch.losses import Found, LossFunction, divisor_of, elements_in
+from ..mini_batch.losses import LossFunction, LossOutput, divisor_of, elements_in
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.aux_loss import pop_aux_losses, split_aux_losses
@@ -116,7 +116,7 @@ class Outputs:
                     "known; return the mean loss of each, or take a synchronous scheme"
                 )
             sum_of_losses, weight = loss.loss, loss.weight
-            loss = Found(sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()})
+            loss = LossOutput(sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for check in checks:
             check.end()
@@ -126,8 +126,8 @@ class Outputs:
         for shares in (terms, added):
             if shares:
                 loss = loss.with_added(shares)
-        batch.losses.note_graph(loss.loss, again=rerun)
-        entry = loss.entered(unit, share, divisor, size)
+        batch.losses.note_graph(loss.loss, recomputed=rerun)
+        entry = loss.as_unit_loss(unit, share, divisor, size)
         if not rerun:
             batch.enter(entry)
         return loss.loss * (entry.by * batch.loss_scale)

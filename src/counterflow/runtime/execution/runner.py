@@ -51,7 +51,7 @@ from counterflow.program.segments import Segments, without_update
 from .. import host_copy
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
-from ..mini_batch.told import Told
+from ..mini_batch.step_report import CallReport
 from ..parameters.gradients import StageNorm, clip_factor
 from ..parameters.manual_changes import ManualChanges
 from ..parameters.shared_state import SharedState
@@ -128,8 +128,8 @@ class Runner:
         """Mini-batches whose results are not all known yet, by number since the pipeline was empty."""
         self._known: deque[MiniBatch] = deque()
         self._batch: Batch  # of the last step
-        self._report: Told
-        self._compare: Callable[[Sequence[Told]], object]
+        self._report: CallReport
+        self._compare: Callable[[Sequence[CallReport]], object]
         self._alive: dict[int, Tensor] = {}
         """True if all gradients so far were finite, by stage; after a non-finite one they count as zeros."""
         self._dead: set[int] = set()
@@ -219,7 +219,7 @@ class Runner:
         self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
 
-    def flush(self, report: Told, compare: Callable[[Sequence[Told]], object]) -> list[MiniBatch]:
+    def flush(self, report: CallReport, compare: Callable[[Sequence[CallReport]], object]) -> list[MiniBatch]:
         """End what is in flight.
 
         Args:
@@ -250,7 +250,7 @@ class Runner:
         self._offset = number - segment
         tasks = self._tasks(segment, self._offset % self._slots, drains=batch is None, update=update)
         if batch is not None and self._flushes:
-            self._report, self._compare = batch.told, batch.compare
+            self._report, self._compare = batch.report, batch.compare
         self.weights.attach()
         self.weights.changes.note_parameters()
         self._shared.note(training=True)
@@ -336,7 +336,7 @@ class Runner:
     def _calls(self, request: GatherRequest) -> Head:
         del request
         compare = self._compare
-        return self._report.pack(), lambda heads: compare([*map(Told.unpack, heads)])
+        return self._report.pack(), lambda heads: compare([*map(CallReport.unpack, heads)])
 
     def _steps_begun(self, request: GatherRequest) -> Head:
         assert request.loss is not None
@@ -344,7 +344,7 @@ class Runner:
 
     def _know_loss(self, mini_batch: MiniBatch, gathered: Gathered) -> None:
         parts = gathered.parts
-        weighed = [part.weighed for part in parts]
+        weighed = [part.weights for part in parts]
         scale, this_step = self._weighing.add(
             weighed, mini_batch.step, self._batch.total, updates=mini_batch.updates
         )

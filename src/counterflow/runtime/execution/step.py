@@ -14,7 +14,7 @@ from typing import Any, cast
 from counterflow.errors import ConfigError, WorkerError
 
 from ..mini_batch.losses import Losses, added, refuse_mixed, refuse_other_counts
-from ..mini_batch.told import Counts, Part, Weighed
+from ..mini_batch.step_report import LossWeights, Normaliser, WorkerReport
 from ..transport.base import Transport
 
 
@@ -90,7 +90,7 @@ class Workers:
         """Pipeline groups."""
         return len(self.ranks)
 
-    def loss(self, parts: Sequence[Part], updates: int, scale: float) -> float:
+    def loss(self, parts: Sequence[WorkerReport], updates: int, scale: float) -> float:
         """The loss of a mini-batch of all replicas.
 
         Args:
@@ -141,7 +141,7 @@ class Workers:
         what = f"the gradient of {known[0][1]} (stage {known[0][0]}) is" if known else "the gradient norm is"
         raise WorkerError(f"step {updates}: {what} not finite, though the loss is {loss:g}; {updated}")
 
-    def weight(self, parts: Sequence[Weighed], step: int) -> tuple[float, Counts]:
+    def weight(self, parts: Sequence[LossWeights], step: int) -> tuple[float, Normaliser]:
         """Sum of the weights of a mini-batch's losses, and the kind of things that they count.
 
         Args:
@@ -160,7 +160,7 @@ class Workers:
             raise WorkerError(f"step {step}: the weights of all losses of the mini-batch sum to {total:g}")
         return total, counted
 
-    def metrics(self, parts: Sequence[Weighed], losses: Losses, scale: float) -> dict[str, float]:
+    def metrics(self, parts: Sequence[LossWeights], losses: Losses, scale: float) -> dict[str, float]:
         """The metrics of a mini-batch; ``parts`` as for ``weight``, ``scale`` what sums are multiplied by."""
         if not any(part.has_metrics for part in parts):  # all have the same, so all ask or nobody does
             return {}

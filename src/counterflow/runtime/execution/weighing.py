@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from counterflow.errors import ConfigError
 
 from ..mini_batch.losses import consistent, refuse_no_graph
-from ..mini_batch.told import Counts, Weighed
+from ..mini_batch.step_report import LossWeights, Normaliser
 from .step import Workers
 
 _ROUNDING = 1e-14
@@ -26,11 +26,13 @@ class LossNormaliser:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._weight, self._counted = 0.0, Counts(0)  # of the losses since the last update
+        self._weight, self._counted = 0.0, Normaliser(0)  # of the losses since the last update
         self.divisor: float | None = None
         """What those of the first step since then were divided by; None: there was none."""
 
-    def add(self, parts: Sequence[Weighed], step: int, samples: int, *, updates: bool) -> tuple[float, float]:
+    def add(
+        self, parts: Sequence[LossWeights], step: int, samples: int, *, updates: bool
+    ) -> tuple[float, float]:
         """Add up what a step's losses weigh.
 
         Args:
@@ -56,7 +58,7 @@ class LossNormaliser:
         self._weight += weight
         scale = 1 / self._weight
         if updates:
-            self._weight, self._counted, self.divisor = 0.0, Counts(0), None
+            self._weight, self._counted, self.divisor = 0.0, Normaliser(0), None
         elif self.divisor is None:
             self.divisor = float(samples)
         return 1.0 if abs(scale - 1.0) < _ROUNDING else scale, 1 / weight

@@ -34,8 +34,8 @@ from ..stages.slice_check import calm
 from ..stages.stage_wrappers import Run
 from .graded import FITS, UNDECIDED, Comparison, Graded, added, as_leaves, compare, leaves_of, rounding_of
 from .loss_check import FirstOfKind, points
-from .losses import Entry
-from .told import Counts
+from .losses import UnitLoss
+from .step_report import Normaliser
 
 if TYPE_CHECKING:
     from ..stages.stage import LocalStage
@@ -238,7 +238,7 @@ class AddedCheck:
             if leaves and term.requires_grad:
                 seed = torch.full_like(term, by)
                 gradients = torch.autograd.grad(term, leaves, seed, allow_unused=True, retain_graph=True)
-            entry = Entry(Unit(0), term.detach(), by, 1.0, Counts.SAMPLES, {})
+            entry = UnitLoss(Unit(0), term.detach(), by, 1.0, Normaliser.SAMPLES, {})
             rounding = [max(_COARSE if low else 0.0, rounding_of(leaf, term)) for leaf in leaves]
             found[name] = Graded(entry, gradients, rounding, _COARSE if low else None)
         return found

@@ -18,22 +18,22 @@ from typing import NamedTuple, cast
 from counterflow.errors import ConfigError
 
 from ..transport.base import Gathering, Lost, TimedOut, Transport
-from .given import Given, even
 from .refusal import Refusal, refusing
-from .told import Call, Form, OfSamples, Told, refuse_other_calls
+from .step_report import BatchForm, CallKind, CallReport, SampleCounts, refuse_other_calls
+from .user_batch import UserBatch, even
 
 _NAMES = "inputs", "targets"
 
 
 class Agreed(NamedTuple):
-    """What all workers know of a mini-batch.
+    """Facts of a mini-batch that all workers know.
 
     Attributes:
         samples: of the replica.
         kind: its signature; 0: nobody knows the shapes.
         total: samples of all replicas.
         sizes: samples by micro-batch.
-        kinds: signatures of the micro-batches, if they were ready; empty: nobody knows them.
+        signatures: signatures of the micro-batches, if they were ready; empty: nobody knows them.
         ways: number of other ways to cut its inputs; 0: the cut needs no check.
     """
 
@@ -41,42 +41,42 @@ class Agreed(NamedTuple):
     kind: int = 0
     total: int = 0
     sizes: tuple[int, ...] = ()
-    kinds: tuple[int, ...] = ()
+    signatures: tuple[int, ...] = ()
     ways: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """With whom this worker agrees.
+    """Workers with which this worker agrees.
 
     Attributes:
-        alike: by replica the ranks that are given the same samples.
+        ranks: ranks with the same samples, by replica.
         replica: this worker's.
         transport: how to reach them.
     """
 
-    alike: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
     replica: int
     transport: Transport
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
-        return len(self.alike)
+        """Number of replicas."""
+        return len(self.ranks)
 
 
-def agreed_call(told: Told, transport: Transport) -> list[Told]:
+def agreed_call(report: CallReport, transport: Transport) -> list[CallReport]:
     """Gather the reports of a call by rank; all workers call it.
 
     Args:
-        told: report of this worker.
+        report: report of this worker.
         transport: transport to the others.
 
     Raises:
         ConfigError: another worker makes another call.
     """
-    rows = [Told.unpack(row) for row in transport.gather(told.pack())]
-    refuse_other_calls(told, rows, transport.rank)
+    rows = [CallReport.unpack(row) for row in transport.gather(report.pack())]
+    refuse_other_calls(report, rows, transport.rank)
     return rows
 
 
@@ -84,7 +84,7 @@ class Agreement:
     """One worker's part.
 
     Args:
-        peers: with whom.
+        peers: workers to agree with.
         micro_batches: of a replica's mini-batch.
         digest_every: steps after which the contents of mini-batches are compared; 0: never. Among threads,
             which share generators, they always are.
@@ -95,7 +95,7 @@ class Agreement:
         self._micro_batches, self._digest_every = micro_batches, digest_every
         self.last = Agreed()
         """Agreement on the last mini-batch."""
-        self._reports: list[OfSamples] = []
+        self._reports: list[SampleCounts] = []
         self._samples = 0, 0
         """What follows from the last reports."""
 
@@ -110,8 +110,8 @@ class Agreement:
             A refusal, if nobody has begun; else the error.
         """
         try:
-            rows = self._transport.gather(Told(Call.REFUSE, step).pack())
-            if any(Told.unpack(row).begins for row in rows):
+            rows = self._transport.gather(CallReport(CallKind.REFUSE, step).pack())
+            if any(CallReport.unpack(row).begins for row in rows):
                 return error
             self._transport.gather_objects(f"{error}")
         except (Lost, TimedOut):
@@ -119,39 +119,45 @@ class Agreement:
         return Refusal(error)
 
     def begin(
-        self, told: Told, given: Given, sizes: tuple[int, ...], kinds: Sequence[int], *, known: bool
+        self,
+        report: CallReport,
+        user_batch: UserBatch,
+        sizes: tuple[int, ...],
+        signatures: Sequence[int],
+        *,
+        known: bool,
     ) -> Callable[[], int] | None:
         """Agree on a mini-batch that begins with nothing in flight.
 
         Args:
-            told: this worker's report of the mini-batch, without its contents.
-            given: inputs and targets of this worker.
+            report: this worker's report of the mini-batch, without its contents.
+            user_batch: inputs and targets of this worker.
             sizes: samples by micro-batch; empty: this worker's input does not determine them.
-            kinds: signatures of micro-batches that are ready; empty: this worker has no inputs.
+            signatures: signatures of micro-batches that are ready; empty: this worker has no inputs.
             known: whether this worker knows enough to begin before it receives the other reports.
 
         Returns:
             A function that waits for the others and returns the samples of all replicas; None: all is agreed.
         """
-        told = self._with_digests(told, given)._replace(begins=known)
-        gathering = self._transport.start_gather(told.pack())
+        report = self._with_digests(report, user_batch)._replace(begins=known)
+        gathering = self._transport.start_gather(report.pack())
         if not known:
-            self.last = self._agree(gathering, told, sizes, kinds)
+            self.last = self._agree(gathering, report, sizes, signatures)
             return None
         samples = sum(sizes)
-        self.last = Agreed(samples, told.kind, samples, sizes)
-        return partial(self._await, gathering, told)
+        self.last = Agreed(samples, report.kind, samples, sizes)
+        return partial(self._await, gathering, report)
 
     def follow(
-        self, told: Told, given: Given, sizes: tuple[int, ...], *, tells_later: bool
-    ) -> tuple[Told, Callable[[], int] | None]:
+        self, report: CallReport, user_batch: UserBatch, sizes: tuple[int, ...], *, reports_later: bool
+    ) -> tuple[CallReport, Callable[[], int] | None]:
         """Assume that a mini-batch that follows others in asynchronous schemes is like the previous one.
 
         Args:
-            told: as in ``begin``.
-            given: as in ``begin``.
+            report: as in ``begin``.
+            user_batch: as in ``begin``.
             sizes: as in ``begin``.
-            tells_later: whether this worker reports the mini-batch with its loss.
+            reports_later: whether this worker reports the mini-batch with its loss.
 
         Returns:
             The report to send with the loss; and what ``begin`` returns.
@@ -160,41 +166,41 @@ class Agreement:
             ConfigError: the mini-batch is not like the previous one.
         """
         before = self.last
-        counts = {told.inputs, told.targets} - {None}
+        counts = {report.inputs, report.targets} - {None}
         if (
             not counts <= {before.samples}
-            or told.kind not in (0, before.kind)
+            or report.kind not in (0, before.kind)
             or sizes not in ((), before.sizes)
         ):
             now = " and ".join(f"{n} samples" for n in sorted(n for n in counts if n is not None))
             raise ConfigError(
-                f"step {told.step} was given {now}, the one before {before.samples}, or tensors of "
+                f"step {report.step} was given {now}, the one before {before.samples}, or tensors of "
                 "other shapes; flush() before mini-batches of another shape"
             )
-        if tells_later:
-            return self._with_digests(told, given), None
+        if reports_later:
+            return self._with_digests(report, user_batch), None
         if not self._transport.shares_process:
-            return told, None
-        gathering = self._transport.start_gather(given.digests())
-        return told, partial(self._await_digests, gathering, told.step)
+            return report, None
+        gathering = self._transport.start_gather(user_batch.digests())
+        return report, partial(self._await_digests, gathering, report.step)
 
-    def compare(self, mine: Told, rows: Sequence[Told]) -> None:
+    def compare(self, report: CallReport, rows: Sequence[CallReport]) -> None:
         """Check that all workers report this call and equal contents.
 
         Raises:
             ConfigError: the reports differ.
         """
-        refuse_other_calls(mine, rows, self._transport.rank)
-        self._compare_digests(mine.step, [row.digests for row in rows])
+        refuse_other_calls(report, rows, self._transport.rank)
+        self._compare_digests(report.step, [row.digests for row in rows])
 
-    def _with_digests(self, told: Told, given: Given) -> Told:
-        every = self._digest_every
-        if self._transport.shares_process or (every and told.step % every == 0):
-            return told._replace(digests=given.digests())
-        return told
+    def _with_digests(self, report: CallReport, user_batch: UserBatch) -> CallReport:
+        period = self._digest_every
+        if self._transport.shares_process or (period and report.step % period == 0):
+            return report._replace(digests=user_batch.digests())
+        return report
 
-    def _await(self, gathering: Gathering, told: Told) -> int:
-        self.last = self._agree(gathering, told, self.last.sizes, ())
+    def _await(self, gathering: Gathering, report: CallReport) -> int:
+        self.last = self._agree(gathering, report, self.last.sizes, ())
         return self.last.total
 
     def _await_digests(self, gathering: Gathering, step: int) -> int:
@@ -202,43 +208,37 @@ class Agreement:
         return self.last.total
 
     def _agree(
-        self, gathering: Gathering, told: Told, sizes: tuple[int, ...], kinds: Sequence[int]
+        self, gathering: Gathering, report: CallReport, sizes: tuple[int, ...], signatures: Sequence[int]
     ) -> Agreed:
-        """What all workers know of the mini-batch; ``sizes`` and ``kinds`` are this one's, by micro-batch.
+        """Wait for the reports; ``sizes`` and ``signatures`` are this worker's, by micro-batch.
 
         Raises:
             ConfigError: the workers were not called with the same, or it has no samples.
         """
         self._transport.status.now("agreeing on the mini-batch")
-        rows = list(map(Told.unpack, gathering.wait()))
+        rows = list(map(CallReport.unpack, gathering.wait()))
         nobody_began = not any(row.begins for row in rows)
         self._follow_refusals(rows, nobody_began=nobody_began)
-        refuse_other_calls(told, rows, self._transport.rank)
+        refuse_other_calls(report, rows, self._transport.rank)
         with refusing() if nobody_began else nullcontext():
-            reports = [row.of_samples for row in rows]
+            reports = [row.sample_counts for row in rows]
             if reports != self._reports:  # else it is as the last one was
                 samples_of_all = samples_of(reports, self._peers)
                 self._compare_kinds(reports)
                 self._samples, self._reports = samples_of_all, reports
             (samples, total), agreed_kinds = self._samples, tuple[int, ...]()
-            if any(report.form is Form.READY for report in reports):
-                sizes, agreed_kinds = self._agreed_sizes(sizes, kinds)
+            if any(report.form is BatchForm.READY for report in reports):
+                sizes, agreed_kinds = self._agreed_sizes(sizes, signatures)
             else:
                 sizes = even(samples, self._micro_batches)
-            self._compare_digests(told.step, [row.digests for row in rows])
+            self._compare_digests(report.step, [row.digests for row in rows])
         peers = self._peers
-        alike = peers.alike[peers.replica]
-        kind = max(reports[rank].kind for rank in alike)  # 0 where there are no inputs
-        return Agreed(samples, kind, total, sizes, agreed_kinds, max(rows[rank].ways for rank in alike))
+        ranks = peers.ranks[peers.replica]
+        kind = max(reports[rank].kind for rank in ranks)  # 0 where there are no inputs
+        return Agreed(samples, kind, total, sizes, agreed_kinds, max(rows[rank].ways for rank in ranks))
 
-    def _follow_refusals(self, rows: Sequence[Told], *, nobody_began: bool) -> None:
-        """Refuse a mini-batch that another worker refuses.
-
-        Raises:
-            Refusal: one does, and nobody has begun.
-            ConfigError: one does, and others have begun.
-        """
-        rank = next((rank for rank, row in enumerate(rows) if row.call is Call.REFUSE), None)
+    def _follow_refusals(self, rows: Sequence[CallReport], *, nobody_began: bool) -> None:
+        rank = next((rank for rank, row in enumerate(rows) if row.call is CallKind.REFUSE), None)
         if rank is None:
             return
         if not nobody_began:
@@ -249,13 +249,8 @@ class Agreement:
         rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
         raise Refusal(ConfigError(f"rank {rank} refused its mini-batch: {reason}"))
 
-    def _compare_kinds(self, reports: Sequence[OfSamples]) -> None:
-        """Check that the workers of each replica were given the same shapes.
-
-        Raises:
-            ConfigError: they were not.
-        """
-        for replica, ranks in enumerate(self._peers.alike):
+    def _compare_kinds(self, reports: Sequence[SampleCounts]) -> None:
+        for replica, ranks in enumerate(self._peers.ranks):
             if len({reports[rank].kind for rank in ranks} - {0}) > 1:
                 raise ConfigError(
                     f"workers of replica {replica} were given mini-batches of different shapes; "
@@ -263,44 +258,34 @@ class Agreement:
                 )
 
     def _agreed_sizes(
-        self, mine: tuple[int, ...], kinds: Sequence[int]
+        self, sizes: tuple[int, ...], signatures: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The samples and kinds of the replica's micro-batches; ``mine`` are this worker's, if it has any.
-
-        Raises:
-            ConfigError: its workers were given others.
-        """
         count, peers = self._micro_batches, self._peers
         none = (0,) * count
-        rows = self._transport.gather([bool(mine), *(mine or none), *(kinds or none)])
+        rows = self._transport.gather([bool(sizes), *(sizes or none), *(signatures or none)])
         by_replica = [
             {tuple(map(int, rows[rank][1 : 1 + count])): rank for rank in ranks if rows[rank][0]}
-            for ranks in peers.alike
+            for ranks in peers.ranks
         ]
         for of_replica in by_replica:
             if len(of_replica) > 1:
-                (one, first), (other, second) = list(of_replica.items())[:2]
+                (first_sizes, first), (second_sizes, second) = list(of_replica.items())[:2]
                 raise ConfigError(
-                    f"micro-batches of rank {first} have {[*one]} samples, those of rank {second} "
-                    f"{[*other]}; all workers of a replica get the same"
+                    f"micro-batches of rank {first} have {[*first_sizes]} samples, those of rank {second} "
+                    f"{[*second_sizes]}; all workers of a replica get the same"
                 )
-        ours = [rows[rank] for rank in peers.alike[peers.replica]]
-        known = (tuple(map(int, row[1 + count :])) for row in ours if row[1 + count])
+        replica_rows = [rows[rank] for rank in peers.ranks[peers.replica]]
+        known = (tuple(map(int, row[1 + count :])) for row in replica_rows if row[1 + count])
         return next(iter(by_replica[peers.replica])), next(known, ())
 
     def _compare_digests(self, step: int, digests: Sequence[Sequence[float]]) -> None:
-        """See that the workers of each replica were given the same.
-
-        Raises:
-            ConfigError: they were not.
-        """
         if not any(map(any, digests)):
             return
-        for row in self._peers.alike:
+        for row in self._peers.ranks:
             for name, column in zip(_NAMES, zip(*(digests[rank] for rank in row), strict=True), strict=True):
-                given = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
-                if len(given) > 1:
-                    first, second = sorted(given.values())[:2]
+                ranks_by_digest = {digest: rank for rank, digest in zip(row, column, strict=True) if digest}
+                if len(ranks_by_digest) > 1:
+                    first, second = sorted(ranks_by_digest.values())[:2]
                     raise ConfigError(
                         f"step {step}: the {name} of ranks {first} and {second} have the same shape "
                         "and other content; all workers of a replica get the same mini-batch, or None where "
@@ -308,16 +293,16 @@ class Agreement:
                     )
 
 
-def samples_of(reports: Sequence[OfSamples], peers: Peers) -> tuple[int, int]:
+def samples_of(reports: Sequence[SampleCounts], peers: Peers) -> tuple[int, int]:
     """The samples of this worker's replica, and those of all.
 
     Raises:
         ConfigError: the workers were not given the same, or it has no samples.
     """
-    forms = {report.form: rank for rank, report in enumerate(reports) if report.form is not Form.NOTHING}
+    forms = {report.form: rank for rank, report in enumerate(reports) if report.form is not BatchForm.NOTHING}
     if len(forms) > 1:
         raise ConfigError(
-            f"rank {forms[Form.WHOLE]} was given a mini-batch and rank {forms[Form.READY]} "
+            f"rank {forms[BatchForm.UNSPLIT]} was given a mini-batch and rank {forms[BatchForm.READY]} "
             "micro_batches; give all workers one or the other"
         )
     by_replica = [_samples_of_replica(reports, peers, replica) for replica in range(peers.replicas)]
@@ -327,19 +312,14 @@ def samples_of(reports: Sequence[OfSamples], peers: Peers) -> tuple[int, int]:
     return by_replica[peers.replica], sum(by_replica)
 
 
-def _samples_of_replica(reports: Sequence[OfSamples], peers: Peers, replica: int) -> int:
-    """The samples of a replica's mini-batch.
-
-    Raises:
-        ConfigError: its workers' inputs and targets differ in it.
-    """
-    told = [
+def _samples_of_replica(reports: Sequence[SampleCounts], peers: Peers, replica: int) -> int:
+    counts = [
         (samples, name, rank)
-        for rank in peers.alike[replica]
+        for rank in peers.ranks[replica]
         for name, samples in zip(_NAMES, (reports[rank].inputs, reports[rank].targets), strict=True)
         if samples is not None
     ]
-    least, most = min(told), max(told)
+    least, most = min(counts), max(counts)
     if most[0] != least[0]:
         where = f" of replica {replica}" if peers.replicas > 1 else ""
         first, second = (f"{n} samples in the {name} of rank {rank}" for n, name, rank in (least, most))

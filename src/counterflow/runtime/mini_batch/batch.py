@@ -1,6 +1,6 @@
 """The mini-batch of one step as a worker sees it: its part of the samples, the losses, known shapes.
 
-What it does not do: decide who gets which samples; ``batches.py`` does.
+It does not decide which worker gets which samples; ``batches.py`` does.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..messages.values import Shapes, Unit
 from ..stages.sample_rows import SampleRows
 from .added_check import AddedCheck
 from .cut_check import CutCheck
-from .feed import Feed
 from .loss_check import LossCheck
-from .losses import Entry, Losses
+from .losses import Losses, UnitLoss
 from .position_check import PositionCheck
+from .prefetcher import MicroBatchPrefetcher
 from .samples import Dims
 from .slicing import SequenceDims, rows_of_slice
-from .told import Told
+from .step_report import CallReport
 from .unit_watch import UnitWatch
 
 Key = tuple[int, Unit]
@@ -45,20 +45,20 @@ class RowsOf(dict[Unit, SampleRows]):
     def __missing__(self, unit: Unit) -> SampleRows:
         samples = self.samples[unit.micro_batch]
         if len(self.lengths) > 1:  # parts are slices of all its samples
-            number, whole = self.first + unit.micro_batch, 0
+            number, length = self.first + unit.micro_batch, 0
             if self.positions:
-                whole = self.positions[unit.micro_batch]
-            its = rows_of_slice(unit.part, self.lengths, whole)
-            count = its.stop - its.start
-            found = self[unit] = SampleRows(number, samples, 0, samples, *unit[1:3], count, whole)
-            return found
-        rows = unit.rows(samples)
-        found = self[unit] = SampleRows(self.first + unit.micro_batch, samples, rows.start, rows.stop)
-        return found
+                length = self.positions[unit.micro_batch]
+            positions = rows_of_slice(unit.part, self.lengths, length)
+            count = positions.stop - positions.start
+            rows = self[unit] = SampleRows(number, samples, 0, samples, *unit[1:3], count, length)
+            return rows
+        in_unit = unit.rows(samples)
+        rows = self[unit] = SampleRows(self.first + unit.micro_batch, samples, in_unit.start, in_unit.stop)
+        return rows
 
 
 rows_of = lru_cache(maxsize=64)(RowsOf)
-"""That of a mini-batch like one before."""
+"""Cached rows; mini-batches of equal shapes share them."""
 
 
 @dataclass(slots=True)
@@ -76,10 +76,10 @@ class Batch:
         input_dims: dimensions of the samples in the inputs.
         target_dims: dimensions of the samples in the targets.
         known: shapes of the messages by stage and unit, if they were seen before.
-        told: this worker's report of the call, sent with the loss if there was no agreement before.
+        report: this worker's report of the call, sent with the loss if there was no agreement before.
         compare: checks the reports of all workers.
         learnt: record of the shapes of the messages.
-        kept: whether ``learnt`` is used for later mini-batches.
+        learns: whether ``learnt`` is used for later mini-batches.
         await_total: waits for the others' reports before they see any effect; returns ``total``.
         divisor: normaliser of the losses of the mini-batch; None: its number of samples.
         loss_scale: what its losses are multiplied by before their backwards.
@@ -98,8 +98,8 @@ class Batch:
     """
 
     step: int
-    inputs: Feed | None
-    targets: Feed | None
+    inputs: MicroBatchPrefetcher | None
+    targets: MicroBatchPrefetcher | None
     samples: Sequence[int]
     total: int
     rows: RowsOf
@@ -107,10 +107,10 @@ class Batch:
     input_dims: Dims
     target_dims: Dims
     known: Shapes | None
-    told: Told
-    compare: Callable[[Sequence[Told]], object]
+    report: CallReport
+    compare: Callable[[Sequence[CallReport]], object]
     learnt: Shapes = field(default_factory=dict)
-    kept: bool = False
+    learns: bool = False
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
     loss_scale: float = 1.0
@@ -132,13 +132,13 @@ class Batch:
         if self.await_total is not None:
             self.total, self.await_total = self.await_total(), None
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: UnitLoss) -> None:
         """Add the loss of a unit."""
         self.losses.entries.append(entry)
         if self.watch is not None and self.watch.covers(entry.unit):
             self.watch.save_loss(entry)
 
     @property
-    def feeds(self) -> list[Feed]:
+    def feeds(self) -> list[MicroBatchPrefetcher]:
         """The inputs and the targets, where there are any."""
         return [feed for feed in (self.inputs, self.targets) if feed is not None]

@@ -1,4 +1,4 @@
-"""Makes a step's batch of what this worker is given: agreed upon, cut, on its way to the device.
+"""Make a step's micro-batches: agree on shapes across ranks, cut, prefetch to the device.
 
 Invariant: all workers of a replica make the same batch, and remember and forget the same shapes.
 """
@@ -20,27 +20,27 @@ from .added_check import AddedCheck, AddedChecks
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
 from .cut_check import CutCheck, CutChecks, compared_rows
-from .entries import Settled
-from .feed import CopyStream, Feed
-from .given import Given, even, ready, whole
+from .entries import KnownLayouts
 from .known_shapes import KnownShapes
 from .loss_check import LossCheck, LossChecks
 from .losses import Losses
 from .position_check import PositionCheck, PositionChecks
+from .prefetcher import CopyStream, MicroBatchPrefetcher
 from .slicing import SequenceDims, positions_of
-from .told import Call, Told
+from .step_report import CallKind, CallReport
+from .user_batch import UserBatch, even, ready, unsplit
 
 
 class PipelineState(Protocol):
-    """What a batch depends on of the runner that it is for."""
+    """State of the runner on which a batch depends."""
 
     @property
     def in_flight(self) -> bool:
-        """Whether earlier mini-batches are in flight."""
+        """True if earlier mini-batches are in flight."""
 
     @property
     def waiting(self) -> int:
-        """Samples whose gradients wait for an update."""
+        """Number of samples whose gradients wait for an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,16 @@ class Role:
         worker: number of the worker in its group.
         takes_inputs: whether the worker holds the first stage.
         takes_targets: whether the worker holds the last stage.
-        loss_apart: whether a loss function, which needs targets, follows the last layer.
-        tells_loss: whether the worker reports its losses; False if a worker with equal samples does.
+        has_loss_function: whether a loss function, which needs targets, follows the last layer.
+        reports_loss: whether the worker reports its losses; False if a worker with equal samples does.
         dims: record of the parallel dimensions.
     """
 
     worker: int
     takes_inputs: bool
     takes_targets: bool
-    loss_apart: bool
-    tells_loss: bool
+    has_loss_function: bool
+    reports_loss: bool
     dims: ParallelDims
 
 
@@ -72,7 +72,7 @@ class Batches:
         execution: how often what workers have is compared.
         batching: how they are cut.
         role: this worker's part in them.
-        peers: with whom they are agreed upon.
+        peers: ranks that must pass the same shapes.
         copies: where they are copied to the device.
     """
 
@@ -111,36 +111,42 @@ class Batches:
         self._cuts = None if role.dims.in_lockstep else CutChecks()
         """Checks of how inputs are cut; None: samples are split further, so that no unit may be empty."""
         self._shapes = KnownShapes(schedule.workload)
-        self._settled: Settled = []
+        self._known_layouts: KnownLayouts = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
         self._positions_may_differ = bool(execution.digest_every and role.dims.further)
         """Whether positions of the further dimensions may differ: they are compared after the first step."""
 
-    def given(
+    def user_batch(
         self,
         inputs: Any,
         targets: Any,
         kwargs: Mapping[str, Any] | None,
         micro_batches: Iterable[Sequence[Any]] | None = None,
         samples: Sequence[int] | None = None,
-    ) -> Given:
-        """What this worker is given; arguments and errors as of ``Pipeline.step``."""
+    ) -> UserBatch:
+        """Return the user's inputs and targets; arguments and errors as of ``Pipeline.step``."""
         dims = self._batching.input_dims, self._batching.target_dims, self._batching.kwarg_dims
         if micro_batches is None:
             if samples is not None:
                 raise ConfigError("samples= are those of micro_batches; a whole mini-batch is counted")
-            return whole(inputs, targets, kwargs, dims, self._settled)
+            return unsplit(inputs, targets, kwargs, dims, self._known_layouts)
         if inputs is not None or targets is not None or kwargs is not None:
             raise ConfigError("give micro_batches, or inputs, targets and kwargs, not both")
         return ready(micro_batches, samples, self._schedule, dims, halves=self._parts > 1)
 
-    def made(
-        self, make: Callable[[], Given], call: Call, step: int, run: PipelineState, *, outputs: bool = False
+    def make(
+        self,
+        read: Callable[[], UserBatch],
+        call: CallKind,
+        step: int,
+        run: PipelineState,
+        *,
+        outputs: bool = False,
     ) -> Batch:
-        """The batch of a call.
+        """Make the batch of a call.
 
         Args:
-            make: gives this worker's part of the mini-batch.
+            read: returns this worker's inputs and targets.
             call: what is called.
             step: steps that were made before.
             run: what it is for.
@@ -153,9 +159,9 @@ class Batches:
         """
         follows, agreement = run.in_flight and call.trains, self._agreements[call.trains]
         try:
-            given = make()
-            told, sizes, kinds = self._report(given, call, step, outputs=outputs, follows=follows)
-            check = self._cut_check(given, told, sizes)
+            user_batch = read()
+            report, sizes, signatures = self._report(user_batch, call, step, outputs=outputs, follows=follows)
+            check = self._cut_check(user_batch, report, sizes)
         except Exception as error:
             refusal = error if follows else agreement.refuse(error, step)
             if refusal is error:
@@ -165,57 +171,64 @@ class Batches:
         if follows:
             # In asynchronous schemes workers report a loss much later.
             later = self._schedule.synchronous
-            told, await_total = agreement.follow(told, given, sizes, tells_later=later)
+            report, await_total = agreement.follow(report, user_batch, sizes, reports_later=later)
         else:
             # This worker knows enough to begin; what the others say is read before it sends.
-            samples, known_kind = sum(sizes), told.kind in self._shapes
-            known = known_kind and samples > 0 and told.targets in (samples, None) and not given.ready
-            told, known = told._replace(ways=0 if check is None else len(check.ways)), known and check is None
-            await_total = agreement.begin(told, given, sizes, kinds, known=known)
-            told = Told(call, step, outputs, follows=True)
+            samples, known_kind = sum(sizes), report.kind in self._shapes
+            known = known_kind and samples > 0 and report.targets in (samples, None) and not user_batch.ready
+            report, known = (
+                report._replace(ways=0 if check is None else len(check.ways)),
+                known and check is None,
+            )
+            await_total = agreement.begin(report, user_batch, sizes, signatures, known=known)
+            report = CallReport(call, step, outputs, follows=True)
         agreed = agreement.last
         self._refuse_few(agreed, step)
-        is_one = call is Call.PREDICT or self._is_one(agreed, call, run)
+        has_one_unit = call is CallKind.PREDICT or self._has_one_unit(agreed, call, run)
         lengths = self._lengths if call.trains else (1,)
         sequence, positions = None, tuple[int, ...]()
         if len(lengths) > 1:
             batching = self._batching
             sequence = SequenceDims(batching.sequence_dims, batching.target_sequence_dims, lengths)
-            positions = positions_of(given, agreed.sizes, sequence)
+            positions = positions_of(user_batch, agreed.sizes, sequence)
         at_once = not self._schedule.synchronous  # needed when the user may change what was given
-        its_inputs, its_targets = (
-            Feed(given.cut(pieces, dims, agreed.sizes), self._copies, at_once=at_once) if takes else None
+        inputs, targets = (
+            MicroBatchPrefetcher(user_batch.cut(pieces, dims, agreed.sizes), self._copies, at_once=at_once)
+            if takes
+            else None
             for takes, pieces, dims in (
-                (self._role.takes_inputs, given.inputs, given.input_dims),
-                (self._role.takes_targets, given.targets, given.target_dims),
+                (self._role.takes_inputs, user_batch.inputs, user_batch.input_dims),
+                (self._role.takes_targets, user_batch.targets, user_batch.target_dims),
             )
         )
         return Batch(
             step=step,
-            inputs=its_inputs,
-            targets=its_targets,
+            inputs=inputs,
+            targets=targets,
             samples=agreed.sizes,
             total=agreed.total,
             rows=rows_of(
                 self._peers.replica * self._schedule.micro_batches, tuple(agreed.sizes), lengths, positions
             ),
             training=call.trains,
-            input_dims=given.input_dims,
-            target_dims=given.target_dims,
-            known=self._shapes.of(agreed.kind, agreed.kinds),
-            kept=bool(agreed.kind) and not self._batching.dynamic_shapes,
-            told=told,
-            compare=partial(agreement.compare, told),
+            input_dims=user_batch.input_dims,
+            target_dims=user_batch.target_dims,
+            known=self._shapes.of(agreed.kind, agreed.signatures),
+            learns=bool(agreed.kind) and not self._batching.dynamic_shapes,
+            report=report,
+            compare=partial(agreement.compare, report),
             await_total=await_total,
-            losses=Losses(told=self._role.tells_loss),
+            losses=Losses(reports=self._role.reports_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            checks=self._checks_of(agreed, call, step) if self._needs_targets(call) and not is_one else [],
-            added_check=None if is_one else self._added_check_of(agreed, call, step),
+            checks=self._checks_of(agreed, call, step)
+            if self._needs_targets(call) and not has_one_unit
+            else [],
+            added_check=None if has_one_unit else self._added_check_of(agreed, call, step),
             sequence=sequence,
             cut_check=check,
             ways=0 if follows else agreed.ways,
-            ready=bool(agreed.kinds),
+            ready=bool(agreed.signatures),
         )
 
     def probe(self, batch: Batch, which: int, way: int | None) -> Batch:
@@ -229,11 +242,13 @@ class Batches:
         rows = compared_rows(batch.samples, self._parts, ready=batch.ready)
         assert rows is not None, "otherwise nothing is cut"
         count, check = rows[which].stop - rows[which].start, batch.cut_check
-        others = self._schedule.micro_batches - 1
-        samples = (count, *([0] * others))
+        rest = self._schedule.micro_batches - 1
+        samples = (count, *([0] * rest))
         inputs = None
         if self._role.takes_inputs and check is not None:
-            inputs = Feed([check.cut(rows[which], way), *([None] * others)], self._copies, at_once=False)
+            inputs = MicroBatchPrefetcher(
+                [check.cut(rows[which], way), *([None] * rest)], self._copies, at_once=False
+            )
         return Batch(
             step=batch.step,
             inputs=inputs,
@@ -245,62 +260,65 @@ class Batches:
             input_dims=batch.input_dims,
             target_dims=batch.target_dims,
             known=None,
-            told=batch.told,
+            report=batch.report,
             compare=batch.compare,
             outputs={},
             has_loss=False,
             guarded=True,
         )
 
-    def _cut_check(self, given: Given, told: Told, sizes: Sequence[int]) -> CutCheck | None:
-        if self._cuts is None or not sizes or not told.kind:
+    def _cut_check(self, user_batch: UserBatch, report: CallReport, sizes: Sequence[int]) -> CutCheck | None:
+        if self._cuts is None or not sizes or not report.kind:
             return None
-        return self._cuts.of(given, told.kind, sizes, self._parts)
+        return self._cuts.of(user_batch, report.kind, sizes, self._parts)
 
     def _report(
-        self, given: Given, call: Call, step: int, *, outputs: bool, follows: bool
-    ) -> tuple[Told, tuple[int, ...], list[int]]:
-        """Report of this worker's part; its samples, and its kinds, by micro-batch."""
+        self, user_batch: UserBatch, call: CallKind, step: int, *, outputs: bool, follows: bool
+    ) -> tuple[CallReport, tuple[int, ...], list[int]]:
         if outputs and call.trains and self._slices > 1:
             raise ConfigError(
                 f"{self._schedule.scheme} cuts micro-batches in slices, and a step gives none of their "
                 "outputs; call evaluate(outputs=True) or predict"
             )
-        counts = given.counts()
-        self._refuse_missing(given, call)
-        sizes = next((tuple(found) for found in counts if found is not None), ())
-        if sizes and not given.ready:
+        counts = user_batch.counts()
+        self._refuse_missing(user_batch, call)
+        sizes = next((tuple(sizes_by_tree) for sizes_by_tree in counts if sizes_by_tree is not None), ())
+        if sizes and not user_batch.ready:
             sizes = even(sum(sizes), self._schedule.micro_batches)
-        inputs, targets = (None if found is None else sum(found) for found in counts)
-        kind, kinds = given.kinds(call.trains, sizes)
-        return Told(call, step, outputs, follows, inputs, targets, kind, given.form), sizes, kinds
+        inputs, targets = (None if sizes_by_tree is None else sum(sizes_by_tree) for sizes_by_tree in counts)
+        kind, signatures = user_batch.shape_signatures(call.trains, sizes)
+        return (
+            CallReport(call, step, outputs, follows, inputs, targets, kind, user_batch.form),
+            sizes,
+            signatures,
+        )
 
-    def compare(self, mine: Told, rows: Sequence[Told]) -> None:
+    def compare(self, report: CallReport, rows: Sequence[CallReport]) -> None:
         """Check that all workers report the same call.
 
         Raises:
             ConfigError: the calls differ.
         """
-        self._agreements[mine.call.trains].compare(mine, rows)
+        self._agreements[report.call.trains].compare(report, rows)
 
     def remember(self, batch: Batch) -> None:
         """Know what a batch has shown of its kind."""
-        if batch.known is None and batch.kept:
+        if batch.known is None and batch.learns:
             agreed = self._agreements[batch.training].last
-            self._shapes.learn(agreed.kind, agreed.kinds, batch.learnt)
+            self._shapes.learn(agreed.kind, agreed.signatures, batch.learnt)
 
     def forget(self) -> None:
         """Know no shapes any more: which gradients travel is known with them."""
         self._shapes.clear()
 
-    def _needs_targets(self, call: Call) -> bool:
-        return self._role.takes_targets and self._role.loss_apart and call is not Call.PREDICT
+    def _needs_targets(self, call: CallKind) -> bool:
+        return self._role.takes_targets and self._role.has_loss_function and call is not CallKind.PREDICT
 
-    def _refuse_missing(self, given: Given, call: Call) -> None:
+    def _refuse_missing(self, user_batch: UserBatch, call: CallKind) -> None:
         worker = self._role.worker
-        if self._role.takes_inputs and given.inputs is None:
+        if self._role.takes_inputs and user_batch.inputs is None:
             raise ConfigError(f"worker {worker} holds the first stage and needs the inputs")
-        if self._needs_targets(call) and given.targets is None:
+        if self._needs_targets(call) and user_batch.targets is None:
             raise ConfigError(
                 f"worker {worker} holds the last stage and needs the targets; where the model itself makes "
                 "the loss, let its last layer return it and give loss_function=None"
@@ -314,41 +332,37 @@ class Batches:
             )
 
     def _compares(self, step: int) -> bool:
-        """Whether the copies of stages are compared after this step."""
+        """True if the copies of stages are compared after this step."""
         if not self._digest_every:
             return False
         first, self._positions_may_differ = self._positions_may_differ, False
         return first or (step + 1) % self._digest_every == 0
 
-    def _is_one(self, agreed: Agreed, call: Call, run: PipelineState) -> bool:
-        """Whether all losses of an update are those of one unit, so that no loss is a part of another."""
-        keeps = run.waiting > 0 or call is Call.KEEP
+    def _has_one_unit(self, agreed: Agreed, call: CallKind, run: PipelineState) -> bool:
+        keeps = run.waiting > 0 or call is CallKind.KEEP
         return self._units(agreed, call) * self._peers.replicas == 1 and not keeps
 
-    def _units(self, agreed: Agreed, call: Call) -> int:
-        """The units of a replica's mini-batch."""
+    def _units(self, agreed: Agreed, call: CallKind) -> int:
         sliced = self._slices > 1 and call.trains
         return (self._slices if sliced else self._parts) * sum(map(bool, agreed.sizes))
 
-    def _checks_of(self, agreed: Agreed, call: Call, step: int) -> list[LossCheck | PositionCheck]:
-        """What sees whether the loss is a mean over samples, and over positions."""
+    def _checks_of(self, agreed: Agreed, call: CallKind, step: int) -> list[LossCheck | PositionCheck]:
         of_samples = None
         if self._checks is not None:
             at_once = self._schedule.synchronous or not call.trains
             units = None if at_once else self._units(agreed, call)
-            evaluates, again = call is Call.EVALUATE, _checks_again(call, step)
-            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=units, again=again)
+            evaluates, rechecks = call is CallKind.EVALUATE, _rechecks(call, step)
+            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=units, again=rechecks)
         of_positions = self._positions.of(agreed.kind) if self._slices > 1 and call.trains else None
         return [check for check in (of_positions, of_samples) if check is not None]
 
-    def _added_check_of(self, agreed: Agreed, call: Call, step: int) -> AddedCheck | None:
-        """What sees whether what layers add to the loss is a mean over samples."""
+    def _added_check_of(self, agreed: Agreed, call: CallKind, step: int) -> AddedCheck | None:
         if self._added_checks is None:
             return None
-        again = _checks_again(call, step)
-        return self._added_checks.of(agreed.kind, evaluates=call is Call.EVALUATE, again=again)
+        rechecks = _rechecks(call, step)
+        return self._added_checks.of(agreed.kind, evaluates=call is CallKind.EVALUATE, again=rechecks)
 
 
-def _checks_again(call: Call, step: int) -> bool:
-    """Whether a unit of a step is checked though others of its kind were: in steps 1, 2, 4, 8 and so on."""
+def _rechecks(call: CallKind, step: int) -> bool:
+    """True in steps 1, 2, 4, 8 and so on: a unit is checked though earlier ones of its kind were."""
     return call.trains and is_doubling(step + 1)

@@ -27,8 +27,8 @@ from counterflow.errors import ConfigError
 
 from ..messages.mappings import flat_with_paths, know
 from ..messages.values import Keyworded
-from .given import Given
 from .samples import Dims, cut_leaves, leaves_of, spread_dims
+from .user_batch import UserBatch
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class CutChecks:
         self._settled: set[Hashable] = set()
         """Tensors whose cut was compared, and kinds of mini-batches in which nothing is to be compared."""
 
-    def of(self, given: Given, kind: int, sizes: Sequence[int], parts: int) -> CutCheck | None:
+    def of(self, given: UserBatch, kind: int, sizes: Sequence[int], parts: int) -> CutCheck | None:
         """Check of a mini-batch's inputs; None: no tensor is cut that may be cut by coincidence.
 
         Args:

@@ -31,19 +31,19 @@ class Entries(enum.Enum):
 ENTRIES = Entries.ENTRIES
 """In place of a dimension: the samples are the entries of the list or tuple that stands there."""
 
-Settled = list[tuple[str, pytree.TreeSpec]]
-"""Lists that other mini-batches have shown to have their samples in their tensors: where, and how made."""
+KnownLayouts = list[tuple[str, pytree.TreeSpec]]
+"""Paths and structures of lists whose tensors contain the samples, as earlier mini-batches showed."""
 
 
 def is_leaf(node: object) -> bool:
-    """What is cut as one thing: a list of numbers or texts, a mask by blocks."""
+    """True if a node is cut as a unit: a list of numbers or texts, a mask by blocks."""
     if type(node) in (list, tuple):
         return bool(node) and all(isinstance(entry, PLAIN) for entry in node)  # type: ignore[attr-defined]
     return isinstance(node, BlockMask)
 
 
 def of_children(dims: Any, spec: pytree.TreeSpec) -> list[Any] | None:
-    """What a tree of dimensions says of a node's children; None if it is of another kind."""
+    """Dimensions of a node's children from a tree of dimensions; None if their types differ."""
     names = names_of(spec)
     if names is not None and isinstance(dims, Mapping) and dims.keys() == {*names}:
         of = [dims[name] for name in names]  # torch takes them in the order that dims has
@@ -73,13 +73,13 @@ class Lists(NamedTuple):
     Attributes:
         samples: how many the tensors have.
         option: how their dimensions are said.
-        settled: what other mini-batches have shown; this one's lists are added.
+        known_layouts: lists of earlier mini-batches; this mini-batch's lists are added.
         kinds: list, tuple, or both.
     """
 
     samples: int
     option: str
-    settled: Settled
+    known_layouts: KnownLayouts
     kinds: tuple[type, ...] = (list, tuple)
 
     def refuse_either(self, tree: object, dims: Any, name: str) -> None:
@@ -102,13 +102,13 @@ class Lists(NamedTuple):
             self.refuse_either(part, dim, name + path)
 
     def _refuse(self, tree: Any, name: str) -> None:
-        if type(tree) not in self.kinds or not _alike(tree):
+        if type(tree) not in self.kinds or not _are_uniform(tree):
             return
         shown = name, pytree.tree_structure(tree)
         if len(tree) != self.samples:
-            if shown not in self.settled:
-                self.settled.append(shown)
-        elif shown not in self.settled:
+            if shown not in self.known_layouts:
+                self.known_layouts.append(shown)
+        elif shown not in self.known_layouts:
             kind = type(tree)
             raise ConfigError(
                 f"{name} is a {kind.__name__} of {self.samples} entries of one kind, as many as there are "
@@ -117,8 +117,7 @@ class Lists(NamedTuple):
             )
 
 
-def _alike(tree: Any) -> bool:
-    """Whether entries are of one kind: tensors of the same dtypes and numbers of dimensions."""
+def _are_uniform(tree: Any) -> bool:
     kinds = []
     for entry in tree:
         leaves, spec = pytree.tree_flatten(entry)

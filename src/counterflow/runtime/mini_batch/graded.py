@@ -19,7 +19,7 @@ from counterflow.api.loss_sum import SLICE, SliceOf
 
 from ..dtensors import whole as all_of
 from ..messages.values import Unit
-from .losses import Entry, LossFunction, consistent, counted, elements_in
+from .losses import LossFunction, UnitLoss, consistent, elements_in, union_of
 
 if TYPE_CHECKING:
     from ..stages.stage import LocalStage
@@ -54,7 +54,7 @@ class Graded(NamedTuple):
         of_value: the same of the loss; None: its dtype tells it.
     """
 
-    entry: Entry
+    entry: UnitLoss
     gradients: Gradients
     rounding: Sequence[float]
     of_value: float | None = None
@@ -126,7 +126,7 @@ def grade(  # noqa: PLR0917
     """
     size = elements_in(output)
     read = copy.loss_apart(function, output, target, samples, graph=bool(leaves))
-    entry = read.entered(unit, samples, 1.0, size)
+    entry = read.as_unit_loss(unit, samples, 1.0, size)
     gradients: Gradients = [None] * len(leaves)
     if leaves and read.loss.requires_grad:
         with _without_gradients(copy):
@@ -158,7 +158,7 @@ def _sum_of(gradients: Sequence[Tensor]) -> Tensor | None:
     return sum(gradients[1:], gradients[0]) if gradients else None
 
 
-def compare(whole: Graded, parts: Sequence[Entry], gradients: Gradients) -> Comparison:
+def compare(whole: Graded, parts: Sequence[UnitLoss], gradients: Gradients) -> Comparison:
     """Compare a loss with those of the parts of its samples, each weighted as in the mini-batch.
 
     Args:
@@ -169,7 +169,7 @@ def compare(whole: Graded, parts: Sequence[Entry], gradients: Gradients) -> Comp
     entries = [whole.entry, *parts]
     counts = [float(entry.counts) for entry in entries if entry.counts is not None]
     alike = not counts or max(counts) - min(counts) <= 1e-9 * abs(max(counts))
-    if not alike or not consistent(counted(entry.counted for entry in entries)):
+    if not alike or not consistent(union_of(entry.normaliser for entry in entries)):
         return UNDECIDED  # what micro-batches count is compared when all are made
     sums = [float(entry.loss) * entry.by for entry in entries]
     weights = [float(entry.weight) * entry.by for entry in entries]

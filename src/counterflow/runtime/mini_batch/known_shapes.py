@@ -32,51 +32,51 @@ class KnownShapes:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._pipes = {m: its.pipe for its in workload.passes for m in its.micro_batches}
-        self._whole: dict[int, Shapes] = {}
-        self._single: dict[tuple[int, int], tuple[Shapes, int]] = {}
+        self._pipes = {m: op_pass.pipe for op_pass in workload.passes for m in op_pass.micro_batches}
+        self._mini_batches: dict[int, Shapes] = {}
+        self._micro_batches: dict[tuple[int, int], tuple[Shapes, int]] = {}
         """By kind and pipe, the shapes of a mini-batch that had such a micro-batch, and its number there."""
 
     def __contains__(self, kind: int) -> bool:
-        """Whether a mini-batch of this kind was seen before."""
-        return kind in self._whole
+        """True if an earlier mini-batch had this kind."""
+        return kind in self._mini_batches
 
-    def of(self, kind: int, kinds: Sequence[int]) -> Shapes | None:
+    def of(self, kind: int, signatures: Sequence[int]) -> Shapes | None:
         """The shapes of a mini-batch's messages; None: they are not known yet.
 
         Args:
             kind: of the mini-batch; 0: nobody knows it.
-            kinds: of its micro-batches, if they were ready.
+            signatures: of its micro-batches, if they were ready.
         """
         if not kind:
             return None
-        found = self._whole.get(kind)
-        if found is None and kinds:
-            found = {}
-            for number, key in enumerate(self._keys(kinds)):
-                seen = self._single.get(key)
+        known = self._mini_batches.get(kind)
+        if known is None and signatures:
+            known = {}
+            for number, key in enumerate(self._keys(signatures)):
+                seen = self._micro_batches.get(key)
                 if seen is None:
                     return None
-                shapes, there = seen
+                shapes, position = seen
                 for (of, unit), layout in shapes.items():
-                    if unit.micro_batch == there:
-                        found[of, unit._replace(micro_batch=number)] = layout
-            _keep(self._whole, kind, found, _KINDS)
-        return found
+                    if unit.micro_batch == position:
+                        known[of, unit._replace(micro_batch=number)] = layout
+            _keep(self._mini_batches, kind, known, _KINDS)
+        return known
 
-    def learn(self, kind: int, kinds: Sequence[int], shapes: Shapes) -> None:
+    def learn(self, kind: int, signatures: Sequence[int], shapes: Shapes) -> None:
         """Know the shapes of a mini-batch, which may get more until its messages have all arrived."""
-        _keep(self._whole, kind, shapes, _KINDS)
-        for number, key in enumerate(self._keys(kinds)):
-            _keep(self._single, key, (shapes, number), _MICRO_BATCHES)
+        _keep(self._mini_batches, kind, shapes, _KINDS)
+        for number, key in enumerate(self._keys(signatures)):
+            _keep(self._micro_batches, key, (shapes, number), _MICRO_BATCHES)
 
     def clear(self) -> None:
         """Know none any more."""
-        self._whole.clear()
-        self._single.clear()
+        self._mini_batches.clear()
+        self._micro_batches.clear()
 
-    def _keys(self, kinds: Sequence[int]) -> list[tuple[int, int]]:
-        return [(kind, self._pipes[number]) for number, kind in enumerate(kinds)]
+    def _keys(self, signatures: Sequence[int]) -> list[tuple[int, int]]:
+        return [(kind, self._pipes[number]) for number, kind in enumerate(signatures)]
 
 
 def _keep(known: dict[_Key, Any], key: _Key, value: object, most: int) -> None:

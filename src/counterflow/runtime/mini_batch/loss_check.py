@@ -333,9 +333,9 @@ class LossCheck:
         try:
             with torch.set_grad_enabled(bool(leaves)):
                 output = joined(
-                    [m.output for m in members], self._output_dims, "outputs", samples, alike=True
+                    [m.output for m in members], self._output_dims, "outputs", samples, equal=True
                 )
-            target = joined([m.target for m in members], self._target_dims, "targets", samples, alike=True)
+            target = joined([m.target for m in members], self._target_dims, "targets", samples, equal=True)
             whole = self._graded(output, target, sum(samples), leaves, _WHOLE)
             gradients: Gradients = [g for member in members for g in member.graded.gradients]
             comparison = compare(whole, [member.graded.entry for member in members], gradients)

@@ -1,4 +1,4 @@
-"""What a loss function may return, and how the losses of micro-batches become that of the mini-batch.
+"""Losses that a function may return, and the mini-batch's loss as a sum of its micro-batches' losses.
 
 Each micro-batch's loss enters as a sum: a mean over samples times their number, a mean over elements times
 theirs, and a sum as it is. What the sums weigh is added up beside them. All are divided by one number that is
@@ -28,14 +28,14 @@ from counterflow.errors import ConfigError
 from .. import host_copy
 from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit
-from .told import NOTHING, Counts, Part, Weighed
+from .step_report import NOTHING, LossWeights, Normaliser, WorkerReport
 
 LossFunction = Callable[[Any, Any], Any]
 """Output of the last stage and target to the mean loss over the samples, this and a dict of metrics, or a
 ``LossSum``."""
 
 
-class Entry(NamedTuple):
+class UnitLoss(NamedTuple):
     """A unit's loss.
 
     Attributes:
@@ -43,27 +43,27 @@ class Entry(NamedTuple):
         loss: loss as it was returned: a mean or a sum.
         by: factor with which it enters the mini-batch's loss.
         weight: its weight in the mini-batch's loss, divided by ``by``.
-        counted: what the weight counts.
+        normaliser: what the weight counts.
         metrics: metrics, also to be multiplied by ``by``.
-        counts: as in ``Found``.
+        counts: as in ``LossOutput``.
     """
 
     unit: Unit
     loss: Tensor | float
     by: float
     weight: Tensor | float
-    counted: Counts
+    normaliser: Normaliser
     metrics: Mapping[str, Tensor | float]
     counts: Tensor | float | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether a device computes no more of it than the loss."""
+        """True if the loss alone is computed on a device."""
         return self.counts is None and not self.metrics and type(self.weight) is float
 
 
-class Found(NamedTuple):
-    """A loss as it was found, and metrics without a graph.
+class LossOutput(NamedTuple):
+    """Loss that a loss function, or a last layer, returned, and its metrics without a graph.
 
     Attributes:
         loss: a mean over samples, a mean over elements or a sum.
@@ -80,7 +80,7 @@ class Found(NamedTuple):
     counts: Tensor | float | None = None
     elements: int | None = None
 
-    def with_added(self, terms: Mapping[str, Tensor]) -> Found:
+    def with_added(self, terms: Mapping[str, Tensor]) -> LossOutput:
         """The loss with what layers added to it by ``cf.add_loss``, which weighs as the loss does."""
         by = 1.0 if self.weight is None else self.weight
         loss, metrics = self.loss, dict(self.metrics)
@@ -94,7 +94,7 @@ class Found(NamedTuple):
             metrics[name] = term.detach() * by
         return self._replace(loss=loss, metrics=metrics)
 
-    def with_shares(self, samples: float, size: int) -> Found:
+    def with_shares(self, samples: float, size: int) -> LossOutput:
         """The loss with what it is divided by in ``counts``: parts are means of other things.
 
         Args:
@@ -107,8 +107,8 @@ class Found(NamedTuple):
             return self._replace(counts=self.elements / samples)
         return self
 
-    def entered(self, unit: Unit, samples: float, divisor: float, size: int) -> Entry:
-        """Entry of a loss in the mini-batch's loss.
+    def as_unit_loss(self, unit: Unit, samples: float, divisor: float, size: int) -> UnitLoss:
+        """Return the unit's term in the mini-batch's loss.
 
         Args:
             unit: unit of the loss.
@@ -119,21 +119,21 @@ class Found(NamedTuple):
         loss, dtype = _small(self.loss.detach()), self.loss.dtype
         if self.weight is not None:
             by = _seed(1 / divisor, dtype)
-            return Entry(unit, loss, by, self.weight, Counts.OTHER, self.metrics, self.counts)
-        part, counted = 1.0, Counts.SAMPLES
+            return UnitLoss(unit, loss, by, self.weight, Normaliser.WEIGHTS, self.metrics, self.counts)
+        part, normaliser = 1.0, Normaliser.SAMPLES
         if self.elements is not None:
             part = self.elements / size
-            counted = Counts.EITHER if self.elements == size else Counts.ELEMENTS
+            normaliser = Normaliser.EITHER if self.elements == size else Normaliser.ELEMENTS
         by = _seed(samples * part / divisor, dtype)
-        return Entry(unit, loss, by, 1.0, counted, self.metrics, self.counts)
+        return UnitLoss(unit, loss, by, 1.0, normaliser, self.metrics, self.counts)
 
 
 @lru_cache(maxsize=1024)
 def _seed(number: float, dtype: torch.dtype) -> float:
-    """What a loss is multiplied by, as its dtype holds it.
+    """Factor of a loss, rounded to the loss's dtype.
 
-    The sum of what losses were multiplied by divides, so what is rounded here is rounded in both: equal
-    micro-batches weigh alike, exactly.
+    The sum of these factors divides later, so rounding occurs in both and equal
+    micro-batches have exactly equal weights.
     """
     return torch.tensor(number, dtype=dtype).item() if dtype.itemsize < _SINGLE else number
 
@@ -142,7 +142,7 @@ _SINGLE = torch.float32.itemsize
 
 
 def divisor_of(samples: int, *, flushes: bool) -> int:
-    """What the losses of a mini-batch are divided by as they enter.
+    """Normaliser of a mini-batch's losses before all their weights are known.
 
     An asynchronous stage is updated before all losses are known, so it has to be exact as it is: a
     power of two, which is made the number of samples at the update.
@@ -151,30 +151,32 @@ def divisor_of(samples: int, *, flushes: bool) -> int:
 
 
 def _small(loss: Tensor) -> Tensor:
-    """A loss in memory of its own size: torch's mse_loss gives it in that of all elements' losses."""
+    """A loss in memory of its own size: torch's mse_loss returns a view of all elements' losses."""
     return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
 
-def read_loss(found: Any) -> Found:
-    """What a loss function, or a last layer, returned.
+def read_loss(output: Any) -> LossOutput:
+    """Read the output of a loss function, or of a last layer.
 
     Raises:
         ConfigError: it is no loss.
     """
-    if type(found) is Tensor:
-        read = Found(found)
-    elif isinstance(found, LossSum):
-        read = Found(found.sum, _plain(found.weight), _numbers(found.metrics))
-    elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-        read = Found(found[0], None, _numbers(found[1]))
-    elif isinstance(found, Mapping):
-        read = Found(cast("Tensor", found.get("loss")), None, _numbers_among(found))
+    if type(output) is Tensor:
+        result = LossOutput(output)
+    elif isinstance(output, LossSum):
+        result = LossOutput(output.sum, _plain(output.weight), _numbers(output.metrics))
+    elif isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):
+        result = LossOutput(output[0], None, _numbers(output[1]))
+    elif isinstance(output, Mapping):
+        result = LossOutput(cast("Tensor", output.get("loss")), None, _numbers_among(output))
     else:
-        other = getattr(found, "loss", None)
-        read = Found(found if isinstance(found, Tensor) else cast("Tensor", other))
-    loss: object = read.loss
+        attribute = getattr(output, "loss", None)
+        result = LossOutput(output if isinstance(output, Tensor) else cast("Tensor", attribute))
+    loss: object = result.loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
+        shown = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        )
         raise ConfigError(
             f"the loss is {shown}; a loss function (or, without one, the last layer) gives one number as a "
             "tensor: the mean loss over the samples, (loss, dict of metrics), a dict of 'loss' and metrics, "
@@ -184,8 +186,8 @@ def read_loss(found: Any) -> Found:
         raise ConfigError(f"the loss is of dtype {loss.dtype}; give a real floating-point number")
     if is_dtensor(loss):
         loss = whole(loss)
-        read = read._replace(loss=loss)
-    return read if not loss.dim() else read._replace(loss=loss.reshape(()))
+        result = result._replace(loss=loss)
+    return result if not loss.dim() else result._replace(loss=loss.reshape(()))
 
 
 def elements_in(output: Any) -> int:
@@ -195,7 +197,7 @@ def elements_in(output: Any) -> int:
     return max(1, sum(leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)))
 
 
-def refuse_other_counts(parts: Sequence[Weighed]) -> None:
+def refuse_other_counts(parts: Sequence[LossWeights]) -> None:
     """Refuse a loss that is no mean over what counts in the mini-batch.
 
     Raises:
@@ -213,37 +215,37 @@ def refuse_other_counts(parts: Sequence[Weighed]) -> None:
         )
 
 
-def refuse_mixed(parts: Sequence[Weighed]) -> Counts:
-    """What the losses of a mini-batch count.
+def refuse_mixed(parts: Sequence[LossWeights]) -> Normaliser:
+    """Normaliser that the losses of a mini-batch share.
 
     Raises:
         ConfigError: some count one thing, some another.
     """
-    found = counted(part.counted for part in parts)
-    if not consistent(found):
+    normaliser = union_of(part.normaliser for part in parts)
+    if not consistent(normaliser):
         raise ConfigError(
             "some losses of the mini-batch are a LossSum or one of torch's own errors or cross entropies, "
             "divided by what counts in it, and the others are not, or count something else; return a "
             "cf.LossSum for all micro-batches"
         )
-    return found
+    return normaliser
 
 
-def counted(each: Iterable[Counts]) -> Counts:
-    """All that some losses count."""
-    return reduce(or_, {*each}, NOTHING)
+def union_of(normalisers: Iterable[Normaliser]) -> Normaliser:
+    """Union of the normalisers of some losses."""
+    return reduce(or_, {*normalisers}, NOTHING)
 
 
 @cache
-def consistent(found: Counts) -> bool:
-    """Whether losses that count this can be added up."""
-    alone = Counts.SAMPLES | Counts.ELEMENTS
-    if Counts.OTHER in found:
-        return found is Counts.OTHER
-    return found & alone != alone
+def consistent(normaliser: Normaliser) -> bool:
+    """True if losses with these normalisers can be summed."""
+    exclusive = Normaliser.SAMPLES | Normaliser.ELEMENTS
+    if Normaliser.WEIGHTS in normaliser:
+        return normaliser is Normaliser.WEIGHTS
+    return normaliser & exclusive != exclusive
 
 
-def refuse_no_graph(parts: Sequence[Weighed]) -> None:
+def refuse_no_graph(parts: Sequence[LossWeights]) -> None:
     """Refuse losses of which none depends on weights.
 
     Raises:
@@ -256,11 +258,10 @@ def refuse_no_graph(parts: Sequence[Weighed]) -> None:
         )
 
 
-def _numbers_among(found: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """What a dict has beside its loss, as metrics; what is no number (logits, say) is none."""
+def _numbers_among(output: Mapping[str, Any]) -> dict[str, Tensor | float]:
     return {
         name: _plain(value)
-        for name, value in found.items()
+        for name, value in output.items()
         if name != "loss"
         and (
             (value.numel() == 1 and not value.is_complex())
@@ -271,11 +272,6 @@ def _numbers_among(found: Mapping[str, Any]) -> dict[str, Tensor | float]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor | float]:
-    """Metrics without a graph.
-
-    Raises:
-        ConfigError: one is no number.
-    """
     for name, value in metrics.items():
         if isinstance(value, Tensor):
             fits = value.numel() == 1 and not value.is_complex()
@@ -294,46 +290,47 @@ def _plain(value: Tensor | float) -> Tensor | float:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _travels(number: object) -> TypeGuard[Tensor]:
-    """Whether a device computes it, and it takes a while to reach the host."""
+def _is_on_device(number: object) -> TypeGuard[Tensor]:
+    """True if a device computes the number, so reading it waits."""
     return type(number) is Tensor and number.numel() == 1 and not number.is_complex()
 
 
-def _travelling(entry: Entry) -> list[Tensor]:
-    """What of an entry travels to the host; mostly it is the loss alone."""
+def _device_values(entry: UnitLoss) -> list[Tensor]:
     if entry.plain:
-        return [entry.loss] if _travels(entry.loss) else []
-    return [one for one in (entry.loss, entry.weight, entry.counts, *entry.metrics.values()) if _travels(one)]
+        return [entry.loss] if _is_on_device(entry.loss) else []
+    return [
+        value
+        for value in (entry.loss, entry.weight, entry.counts, *entry.metrics.values())
+        if _is_on_device(value)
+    ]
 
 
 def _in_a_row(numbers: list[Tensor]) -> Tensor:
-    """Numbers of any dtypes and shapes in a row, as float64."""
     first = numbers[0].dtype
     if all(number.dtype is first and not number.dim() for number in numbers):
         return torch.stack(numbers).double()
     return torch.stack([number.double().reshape(()) for number in numbers])
 
 
-def _with_numbers(entry: Entry, arrived: Iterator[float]) -> Entry:
-    """An entry with what has arrived in place of what travelled."""
+def _on_host_loss(entry: UnitLoss, arrived: Iterator[float]) -> UnitLoss:
     if entry.plain:
-        return entry._replace(loss=next(arrived)) if _travels(entry.loss) else entry
+        return entry._replace(loss=next(arrived)) if _is_on_device(entry.loss) else entry
 
     def number(value: Any) -> Any:
-        return next(arrived) if _travels(value) else value
+        return next(arrived) if _is_on_device(value) else value
 
     loss, weight, counts = map(number, (entry.loss, entry.weight, entry.counts))
     metrics = {name: number(value) for name, value in entry.metrics.items()}
-    return Entry(entry.unit, loss, entry.by, weight, entry.counted, metrics, counts)
+    return UnitLoss(entry.unit, loss, entry.by, weight, entry.normaliser, metrics, counts)
 
 
 def added(values: Iterable[float]) -> float:
-    """Their sum; ``fsum`` takes no infinities of both signs."""
-    found = list(values)
-    return fsum(found) if all(map(isfinite, found)) else sum(found)
+    """Sum of values; ``fsum`` rejects infinities of both signs."""
+    terms = list(values)
+    return fsum(terms) if all(map(isfinite, terms)) else sum(terms)
 
 
-_NO_LOSSES = Weighed()
+_NO_LOSSES = LossWeights()
 
 
 @dataclass(slots=True)
@@ -341,82 +338,81 @@ class Losses:
     """The losses of a step's micro-batches on this worker, in the order of computation.
 
     Attributes:
-        told: whether this worker reports them; False if a worker with equal samples does.
+        reports: whether this worker reports them; False if a worker with equal samples does.
         entries: one entry a unit.
-        has_graph: whether any of them depends on weights.
-        graphs_to_come: of how many units this is not known yet, as their forwards run again.
+        has_graph: whether any loss depends on weights.
+        graphs_to_come: number of units for which this is unknown until their forwards are recomputed.
     """
 
-    told: bool = True
-    entries: list[Entry] = field(default_factory=list)
+    reports: bool = True
+    entries: list[UnitLoss] = field(default_factory=list)
     has_graph: bool = False
     graphs_to_come: int = 0
-    _later: host_copy.HostCopy | None = None
-    _arrived: int = 0
+    _copy: host_copy.HostCopy | None = None
+    _on_host: int = 0
 
-    def note_graph(self, loss: Tensor, *, again: bool) -> None:
-        """Whether a unit's loss has a graph, which a forward that runs again has the second time."""
+    def note_graph(self, loss: Tensor, *, recomputed: bool) -> None:
+        """Note whether a unit's loss has a graph; a recomputed forward has one only the second time."""
         self.has_graph = self.has_graph or loss.requires_grad
-        if again:
+        if recomputed:
             self.graphs_to_come -= 1
         elif not torch.is_grad_enabled():
             self.graphs_to_come += 1
 
-    def ask(self) -> None:
+    def start_reading(self) -> None:
         """Start copying all losses to the host, so reading them waits for no later op."""
-        there = [number for entry in self.entries for number in _travelling(entry)]
-        self._later = host_copy.HostCopy(_in_a_row(there)) if there else None
+        values = [number for entry in self.entries for number in _device_values(entry)]
+        self._copy = host_copy.HostCopy(_in_a_row(values)) if values else None
 
-    def _arrive(self) -> None:
-        """Have all as numbers."""
-        if self._arrived == len(self.entries):
+    def _read_to_host(self) -> None:
+        if self._on_host == len(self.entries):
             return
-        if self._later is None:
-            self.ask()
-        values = iter(() if self._later is None else self._later.read())
-        self.entries, self._later = [_with_numbers(entry, values) for entry in self.entries], None
-        self._arrived = len(self.entries)
+        if self._copy is None:
+            self.start_reading()
+        values = iter(() if self._copy is None else self._copy.read())
+        self.entries, self._copy = [_on_host_loss(entry, values) for entry in self.entries], None
+        self._on_host = len(self.entries)
 
-    def part(self, squared_norm: float = 0.0) -> Part:
+    def report(self, squared_norm: float = 0.0) -> WorkerReport:
         """Report of this worker on the mini-batch, with its part of the gradients' squared norm."""
-        if not (self.entries and self.told):
-            return Part(0.0, squared_norm, None, self.weighed())
-        weighed = self.weighed()
-        refuse_other_counts([weighed])
+        if not (self.entries and self.reports):
+            return WorkerReport(0.0, squared_norm, None, self.weights())
+        weights = self.weights()
+        refuse_other_counts([weights])
         values = [float(entry.loss) for entry in self.entries]
         non_finite = [
             e.unit.micro_batch for e, value in zip(self.entries, values, strict=True) if not isfinite(value)
         ]
         loss = added(v * e.by for e, v in zip(self.entries, values, strict=True))
-        return Part(loss, squared_norm, min(non_finite, default=None), weighed)
+        return WorkerReport(loss, squared_norm, min(non_finite, default=None), weights)
 
     def by_micro_batch(self) -> dict[int, float]:
-        """The mean loss of each micro-batch whose loss this worker made; of weight 0: NaN."""
+        """Mean loss of each micro-batch whose loss this worker computed; NaN if its weight is 0."""
         if not self.entries:
             return {}
-        self._arrive()
-        found: dict[int, float] = {}
+        self._read_to_host()
+        losses: dict[int, float] = {}
         halves: dict[int, list[tuple[float, float]]] = {}
         for unit, loss, by, weight, *_ in self.entries:
             number, value = unit.micro_batch, float(loss)
             if unit.parts == 1 and weight == 1.0:
-                found[number] = value
+                losses[number] = value
             else:
                 halves.setdefault(number, []).append((value * by, float(weight) * by))
         for number, pairs in halves.items():
-            whole = sum(weighs for _, weighs in pairs)
-            found[number] = sum(part for part, _ in pairs) / whole if whole else math.nan
-        return found
+            total = sum(weighs for _, weighs in pairs)
+            losses[number] = sum(part for part, _ in pairs) / total if total else math.nan
+        return losses
 
-    def weighed(self) -> Weighed:
-        """What the losses weigh."""
-        if not (self.told and self.entries):
+    def weights(self) -> LossWeights:
+        """Weights of the losses."""
+        if not (self.reports and self.entries):
             return _NO_LOSSES
-        self._arrive()
+        self._read_to_host()
         counts = [float(entry.counts) for entry in self.entries if entry.counts is not None]
-        return Weighed(
+        return LossWeights(
             fsum([float(entry.weight) * entry.by for entry in self.entries]),
-            counted({entry.counted for entry in self.entries}),
+            union_of({entry.normaliser for entry in self.entries}),
             any(entry.metrics for entry in self.entries),
             min(counts, default=math.inf),
             max(counts, default=-math.inf),
@@ -424,10 +420,10 @@ class Losses:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The sums of the worker's metrics."""
-        self._arrive()
-        found: dict[str, float] = {}
-        for entry in self.entries if self.told else ():
+        """Sums of the worker's metrics."""
+        self._read_to_host()
+        sums: dict[str, float] = {}
+        for entry in self.entries if self.reports else ():
             for name, value in entry.metrics.items():
-                found[name] = found.get(name, 0.0) + float(value) * entry.by
-        return found
+                sums[name] = sums.get(name, 0.0) + float(value) * entry.by
+        return sums

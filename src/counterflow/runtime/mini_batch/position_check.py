@@ -73,7 +73,7 @@ class PositionCheck:
         """
         if positions == 1:
             return
-        if samples_in(output, self._output_dims, "outputs", whole=True) != positions:
+        if samples_in(output, self._output_dims, "outputs", uncut=True) != positions:
             raise ConfigError(
                 f"the last layer gives outputs without the {positions} positions of a slice, where "
                 f"target_sequence_dims={self._target_dims!r} says; say where they are, or take no slices"
@@ -117,7 +117,7 @@ def _graded(copy: LocalStage, function: LossFunction, output: Any, target: Any, 
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     size = elements_in(output)
     found = copy.loss_apart(function, output, target, positions, graph=True)
-    entry = found.entered(Unit(0), positions, 1.0, size)
+    entry = found.as_unit_loss(Unit(0), positions, 1.0, size)
     with torch.enable_grad():
         made = torch.autograd.grad(found.loss * entry.by, leaves, allow_unused=True)
     gradients = [

@@ -1,4 +1,4 @@
-"""How a mini-batch is cut into micro-batches and these into parts: which dimension of what are the samples.
+"""Cutting of mini-batches into micro-batches, and of these into parts, along the dimensions of their samples.
 
 Invariant: what holds samples is cut, or refused; nothing that may hold them goes to all micro-batches as it
 is, unless the user says so.
@@ -22,8 +22,8 @@ from ..torch_private import spread
 from .entries import (
     ENTRIES,
     Entries,
+    KnownLayouts,
     Lists,
-    Settled,
     cut_by_entries,
     is_leaf,
     of_children,
@@ -42,8 +42,8 @@ def samples_in(
     dims: Dims = 0,
     name: str = "inputs",
     *,
-    whole: bool = False,
-    settled: Settled | None = None,
+    uncut: bool = False,
+    known_layouts: KnownLayouts | None = None,
 ) -> int:
     """The number of samples of a mini-batch.
 
@@ -51,8 +51,8 @@ def samples_in(
         tree: its tensors, in any structure.
         dims: where their samples are.
         name: what to call it: ``inputs`` or ``targets``.
-        whole: whether it is cut nowhere.
-        settled: which of its lists other mini-batches have shown to have their samples in their tensors.
+        uncut: whether the mini-batch is not cut, so lists need no check.
+        known_layouts: lists whose samples are in their tensors, as other mini-batches showed.
 
     Raises:
         ConfigError: its tensors do not agree, there are none, or something in it can neither be cut nor
@@ -74,8 +74,8 @@ def samples_in(
         path = name + where
         size = None if dim is None else _size(leaf, dim, path, option)
         if size is not None:
-            found = lists if isinstance(leaf, (list, tuple)) and isinstance(dims, int) else sizes
-            found.setdefault(size, path)
+            counts = lists if isinstance(leaf, (list, tuple)) and isinstance(dims, int) else sizes
+            counts.setdefault(size, path)
     if len(sizes) > 1:
         found_in = " and ".join(f"{size} in {path}" for size, path in sorted(sizes.items()))
         options = "input_dims and kwarg_dims" if isinstance(tree, Keyworded) else option
@@ -86,7 +86,7 @@ def samples_in(
     if not sizes:
         raise ConfigError(f"{name} must have a tensor with samples; found {_shown(spec)}")
     (samples,) = sizes
-    if whole:
+    if uncut:
         return samples
     if samples in lists:
         raise ConfigError(
@@ -95,7 +95,7 @@ def samples_in(
             "(None)"
         )
     if samples > 1:
-        Lists(samples, option, [] if settled is None else settled).refuse_either(tree, dims, name)
+        Lists(samples, option, [] if known_layouts is None else known_layouts).refuse_either(tree, dims, name)
     return samples
 
 
@@ -127,38 +127,38 @@ def cut(tree: Tree, rows: slice, dims: Dims = 0) -> Tree:
     leaves, spec = pytree.tree_flatten(tree, is_leaf=leaves_of(tree, dims))
     by_leaf = spread_dims(dims, spec)
     assert by_leaf is not None, "samples_in has refused it"
-    whole = (list, tuple) if isinstance(dims, int) else ()
+    list_types = (list, tuple) if isinstance(dims, int) else ()
     parts = [
-        leaf if dim is None or isinstance(leaf, whole) else _cut(leaf, dim, rows)
+        leaf if dim is None or isinstance(leaf, list_types) else _cut(leaf, dim, rows)
         for leaf, dim in zip(leaves, by_leaf, strict=True)
     ]
-    found: Tree = pytree.tree_unflatten(parts, spec)
-    return found
+    result: Tree = pytree.tree_unflatten(parts, spec)
+    return result
 
 
-def cut_leaves(tree: Tree, rows: slice, dims: Dims, others: Mapping[int, int | None]) -> Tree:
+def cut_leaves(tree: Tree, rows: slice, dims: Dims, leaf_dims: Mapping[int, int | None]) -> Tree:
     """Some samples of a mini-batch, of which some leaves are cut in other dimensions.
 
     Args:
         tree: its tensors.
         rows: the samples.
         dims: where they are.
-        others: dimensions of some leaves, by number; None: these are whole.
+        leaf_dims: dimensions of some leaves, by number; None: these are whole.
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=leaves_of(tree, dims))
     by_leaf = spread_dims(dims, spec)
     assert by_leaf is not None, "samples_in has refused it"
-    whole = (list, tuple) if isinstance(dims, int) else ()
+    list_types = (list, tuple) if isinstance(dims, int) else ()
     parts = []
     for number, (leaf, dim) in enumerate(zip(leaves, by_leaf, strict=True)):
-        own = others.get(number, dim)
-        parts.append(leaf if own is None or isinstance(leaf, whole) else _cut(leaf, own, rows))
+        leaf_dim = leaf_dims.get(number, dim)
+        parts.append(leaf if leaf_dim is None or isinstance(leaf, list_types) else _cut(leaf, leaf_dim, rows))
     result: Tree = pytree.tree_unflatten(parts, spec)
     return result
 
 
 def joined(
-    parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int], *, alike: bool = False
+    parts: Sequence[Tree], dims: Dims, name: str, samples: Sequence[int], *, equal: bool = False
 ) -> Tree:
     """One tree of the samples of several, in their order.
 
@@ -167,7 +167,7 @@ def joined(
         dims: where their samples are; what has none is the first one's.
         name: what to call it: ``outputs``.
         samples: of each part.
-        alike: whether what has no samples has to be the same in all parts, and to need no gradient.
+        equal: whether values without samples must be equal in all parts, and need no gradient.
 
     Raises:
         ConfigError: they cannot be put together.
@@ -178,24 +178,23 @@ def joined(
     flat = [pytree.tree_flatten(part, is_leaf=leaves_of(part, dims)) for part in parts]
     spec = flat[0][1]
     by_leaf = spread_dims(dims, spec)
-    if by_leaf is None or any(other != spec for _, other in flat):
+    if by_leaf is None or any(other_spec != spec for _, other_spec in flat):
         raise ConfigError(
             f"{option}={dims!r} does not fit the {name}, which are {_shown(spec)}, or they differ"
         )
-    found: Tree = pytree.tree_unflatten(
+    result: Tree = pytree.tree_unflatten(
         [
-            _of_all(same, name, alike=alike) if dim is None else _joined(same, dim, name, option)
+            _of_all(same, name, equal=equal) if dim is None else _joined(same, dim, name, option)
             for dim, same in zip(by_leaf, zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
         ],
         spec,
     )
-    return found
+    return result
 
 
-def _of_all(same: Sequence[Any], name: str, *, alike: bool) -> Any:
-    """What has no samples, in place of that of each part."""
+def _of_all(same: Sequence[Any], name: str, *, equal: bool) -> Any:
     first = same[0]
-    if not alike or all(leaf is first for leaf in same):
+    if not equal or all(leaf is first for leaf in same):
         return first
     if isinstance(first, Tensor):
         fits = not first.requires_grad and all(torch.equal(leaf, first) for leaf in same)
@@ -224,7 +223,7 @@ def _joined(same: Sequence[Any], dim: int | Entries, name: str, option: str) -> 
 
 
 def split_points(samples: int, micro_batches: int) -> list[int]:
-    """Where micro-batches begin, and ``samples`` at the end: the first ones get one sample more.
+    """First sample of each micro-batch, and ``samples`` at the end; the first ones have one sample more.
 
     >>> split_points(10, 4)
     [0, 3, 6, 8, 10]
@@ -235,8 +234,13 @@ def split_points(samples: int, micro_batches: int) -> list[int]:
 
 def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
     """A tree with its tensors on a device; ``copied``: in their own memory."""
-    alone: Any = tree if type(tree) is Tensor else None
-    if alone is not None and alone.device == device and not copied and not alone.is_inference():
+    lone_tensor: Any = tree if type(tree) is Tensor else None
+    if (
+        lone_tensor is not None
+        and lone_tensor.device == device
+        and not copied
+        and not lone_tensor.is_inference()
+    ):
         return tree  # as the walk below would find, in a tenth of its time
 
     def move(leaf: Any) -> Any:
@@ -249,12 +253,12 @@ def moved(tree: Tree, device: torch.device, *, copied: bool = False) -> Tree:
         to = getattr(leaf, "to", None)  # a mask by blocks, a batch of graphs
         return to(device) if callable(to) else leaf
 
-    found: Tree = pytree.tree_map(move, tree, is_leaf=is_leaf)
-    return found
+    result: Tree = pytree.tree_map(move, tree, is_leaf=is_leaf)
+    return result
 
 
 def leaves_of(tree: object, dims: Dims) -> Callable[[object], bool]:
-    """What of a tree is cut as one thing."""
+    """Predicate of the nodes of a tree that are cut as a unit."""
     lists = cut_by_entries(tree, dims)
     return (lambda node: id(node) in lists or is_leaf(node)) if lists else is_leaf
 
@@ -275,8 +279,8 @@ def spread_dims(dims: Dims, spec: pytree.TreeSpec) -> list[int | Entries | None]
     of = of_children(dims, spec)
     if of is None:
         return None if names_of(spec) is not None else spread(dims, spec)
-    found = [spread_dims(one, child) for one, child in zip(of, spec.children(), strict=True)]
-    return None if None in found else [dim for its in found if its is not None for dim in its]
+    spreads = [spread_dims(child_dims, child) for child_dims, child in zip(of, spec.children(), strict=True)]
+    return None if None in spreads else [dim for leaf_dims in spreads for dim in leaf_dims or ()]
 
 
 def _size(leaf: Any, dim: int | Entries, path: str, option: str) -> int | None:
@@ -324,8 +328,6 @@ def _cut(leaf: Any, dim: int | Entries, rows: slice) -> Any:
 
 
 def _cut_mask(mask: BlockMask, rows: slice) -> BlockMask:
-    """A mask by blocks of some samples; its function goes on counting them among all."""
-
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask.mask_mod(b + rows.start, h, q, kv)
 
@@ -342,7 +344,6 @@ def _cut_mask(mask: BlockMask, rows: slice) -> BlockMask:
 
 
 def _shown(spec: pytree.TreeSpec) -> str:
-    """``a dict of 'x', 'mask'``."""
     if spec.is_leaf():
         return "no tuple, list or dict"
     names = names_of(spec)

@@ -1,4 +1,4 @@
-"""How micro-batches are cut in slices of their sequence: which dimension of what the positions are.
+"""Cutting of micro-batches into slices of their sequence, along the dimensions of the positions.
 
 Invariant: all slices together are the micro-batch, each position once. A target's slice knows the whole one.
 """
@@ -16,14 +16,12 @@ from counterflow.api.loss_sum import SLICE, SliceOf
 from counterflow.errors import ConfigError
 
 from ..messages.values import Unit
-from .given import Given
 from .samples import Dims, cut, samples_in
+from .user_batch import UserBatch
 
 
 class SequenceDims(NamedTuple):
-    """Where the positions of a micro-batch's inputs and targets are, and the relative lengths of its
-    slices.
-    """
+    """Dimensions of the positions in inputs and targets, and the relative lengths of slices."""
 
     inputs: Dims
     targets: Dims
@@ -41,37 +39,37 @@ def rows_of_slice(part: int, lengths: Sequence[int], positions: int) -> slice:
     >>> rows_of_slice(1, (512, 256, 256), 1024), rows_of_slice(1, (1, 1, 1), 10)
     (slice(512, 768, None), slice(3, 6, None))
     """
-    whole, before = sum(lengths), sum(lengths[:part])
-    return slice(positions * before // whole, positions * (before + lengths[part]) // whole)
+    total, before = sum(lengths), sum(lengths[:part])
+    return slice(positions * before // total, positions * (before + lengths[part]) // total)
 
 
-def positions_of(given: Given, sizes: Sequence[int], sequence: SequenceDims) -> tuple[int, ...]:
+def positions_of(user_batch: UserBatch, sizes: Sequence[int], sequence: SequenceDims) -> tuple[int, ...]:
     """Number of positions of each micro-batch's sequence; empty if this worker has no part of the mini-batch.
 
     Args:
-        given: inputs and targets of this worker.
+        user_batch: inputs and targets of this worker.
         sizes: samples by micro-batch.
         sequence: dimensions of the positions, and the slices.
 
     Raises:
         ConfigError: inputs or targets cannot be cut into the slices, or their lengths differ.
     """
-    found = [
-        [positions_in(tree, its, name, sequence.lengths) for tree in pieces]
-        for pieces, its, name in (
-            (given.inputs, sequence.inputs, "inputs"),
-            (given.targets, sequence.targets, "targets"),
+    counts = [
+        [positions_in(tree, dims, name, sequence.lengths) for tree in pieces]
+        for pieces, dims, name in (
+            (user_batch.inputs, sequence.inputs, "inputs"),
+            (user_batch.targets, sequence.targets, "targets"),
         )
         if pieces is not None
     ]
-    for one, other in pairwise(found):
-        if one != other:
+    for in_inputs, in_targets in pairwise(counts):
+        if in_inputs != in_targets:
             raise ConfigError(
-                f"micro-batches in {len(sequence.lengths)} slices have {one[0]} positions in their inputs "
-                f"and {other[0]} in their targets; say with sequence_dims and target_sequence_dims where "
-                "they are"
+                f"micro-batches in {len(sequence.lengths)} slices have {in_inputs[0]} positions in their "
+                f"inputs and {in_targets[0]} in their targets; say with sequence_dims and "
+                "target_sequence_dims where they are"
             )
-    return tuple(found[0] if given.ready else found[0] * len(sizes)) if found else ()
+    return tuple(counts[0] if user_batch.ready else counts[0] * len(sizes)) if counts else ()
 
 
 def positions_in(tree: Any, dims: Dims, name: str, lengths: Sequence[int]) -> int:
@@ -88,38 +86,40 @@ def positions_in(tree: Any, dims: Dims, name: str, lengths: Sequence[int]) -> in
     """
     slices = len(lengths)
     try:
-        found = samples_in(tree, dims, name, whole=True)
+        positions = samples_in(tree, dims, name, uncut=True)
     except ConfigError as error:
         option = "sequence_dims" if name == "inputs" else "target_sequence_dims"
         raise ConfigError(
             f"the {name} of a micro-batch are to be cut in {slices} slices of their sequence, along the "
             f"dimensions {option}={dims!r}: {error}; so say with {option}, here, where the positions are"
         ) from error
-    if found < slices:
+    if positions < slices:
         raise ConfigError(
-            f"a micro-batch of {found} positions cannot be cut in {slices} slices; take fewer slices, or "
+            f"a micro-batch of {positions} positions cannot be cut in {slices} slices; take fewer slices, or "
             "longer sequences"
         )
-    short = [part for part in range(slices) if not len(range(found)[rows_of_slice(part, lengths, found)])]
+    short = [
+        part for part in range(slices) if not len(range(positions)[rows_of_slice(part, lengths, positions)])
+    ]
     if short:
         raise ConfigError(
-            f"a micro-batch of {found} positions cannot be cut in slices of lengths "
+            f"a micro-batch of {positions} positions cannot be cut in slices of lengths "
             f"{'+'.join(map(str, lengths))}: slice {short[0]} would have none; take other lengths, or longer "
             "sequences"
         )
-    return found
+    return positions
 
 
 def slice_of(tree: Any, unit: Unit, dims: Dims, lengths: Sequence[int]) -> Any:
-    """A slice of a micro-batch's inputs or targets, contiguous as the whole is, which its tensors know."""
-    rows = rows_of_slice(unit.part, lengths, samples_in(tree, dims, whole=True))
+    """Slice of a micro-batch's inputs or targets; its tensors are contiguous and refer to the whole ones."""
+    rows = rows_of_slice(unit.part, lengths, samples_in(tree, dims, uncut=True))
 
-    def noted(own: Any, whole: Any) -> Any:
-        if not isinstance(own, Tensor) or own is whole:
-            return own
-        own = own.contiguous()
-        dim = next((d for d in range(own.dim()) if own.shape[d] != whole.shape[d]), 0)
-        setattr(own, SLICE, SliceOf(whole, rows.start, dim))
-        return own
+    def with_note(part: Any, sequence: Any) -> Any:
+        if not isinstance(part, Tensor) or part is sequence:
+            return part
+        part = part.contiguous()
+        dim = next((d for d in range(part.dim()) if part.shape[d] != sequence.shape[d]), 0)
+        setattr(part, SLICE, SliceOf(sequence, rows.start, dim))
+        return part
 
-    return pytree.tree_map(noted, cut(tree, rows, dims), tree)
+    return pytree.tree_map(with_note, cut(tree, rows, dims), tree)

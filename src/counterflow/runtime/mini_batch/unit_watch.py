@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..messages.values import Unit
-from .losses import Entry, Losses
+from .losses import Losses, UnitLoss
 
 
 class UnitWatch:
@@ -23,13 +23,13 @@ class UnitWatch:
         self._has_loss = has_loss
         self.outputs: dict[int, Any] = {}
         """Outputs of the last layer by part."""
-        self._entries: list[Entry] = []
+        self._entries: list[UnitLoss] = []
 
     def covers(self, unit: Unit) -> bool:
         """Return whether a unit is watched."""
         return unit.micro_batch == self.micro_batch and self.part in (None, unit.part)
 
-    def save_loss(self, entry: Entry) -> None:
+    def save_loss(self, entry: UnitLoss) -> None:
         """Save the loss of a watched unit."""
         self._entries.append(entry)
 
@@ -43,7 +43,7 @@ class UnitWatch:
         return mean_loss(self._entries) if self._has_loss else None
 
 
-def mean_loss(entries: list[Entry]) -> float:
+def mean_loss(entries: list[UnitLoss]) -> float:
     """Mean loss of the units of one micro-batch."""
     (mean,) = Losses(entries=entries).by_micro_batch().values()
     return mean

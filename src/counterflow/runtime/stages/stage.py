@@ -19,8 +19,8 @@ from counterflow.schedule.modes import Recompute
 from ..mesh.parallel import StageModule, fsdp_modules
 from ..messages.mappings import know
 from ..messages.values import Value
-from ..mini_batch.counted import UNWATCHED, Means
-from ..mini_batch.losses import Found as Loss
+from ..mini_batch.losses import LossOutput
+from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from ..torch_private import buffers_of
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
@@ -90,7 +90,7 @@ class LocalStage:
         last: bool = False,
         precision: Callable[[CastStage], Precision] = lambda _: Precision(),
         skips: StageSkips | None = None,
-        means: Means = UNWATCHED,
+        means: MeanLossDetector = UNWATCHED,
     ) -> None:
         self.stage = stage
         self.means = means
@@ -410,7 +410,7 @@ class LocalStage:
         samples: float,
         *,
         graph: bool = False,
-    ) -> Loss:
+    ) -> LossOutput:
         """Compute a loss, and leave random state and all buffers as they were.
 
         Args:

@@ -355,7 +355,7 @@ class Witness:
         found = copy.means.read(output, samples)
         if terms:
             found = found.with_added(terms)
-        return mean_loss([found.entered(comparison.unit.unit, samples, samples, size)])
+        return mean_loss([found.as_unit_loss(comparison.unit.unit, samples, samples, size)])
 
     # -- comparisons
 

@@ -43,7 +43,7 @@ class CopyStream:
         self.stream: Any = None if self.module is None else self.module.Stream(device=device)
 
 
-class Feed:
+class MicroBatchPrefetcher:
     """The micro-batches of a mini-batch's inputs, or of its targets.
 
     Args:
@@ -61,7 +61,7 @@ class Feed:
         """Copy of each micro-batch, and the event after the copy."""
         self._last: Any = None
         """The event after the last copy."""
-        self.made: Callable[[Iterator[Tensor]], None] | None = None
+        self.on_copy: Callable[[Iterator[Tensor]], None] | None = None
         """Callback for the tensors of each copy."""
         if self._module is not None:  # what was given may be computed on the current stream
             self._stream.wait_stream(self._module.current_stream(self._device))
@@ -103,8 +103,8 @@ class Feed:
             self._last = self._module.Event(blocking=True)  # blocking: the host sleeps, it does not spin
             self._last.record()
         self._copies[number] = tree, self._last
-        if self.made is not None:
-            self.made(tensors_in(tree))
+        if self.on_copy is not None:
+            self.on_copy(tensors_in(tree))
 
     def used(self, number: int) -> None:
         """Free a micro-batch's copy: nobody asks for it any more."""
@@ -124,7 +124,6 @@ class Feed:
 
 
 def _opaque(tree: Any) -> bool:
-    """Whether there is something in it that moves itself, and keeps tensors that nobody else sees."""
     return any(
         not isinstance(leaf, (Tensor, *PLAIN)) and hasattr(leaf, "to") for leaf in pytree.tree_leaves(tree)
     )

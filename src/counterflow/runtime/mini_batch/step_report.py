@@ -14,8 +14,8 @@ from typing import NamedTuple
 from counterflow.errors import ConfigError
 
 
-class Call(IntEnum):
-    """What a worker calls."""
+class CallKind(IntEnum):
+    """Kind of a worker's call."""
 
     EVALUATE = 0
     STEP = 1
@@ -32,7 +32,7 @@ class Call(IntEnum):
     SET_TRAINABLE = -5
     TIMELINE = -6
     CLOSE = -7
-    OTHER = -8
+    UNKNOWN = -8
     """A call that begins otherwise."""
     RECORD = -9
     """A call before which the model is recorded again, as it has changed."""
@@ -42,37 +42,37 @@ class Call(IntEnum):
 
     @property
     def trains(self) -> bool:
-        """Whether it makes gradients."""
-        return self in {Call.STEP, Call.KEEP}
+        """True if the call computes gradients."""
+        return self in {CallKind.STEP, CallKind.KEEP}
 
 
 _IN_WORDS = {
-    Call.KEEP: "step without an update",
-    Call.REFUSE: "step, evaluate or predict, and refuses its mini-batch",
-    Call.OTHER: "something else",
-    Call.RECORD: "step, evaluate or predict with a changed model",
+    CallKind.KEEP: "step without an update",
+    CallKind.REFUSE: "step, evaluate or predict, and refuses its mini-batch",
+    CallKind.UNKNOWN: "something else",
+    CallKind.RECORD: "step, evaluate or predict with a changed model",
 }
 
 
-class Form(IntEnum):
-    """In which form a worker was given a mini-batch."""
+class BatchForm(IntEnum):
+    """Form in which a worker received a mini-batch."""
 
     NOTHING = 0
-    WHOLE = 1
+    UNSPLIT = 1
     READY = 2
     """The mini-batch was passed as ready micro-batches."""
 
 
-class OfSamples(NamedTuple):
-    """What a worker reports of a mini-batch's samples; fields as of ``Told``."""
+class SampleCounts(NamedTuple):
+    """Samples of a worker's mini-batch; fields as of ``CallReport``."""
 
     inputs: int | None
     targets: int | None
     kind: int
-    form: Form
+    form: BatchForm
 
 
-class Told(NamedTuple):
+class CallReport(NamedTuple):
     """A worker's report of a call.
 
     Attributes:
@@ -89,14 +89,14 @@ class Told(NamedTuple):
         ways: number of other ways to cut the inputs, which are to be tried if outputs say so; 0: no check.
     """
 
-    call: Call
+    call: CallKind
     step: int
     outputs: bool = False
     follows: bool = False
     inputs: int | None = None
     targets: int | None = None
     kind: int = 0
-    form: Form = Form.NOTHING
+    form: BatchForm = BatchForm.NOTHING
     digests: tuple[float, float] = (0.0, 0.0)
     begins: bool = False
     ways: int = 0
@@ -118,9 +118,9 @@ class Told(NamedTuple):
         )
 
     @classmethod
-    def unpack(cls, row: Sequence[float]) -> Told:
-        """What ``pack`` packed; a worker whose call is another one may tell more after it."""
-        return _unpacked((*row[:TOLD_WIDTH], *[0.0] * (TOLD_WIDTH - len(row))))
+    def unpack(cls, row: Sequence[float]) -> CallReport:
+        """Unpack a row; the row of a worker that makes a different call may be longer."""
+        return _unpacked((*row[:CALL_WIDTH], *[0.0] * (CALL_WIDTH - len(row))))
 
     @property
     def same_on_all(self) -> tuple[object, ...]:
@@ -128,42 +128,42 @@ class Told(NamedTuple):
         return self.call, self.step, self.outputs, self.follows
 
     @property
-    def of_samples(self) -> OfSamples:
-        """What the worker was given, without its contents."""
-        return OfSamples(self.inputs, self.targets, self.kind, self.form)
+    def sample_counts(self) -> SampleCounts:
+        """Sample counts of the report, without the contents' digests."""
+        return SampleCounts(self.inputs, self.targets, self.kind, self.form)
 
     def __str__(self) -> str:
-        outputs = " with outputs" if self.outputs and self.call is not Call.PREDICT else ""
+        outputs = " with outputs" if self.outputs and self.call is not CallKind.PREDICT else ""
         follows = " without a barrier" if self.follows else ""
         return f"{self.call}{outputs}{follows}, after {self.step} steps"
 
 
-def refuse_other_calls(mine: Told, rows: Sequence[Told], rank: int) -> None:
+def refuse_other_calls(report: CallReport, rows: Sequence[CallReport], rank: int) -> None:
     """Refuse the reports of workers that make different calls.
 
     Args:
-        mine: the report of this worker.
+        report: the report of this worker.
         rows: the reports of all, by rank.
         rank: this worker's.
 
     Raises:
         ConfigError: the calls differ.
     """
-    same = mine.same_on_all
-    for other, row in enumerate(rows):
+    same = report.same_on_all
+    for peer, row in enumerate(rows):
         if row.same_on_all != same:
             raise ConfigError(
-                f"rank {rank} calls {mine}; rank {other} calls {row}; all workers make the same calls in the "
-                "same order"
+                f"rank {rank} calls {report}; rank {peer} calls {row}; all workers make the same calls in "
+                "the same order"
             )
 
 
 @lru_cache(maxsize=4096)
-def _unpacked(row: tuple[float, ...]) -> Told:
-    """The record of a row; many workers report the same, and all report it twice in a step."""
+def _unpacked(row: tuple[float, ...]) -> CallReport:
+    # Many workers report the same, and all report it twice in a step.
     call, step, outputs, follows, inputs, targets, kind, form, first, second, begins, ways = row
-    return Told(
-        Call(int(call)) if call in _CALLS else Call.OTHER,
+    return CallReport(
+        CallKind(int(call)) if call in _CALLS else CallKind.UNKNOWN,
         int(step),
         bool(outputs),
         bool(follows),
@@ -177,27 +177,27 @@ def _unpacked(row: tuple[float, ...]) -> Told:
     )
 
 
-class Counts(IntFlag):
-    """What losses are divided by."""
+class Normaliser(IntFlag):
+    """Quantities that losses are divided by."""
 
     SAMPLES = 1
     ELEMENTS = 2
     """The elements counted by one of torch's own losses, if they are not those of all outputs."""
     EITHER = 4
     """Elements that are those of all outputs, and as many in each sample."""
-    OTHER = 8
+    WEIGHTS = 8
     """Targets of a cross entropy, or what a ``LossSum`` says."""
 
 
-NOTHING = Counts(0)
+NOTHING = Normaliser(0)
 
 
-class Weighed(NamedTuple):
+class LossWeights(NamedTuple):
     """Weights of a worker's losses.
 
     Attributes:
         weight: sum of their weights.
-        counted: union of what they count.
+        normaliser: union of their normalisers.
         has_metrics: whether there are metrics in addition to the losses.
         least: smallest share of targets that counts in a micro-batch; infinite if none is known.
         most: largest share of targets that counts in a micro-batch.
@@ -205,57 +205,59 @@ class Weighed(NamedTuple):
     """
 
     weight: float = 0.0
-    counted: Counts = NOTHING
+    normaliser: Normaliser = NOTHING
     has_metrics: bool = False
     least: float = float("inf")
     most: float = -float("inf")
     has_graph: bool = False
 
 
-class Part(NamedTuple):
-    """A worker's part of a mini-batch's loss and gradient norm.
+class WorkerReport(NamedTuple):
+    """A worker's share of a mini-batch's loss and gradient norm.
 
     Attributes:
         loss: the sum of its losses.
         squared_norm: of its gradients.
         non_finite: its first micro-batch whose loss is not finite; None: all are.
-        weighed: what its losses weigh.
+        weights: weights of its losses.
     """
 
     loss: float
     squared_norm: float
     non_finite: int | None
-    weighed: Weighed
+    weights: LossWeights
 
     def pack(self) -> tuple[float, ...]:
         """Pack the record as numbers."""
-        its = self.weighed
+        weights = self.weights
         return (
             self.loss,
             self.squared_norm,
             _NONE if self.non_finite is None else self.non_finite,
-            *(its.weight, its.counted.value, its.has_metrics, its.least, its.most, its.has_graph),
+            weights.weight,
+            weights.normaliser.value,
+            *weights[2:],
         )
 
     @classmethod
-    def unpack(cls, row: Sequence[float]) -> Part:
-        """What ``pack`` packed."""
-        loss, squared, non_finite, *weighed = row
-        return cls(loss, squared, _count(non_finite), _weighed(tuple(weighed)))
+    def unpack(cls, row: Sequence[float]) -> WorkerReport:
+        """Unpack a row."""
+        loss, squared, non_finite, *weights = row
+        return cls(loss, squared, _count(non_finite), _unpacked_weights(tuple(weights)))
 
 
 @lru_cache(maxsize=4096)
-def _weighed(row: tuple[float, ...]) -> Weighed:
-    """The record of a row; that of a worker without losses is always the same."""
+def _unpacked_weights(row: tuple[float, ...]) -> LossWeights:
+    # A worker without losses always reports the same row.
     weight, counts, has_metrics, least, most, has_graph = row
-    return Weighed(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
+    return LossWeights(weight, _COUNTS[int(counts)], bool(has_metrics), least, most, bool(has_graph))
 
 
-TOLD_WIDTH, PART_WIDTH = 12, 9
-"""Number of values in a packed ``Told`` and in a packed ``Part``."""
+CALL_WIDTH, WORKER_WIDTH = 12, 9
+"""Number of values in a packed ``CallReport`` and in a packed ``WorkerReport``."""
 
-_CALLS, _FORMS = frozenset(Call), tuple(Form)
-_COUNTS = tuple(map(Counts, range(1 << len(Counts))))
+_CALLS, _FORMS = frozenset(CallKind), tuple(BatchForm)
+_COUNTS = tuple(map(Normaliser, range(1 << len(Normaliser))))
 """Members by number, in a table because the reports of many ranks are read each step."""
 
 _NONE = -1

@@ -1,4 +1,4 @@
-"""torch's own means, which are divided by what counts in them: targets, weights, chosen elements.
+"""Detection of torch's own means, which are divided by targets, weights or chosen elements that count.
 
 One process divides by that of the whole mini-batch; a micro-batch knows its own. So a loss that is such a
 mean, times a number perhaps, is taken with what it was divided by, wherever it is called: by a loss function
@@ -28,7 +28,7 @@ from ..stages.named_layer import LOSS, NamedLayer
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
 from ..torch_private import LINEAR_CROSS_ENTROPY, whole_call
-from .losses import Found, read_loss
+from .losses import LossOutput, read_loss
 
 _NOTHING = nullcontext()
 _SCALING = frozenset(
@@ -36,8 +36,8 @@ _SCALING = frozenset(
 )
 
 
-class _Counted(NamedTuple):
-    """The parts of a mean.
+class _Mean(NamedTuple):
+    """Parts of a mean.
 
     Attributes:
         sum: sum before the division; None for a mean over elements, which stays as it is.
@@ -48,8 +48,8 @@ class _Counted(NamedTuple):
     weight: Tensor | int
 
 
-class Means(StageWrapper):
-    """Finds such means in what makes a unit's loss, and what they are divided by.
+class MeanLossDetector(StageWrapper):
+    """Detects such means in the computation of a unit's loss, and their divisors.
 
     Args:
         layer: the number of the layer, or loss function, that gives the loss; None: nothing is watched.
@@ -63,12 +63,12 @@ class Means(StageWrapper):
 
     def __init__(self, layer: int | None = LOSS, *, divides: bool = True, compares: bool = True) -> None:
         self._layer, self.divides, self.compares = layer, divides, compares
-        self._watch = _Watch()
+        self._recorder = _MeanRecorder()
 
     def watching(self) -> AbstractContextManager[object]:
-        """Around what makes a unit's loss."""
-        self._watch.weights.clear()
-        return _NOTHING if self._layer is None else self._watch
+        """Context in which a unit's loss is computed."""
+        self._recorder.weights.clear()
+        return _NOTHING if self._layer is None else self._recorder
 
     @override
     def applies_to(self, layer: NamedLayer) -> bool:
@@ -80,46 +80,46 @@ class Means(StageWrapper):
         with self.watching():
             return run(value, step, rows)
 
-    def read(self, output: Any, samples: float) -> Found:
-        """A unit's loss, of what was given by that which was watched last.
+    def read(self, output: Any, samples: float) -> LossOutput:
+        """Loss of one micro-batch, with the normaliser of the last observed mean.
 
         Args:
-            output: what it gave.
+            output: output of the loss function, or of the last layer.
             samples: of the unit; of a slice, times its share of the sequence.
 
         Raises:
             ConfigError: it is no loss.
         """
-        found, weights = read_loss(output), self._watch.weights
-        self._watch.weights = []
+        loss, weights = read_loss(output), self._recorder.weights
+        self._recorder.weights = []
         if isinstance(output, LossSum) or not weights:
-            return found
-        counted: _Counted | None = getattr(found.loss, _NAME, None)
-        if counted is None or not self.divides:
-            return found._replace(counts=_one_of(weights, samples)) if self.compares else found
-        weight = counted.weight
-        if counted.sum is None or not isinstance(weight, Tensor):
-            return found._replace(elements=int(weight))
+            return loss
+        mean: _Mean | None = getattr(loss.loss, _NAME, None)
+        if mean is None or not self.divides:
+            return loss._replace(counts=_fingerprint(weights, samples)) if self.compares else loss
+        weight = mean.weight
+        if mean.sum is None or not isinstance(weight, Tensor):
+            return loss._replace(elements=int(weight))
         metrics = {
             name: torch.where(weight > 0, torch.as_tensor(value, device=weight.device) * weight, 0)
-            for name, value in found.metrics.items()
+            for name, value in loss.metrics.items()
         }
-        return Found(counted.sum, weight, metrics)
+        return LossOutput(mean.sum, weight, metrics)
 
 
 _NAME = "counterflow_counted"
 
 
-def _one_of(weights: list[Tensor | int], samples: float) -> Tensor | float:
-    """A number that identifies some weights: multiples of others by these factors never add up to it."""
-    factors = [math.exp(1 / number) / samples for number in range(1, len(weights) + 1)]
-    found: Tensor | float = 0.0
+def _fingerprint(weights: list[Tensor | int], samples: float) -> Tensor | float:
+    """Number that identifies weights: no multiples of different weights by these factors sum to it."""
+    factors = [math.exp(1 / index) / samples for index in range(1, len(weights) + 1)]
+    number: Tensor | float = 0.0
     for weight, factor in zip(weights, factors, strict=True):
-        found = found + (weight.double() if isinstance(weight, Tensor) else weight) * factor
-    return found
+        number = number + (weight.double() if isinstance(weight, Tensor) else weight) * factor
+    return number
 
 
-class _Watch(TorchFunctionMode):
+class _MeanRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.weights: list[Tensor | int] = []
@@ -134,21 +134,21 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _mean(self, func: Any, args: Any, kwargs: Any) -> Any:
-        its = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
-        reduction = its.get("reduction", "mean")
+        arguments = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+        reduction = arguments.get("reduction", "mean")
         by_batch = reduction == "batchmean" and func is functional.kl_div
-        if not (reduction == "mean" or by_batch) or any(its.get(name) is not None for name in _OLD):
+        if not (reduction == "mean" or by_batch) or any(arguments.get(name) is not None for name in _OLD):
             return func(*args, **kwargs)
-        weight, total = _DIVISORS[func](its), None
+        weight, total = _DIVISORS[func](arguments), None
         if isinstance(weight, int):  # of no elements their sum, 0, for their mean would not be finite
-            mean = whole(func(*args, **kwargs) if weight else func(**{**its, "reduction": "sum"}))
+            mean = whole(func(*args, **kwargs) if weight else func(**{**arguments, "reduction": "sum"}))
         elif weight.requires_grad:  # it is no part of a sum's gradient
             self.weights.append(weight.detach())
             return func(*args, **kwargs)
         else:
-            total, weight = whole(func(**{**its, "reduction": "sum"})), whole(weight)
+            total, weight = whole(func(**{**arguments, "reduction": "sum"})), whole(weight)
             mean = total / weight.to(total.dtype)
-        setattr(mean, _NAME, _Counted(total, weight))
+        setattr(mean, _NAME, _Mean(total, weight))
         self.weights.append(weight)
         return mean
 
@@ -157,10 +157,9 @@ _OLD = "size_average", "reduce"
 """torch's older arguments for a reduction."""
 
 
-def _by_targets(its: Mapping[str, Any]) -> Tensor | int:
-    """What counts of a cross entropy's targets; of targets that are shares of classes each."""
-    target: Tensor = its["target"]
-    classes, ignored = its.get("weight"), its.get("ignore_index")
+def _by_targets(arguments: Mapping[str, Any]) -> Tensor | int:
+    target: Tensor = arguments["target"]
+    classes, ignored = arguments.get("weight"), arguments.get("ignore_index")
     if target.is_floating_point():
         return target.numel() // target.shape[min(1, target.dim() - 1)]
     counts = target != (-100 if ignored is None else ignored)
@@ -170,41 +169,44 @@ def _by_targets(its: Mapping[str, Any]) -> Tensor | int:
     return (by[target.where(counts, 0)] * counts).sum()
 
 
-def _by_weights(its: Mapping[str, Any]) -> Tensor | int:
-    """The weights' sum, of an error that is divided by it."""
-    weight = its.get("weight")
-    return weight.double().sum() if isinstance(weight, Tensor) else _by_elements(its)
+def _by_weights(arguments: Mapping[str, Any]) -> Tensor | int:
+    weight = arguments.get("weight")
+    return weight.double().sum() if isinstance(weight, Tensor) else _by_elements(arguments)
 
 
-def _by_elements(its: Mapping[str, Any]) -> int:
-    first, target = its["input"], its["target"]
+def _by_elements(arguments: Mapping[str, Any]) -> int:
+    first, target = arguments["input"], arguments["target"]
     if first.shape == target.shape:
         return first.numel()  # type: ignore[no-any-return]
     return math.prod(torch.broadcast_shapes(first.shape, target.shape))
 
 
-def _by_rows(its: Mapping[str, Any]) -> int:
-    """The rows of an error that is made of each."""
-    first: Tensor = its["input"]
+def _by_rows(arguments: Mapping[str, Any]) -> int:
+    first: Tensor = arguments["input"]
     return first.shape[0] if first.dim() > 1 else 1
 
 
-def _by_pairs(its: Mapping[str, Any]) -> int:
-    return math.prod(torch.broadcast_shapes(its["input1"].shape, its["input2"].shape, its["target"].shape))
+def _by_pairs(arguments: Mapping[str, Any]) -> int:
+    return math.prod(
+        torch.broadcast_shapes(
+            arguments["input1"].shape, arguments["input2"].shape, arguments["target"].shape
+        )
+    )
 
 
-def _by_divergence(its: Mapping[str, Any]) -> int:
-    return its["input"].shape[0] if its.get("reduction") == "batchmean" else _by_elements(its)
+def _by_divergence(arguments: Mapping[str, Any]) -> int:
+    return (
+        arguments["input"].shape[0] if arguments.get("reduction") == "batchmean" else _by_elements(arguments)
+    )
 
 
 def _scaled(func: Any, args: Any) -> Any:
-    """A mean times, or divided by, a number is one too."""
     result = func(*args)
     first, second = args
-    counted: _Counted | None = getattr(first, _NAME, None)
-    if counted is not None and isinstance(second, (int, float)):
-        total = None if counted.sum is None else func(counted.sum, second)
-        setattr(result, _NAME, _Counted(total, counted.weight))
+    mean: _Mean | None = getattr(first, _NAME, None)
+    if mean is not None and isinstance(second, (int, float)):
+        total = None if mean.sum is None else func(mean.sum, second)
+        setattr(result, _NAME, _Mean(total, mean.weight))
     return result
 
 
@@ -226,7 +228,7 @@ _DIVISORS: dict[Any, Callable[[Mapping[str, Any]], Tensor | int]] = {
     ),
     functional.kl_div: _by_divergence,
     functional.margin_ranking_loss: _by_pairs,
-    functional.cosine_embedding_loss: lambda its: its["target"].numel(),
+    functional.cosine_embedding_loss: lambda arguments: arguments["target"].numel(),
     **dict.fromkeys(
         (
             functional.multilabel_margin_loss,
@@ -236,10 +238,10 @@ _DIVISORS: dict[Any, Callable[[Mapping[str, Any]], Tensor | int]] = {
         _by_rows,
     ),
 }
-"""What each of torch's functions divides by, of its arguments by name."""
+"""Divisors of torch's functions, computed from their arguments by name."""
 
 _ARGUMENTS = {function: tuple(inspect.signature(function).parameters) for function in _DIVISORS}
-"""Their arguments' names, in order."""
+"""Argument names of these functions, in order."""
 
-UNWATCHED = Means(None)
-"""Means of stages without a loss."""
+UNWATCHED = MeanLossDetector(None)
+"""Detector of stages without a loss."""

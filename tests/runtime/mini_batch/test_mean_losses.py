@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from counterflow import LossSum
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime.mini_batch.counted import Means
+from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -376,7 +376,7 @@ def test_what_torch_divides_by_is_the_weight(kind: Any) -> None:
     output = torch.randn(6, 3, 4, dtype=F).log_softmax(1)
     target = torch.randint(0, 3, (6, 4))
     target[:2] = 9
-    loss, means = kind(weight=WEIGHTS[:3], ignore_index=9), Means()
+    loss, means = kind(weight=WEIGHTS[:3], ignore_index=9), MeanLossDetector()
     found = []
     for i in (0, 2, 4):
         with means.watching():
@@ -389,7 +389,7 @@ def test_what_torch_divides_by_is_the_weight(kind: Any) -> None:
 
 def test_what_is_no_mean_over_targets_stays() -> None:
     output, target = torch.randn(6, 3, dtype=F), torch.tensor([0, 1, 2, -100, 1, 0])
-    shares, means = output.softmax(1), Means()
+    shares, means = output.softmax(1), MeanLossDetector()
     for loss in (
         lambda: functional.cross_entropy(output, shares),  # targets that are shares of classes: all count
         lambda: functional.cross_entropy(output, target, reduction="sum"),

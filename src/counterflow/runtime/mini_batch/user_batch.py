@@ -1,6 +1,6 @@
-"""What one worker was given of a mini-batch: as a whole, or as micro-batches that are ready.
+"""Inputs and targets that the user passes to one worker: unsplit, or as ready micro-batches.
 
-What it does not do: ask the other workers what they were given; ``agreement.py`` does.
+It does not compare them with those of other workers; ``agreement.py`` does.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from counterflow.schedule.ir import Schedule
 
 from ..messages.mappings import flat_with_paths, know
 from ..messages.values import Keyworded, content_digest, not_dense, number_of, signature
-from .entries import Settled
+from .entries import KnownLayouts
 from .samples import Dims, cut, samples_in, split_points
-from .told import Form
+from .step_report import BatchForm
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """Inputs and targets as a worker was given them.
+class UserBatch:
+    """Inputs and targets of one worker.
 
     Attributes:
         inputs: all inputs in one piece, or one piece a micro-batch; None: this worker has none.
@@ -34,8 +34,8 @@ class Given:
         input_dims: dimensions of the samples in the inputs.
         target_dims: dimensions of the samples in the targets.
         sizes: samples by micro-batch, if the user states them.
-        halving: the scheme, if it halves micro-batches that are ready.
-        settled: lists whose samples are in their tensors, as other mini-batches showed.
+        halving_scheme: the scheme, if it halves micro-batches that are ready.
+        known_layouts: lists whose samples are in their tensors, as other mini-batches showed.
     """
 
     inputs: Sequence[Any] | None
@@ -44,15 +44,15 @@ class Given:
     input_dims: Dims
     target_dims: Dims
     sizes: Sequence[int] | None = None
-    halving: str | None = None
-    settled: Settled = field(default_factory=list)
+    halving_scheme: str | None = None
+    known_layouts: KnownLayouts = field(default_factory=list)
 
     @property
-    def form(self) -> Form:
-        """In which form it was given."""
+    def form(self) -> BatchForm:
+        """Form of the mini-batch."""
         if self.inputs is None and self.targets is None:
-            return Form.NOTHING
-        return Form.READY if self.ready else Form.WHOLE
+            return BatchForm.NOTHING
+        return BatchForm.READY if self.ready else BatchForm.UNSPLIT
 
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
         """The samples of each piece of inputs and targets; None where these are not given.
@@ -64,42 +64,45 @@ class Given:
             (self.inputs, self.input_dims, "inputs"),
             (self.targets, self.target_dims, "targets"),
         ]
-        told = self.sizes
-        if told is not None and self.halving is None:
-            found = [None if pieces is None else list(told) for pieces, _, _ in sides]
-            return found[0], found[1]
-        cuts = not self.ready or self.halving is not None
+        sizes = self.sizes
+        if sizes is not None and self.halving_scheme is None:
+            stated = [None if pieces is None else list(sizes) for pieces, _, _ in sides]
+            return stated[0], stated[1]
+        cuts = not self.ready or self.halving_scheme is not None
         counted = [
             None
             if pieces is None or dims is None
-            else [samples_in(each, dims, name, whole=not cuts, settled=self.settled) for each in pieces]
+            else [
+                samples_in(piece, dims, name, uncut=not cuts, known_layouts=self.known_layouts)
+                for piece in pieces
+            ]
             for pieces, dims, name in sides
         ]
         for (pieces, dims, name), counts in zip(sides, counted, strict=True):
-            if self.halving is not None and pieces is not None and dims is None:
+            if self.halving_scheme is not None and pieces is not None and dims is None:
                 raise ConfigError(
-                    f"{self.halving} halves micro-batches, and {name.removesuffix('s')}_dims=None tells no "
-                    f"dimension in which those of the {name} are cut; say one, or take a scheme that halves "
-                    "none"
+                    f"{self.halving_scheme} halves micro-batches, and {name.removesuffix('s')}_dims=None "
+                    f"tells no dimension in which those of the {name} are cut; say one, or take a scheme "
+                    "that halves none"
                 )
-            if told is not None and counts is not None and counts != list(told):
-                raise ConfigError(f"samples={list(told)}, and the micro-batches' {name} have {counts}")
+            if sizes is not None and counts is not None and counts != list(sizes):
+                raise ConfigError(f"samples={list(sizes)}, and the micro-batches' {name} have {counts}")
         inputs, targets = counted
         if inputs is not None and targets is not None:
-            for number, (one, other) in enumerate(zip(inputs, targets, strict=True)):
-                if self.ready and one != other:
+            for number, (in_inputs, in_targets) in enumerate(zip(inputs, targets, strict=True)):
+                if self.ready and in_inputs != in_targets:
                     raise ConfigError(
-                        f"micro-batch {number} has {one} samples in its inputs and {other} in its targets; "
-                        "they have the same, in the dimensions that input_dims and target_dims say, or "
-                        "samples= says how many"
+                        f"micro-batch {number} has {in_inputs} samples in its inputs and {in_targets} in "
+                        "its targets; they have the same, in the dimensions that input_dims and target_dims "
+                        "say, or samples= says how many"
                     )
         known = inputs if inputs is not None else targets
         if known is None and (self.inputs is not None or self.targets is not None):
-            known = self._untold()
+            known = self._default_counts()
         return (None if self.inputs is None else known), (None if self.targets is None else targets or known)
 
-    def _untold(self) -> list[int]:
-        """The samples of what has none in any dimension: of ready micro-batches, one each."""
+    def _default_counts(self) -> list[int]:
+        """Sample counts of inputs without a batch dimension: one per ready micro-batch."""
         if self.ready and self.input_dims is None and self.target_dims is None:
             return [1] * len(self.inputs or self.targets or ())
         if self.ready:
@@ -112,8 +115,8 @@ class Given:
             "they are, and give what has them to every worker; or give micro_batches that are ready"
         )
 
-    def kinds(self, trains: bool, sizes: Sequence[int]) -> tuple[int, list[int]]:
-        """The kind of the mini-batch, 0 if this worker has no inputs, and those of ready micro-batches.
+    def shape_signatures(self, trains: bool, sizes: Sequence[int]) -> tuple[int, list[int]]:
+        """Signature of the mini-batch, 0 if this worker has no inputs, and signatures of ready micro-batches.
 
         Args:
             trains: whether gradients are computed.
@@ -121,11 +124,11 @@ class Given:
         """
         if self.inputs is None:
             return 0, []
-        names = [sorted(each.kwargs) if isinstance(each, Keyworded) else () for each in self.inputs]
+        names = [sorted(piece.kwargs) if isinstance(piece, Keyworded) else () for piece in self.inputs]
         if self.ready:
             parts = zip(self.inputs, names, sizes, strict=True)
-            kinds = [signature(each, *its, trains, size) for each, its, size in parts]
-            return 1 + number_of(*kinds), kinds
+            signatures = [signature(piece, *keys, trains, size) for piece, keys, size in parts]
+            return 1 + number_of(*signatures), signatures
         return signature(self.inputs, *names[0], sum(sizes), trains), []
 
     def digests(self) -> tuple[float, float]:
@@ -144,18 +147,18 @@ class Given:
             return [None] * len(sizes)
         if self.ready:
             return list(pieces)
-        whole = pieces[0]
+        tree = pieces[0]
         rows = (slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
-        return [cut(whole, its, dims) for its in rows]
+        return [cut(tree, samples, dims) for samples in rows]
 
 
-def whole(
+def unsplit(
     inputs: Any,
     targets: Any,
     kwargs: Mapping[str, Any] | None,
     dims: tuple[Dims, Dims, Dims],
-    settled: Settled,
-) -> Given:
+    known_layouts: KnownLayouts,
+) -> UserBatch:
     """A mini-batch to be cut.
 
     Args:
@@ -163,21 +166,21 @@ def whole(
         targets: targets of the loss function; None: this worker has none.
         kwargs: keyword arguments of the first layer.
         dims: dimensions of the samples in these three.
-        settled: lists whose samples are in their tensors, as other mini-batches showed.
+        known_layouts: lists whose samples are in their tensors, as other mini-batches showed.
 
     Raises:
         ConfigError: one of the tensors is sparse or nested.
     """
-    given = inputs if kwargs is None else Keyworded(inputs, dict(kwargs))
-    _look_into(given, "inputs")
+    tree = inputs if kwargs is None else Keyworded(inputs, dict(kwargs))
+    _look_into(tree, "inputs")
     _look_into(targets, "targets")
-    return Given(
-        None if given is None else [given],
+    return UserBatch(
+        None if tree is None else [tree],
         None if targets is None else [targets],
         ready=False,
         input_dims=_input_dims(dims, keyworded=kwargs is not None),
         target_dims=dims[1],
-        settled=settled,
+        known_layouts=known_layouts,
     )
 
 
@@ -188,7 +191,7 @@ def ready(
     dims: tuple[Dims, Dims, Dims],
     *,
     halves: bool,
-) -> Given:
+) -> UserBatch:
     """The user's own micro-batches; of an iterator, the next ones.
 
     Args:
@@ -203,13 +206,13 @@ def ready(
     """
     count = schedule.micro_batches
     sized = isinstance(micro_batches, Sequence)
-    found = list(micro_batches if sized else islice(micro_batches, count))
-    if len(found) != count:
+    pieces = list(micro_batches if sized else islice(micro_batches, count))
+    if len(pieces) != count:
         raise ConfigError(
-            f"micro_batches has {len(found)}{'' if sized else ' left'}, and {schedule} takes {count}; "
+            f"micro_batches has {len(pieces)}{'' if sized else ' left'}, and {schedule} takes {count}; "
             "give as many"
         )
-    widths = {len(each) if isinstance(each, (tuple, list)) else 0 for each in found}
+    widths = {len(piece) if isinstance(piece, (tuple, list)) else 0 for piece in pieces}
     if len(widths) > 1 or not widths <= {2, 3}:
         raise ConfigError(
             "each of micro_batches is (inputs, targets), or (inputs, targets, kwargs); None where they are "
@@ -223,19 +226,19 @@ def ready(
             "from 0 on"
         )
     keyworded = widths == {3}
-    inputs = [Keyworded(each[0], dict(each[2])) if keyworded else each[0] for each in found]
-    targets = [each[1] for each in found]
-    for number, (one, other) in enumerate(zip(inputs, targets, strict=True)):
-        _look_into(one, "inputs", f" of micro-batch {number}")
-        _look_into(other, "targets", f" of micro-batch {number}")
-    return Given(
-        None if not keyworded and all(each is None for each in inputs) else inputs,
-        None if all(each is None for each in targets) else targets,
+    inputs = [Keyworded(piece[0], dict(piece[2])) if keyworded else piece[0] for piece in pieces]
+    targets = [piece[1] for piece in pieces]
+    for number, (its_inputs, its_targets) in enumerate(zip(inputs, targets, strict=True)):
+        _look_into(its_inputs, "inputs", f" of micro-batch {number}")
+        _look_into(its_targets, "targets", f" of micro-batch {number}")
+    return UserBatch(
+        None if not keyworded and all(piece is None for piece in inputs) else inputs,
+        None if all(piece is None for piece in targets) else targets,
         ready=True,
         input_dims=_input_dims(dims, keyworded=keyworded),
         target_dims=dims[1],
         sizes=sizes,
-        halving=schedule.scheme if halves else None,
+        halving_scheme=schedule.scheme if halves else None,
     )
 
 
@@ -254,11 +257,6 @@ def _input_dims(dims: tuple[Dims, Dims, Dims], *, keyworded: bool) -> Dims:
 
 
 def _look_into(tree: Any, name: str, where: str = "") -> None:
-    """Search mappings of all classes, and refuse tensors that stages cannot pass on.
-
-    Raises:
-        ConfigError: a tensor is sparse or nested.
-    """
     if not isinstance(tree, torch.Tensor):
         know(tree)
     elif tree.layout is torch.strided and not tree.is_nested:
