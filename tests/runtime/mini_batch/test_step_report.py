@@ -1,4 +1,4 @@
-"""What workers tell each other travels as numbers and is the same afterwards."""
+"""Reports of workers travel as numbers and is the same afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from counterflow.runtime.mini_batch.step_report import (
 
 COUNTS = st.none() | st.integers(0, 2**40)
 FINITE = st.floats(allow_nan=False)
-TOLD = st.builds(
+REPORTS = st.builds(
     CallReport,
     call=st.sampled_from(CallKind),
     step=st.integers(0, 2**40),
@@ -32,19 +32,19 @@ TOLD = st.builds(
     begins=st.booleans(),
     ways=st.integers(0, 2**53),
 )
-WEIGHED = st.builds(
+WEIGHTS = st.builds(
     LossWeights,
     weight=FINITE,
-    counted=st.sampled_from(Normaliser),
+    normaliser=st.sampled_from(Normaliser),
     has_metrics=st.booleans(),
     least=FINITE,
     most=FINITE,
     has_graph=st.booleans(),
 )
-PART = st.builds(WorkerReport, loss=FINITE, squared_norm=FINITE, non_finite=COUNTS, weighed=WEIGHED)
+PARTS = st.builds(WorkerReport, loss=FINITE, squared_norm=FINITE, non_finite=COUNTS, weights=WEIGHTS)
 
 
-@given(report=TOLD, part=PART, more=st.lists(FINITE, max_size=3))
+@given(report=REPORTS, part=PARTS, more=st.lists(FINITE, max_size=3))
 def test_a_row_has_what_was_packed(report: CallReport, part: WorkerReport, more: list[float]) -> None:
     row = [float(number) for number in (*report.pack(), *part.pack(), *more)]  # as a gather gives them
     width = CALL_WIDTH + WORKER_WIDTH
@@ -55,7 +55,7 @@ def test_a_row_has_what_was_packed(report: CallReport, part: WorkerReport, more:
     )
 
 
-def test_calls_are_told_in_words() -> None:
+def test_calls_are_described_in_words() -> None:
     shown = {
         CallReport(CallKind.STEP, 3): "step, after 3 steps",
         CallReport(CallKind.KEEP, 0): "step without an update, after 0 steps",
@@ -67,7 +67,7 @@ def test_calls_are_told_in_words() -> None:
 
 
 def test_only_the_call_has_to_be_the_same_on_all() -> None:
-    one = CallReport(CallKind.STEP, 3, inputs=8, kind=5, form=BatchForm.UNSPLIT)
-    assert one.same_on_all == CallReport(CallKind.STEP, 3, targets=8).same_on_all
-    assert one.same_on_all != CallReport(CallKind.STEP, 3, outputs=True).same_on_all
-    assert one.same_on_all != CallReport(CallKind.STEP, 4).same_on_all
+    report = CallReport(CallKind.STEP, 3, inputs=8, kind=5, form=BatchForm.UNSPLIT)
+    assert report.same_on_all == CallReport(CallKind.STEP, 3, targets=8).same_on_all
+    assert report.same_on_all != CallReport(CallKind.STEP, 3, outputs=True).same_on_all
+    assert report.same_on_all != CallReport(CallKind.STEP, 4).same_on_all
