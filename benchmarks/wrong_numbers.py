@@ -1059,13 +1059,13 @@ TESTS: dict[str, str] = {
     "test_all_copies_have_what_is_set",
     "threads with one model: two pipelines share layers, Chimera": "stages/test_set_by_hand.py::"
     "test_two_pipelines_that_share_layers_train_the_same_ones",
-    "a loss balanced by detached sizes": "mini_batch/test_loss_check.py::"
+    "a loss balanced by detached sizes": "mini_batch/test_loss_diagnoses.py::"
     "test_what_is_no_mean_by_its_gradient_is_refused",
-    "a loss divided by itself, detached": "mini_batch/test_loss_check.py::"
+    "a loss divided by itself, detached": "mini_batch/test_loss_diagnoses.py::"
     "test_what_is_no_mean_by_its_gradient_is_refused",
-    "Barlow twins, two samples a micro-batch": "mini_batch/test_loss_check.py::"
+    "Barlow twins, two samples a micro-batch": "mini_batch/test_loss_diagnoses.py::"
     "test_whole_units_are_compared_where_parts_are_not_finite",
-    "hard examples, two samples a micro-batch": "mini_batch/test_loss_check.py::"
+    "hard examples, two samples a micro-batch": "mini_batch/test_loss_diagnoses.py::"
     "test_whole_units_are_compared_where_parts_are_not_finite",
     "cf.add_loss in an early stage, and a split backward": "execution/test_added_losses.py::"
     "test_what_is_added_goes_past_the_pieces_of_later_stages",

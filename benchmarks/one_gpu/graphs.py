@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from counterflow.common.differences import difference
+from counterflow.verification.diagnosis.comparison import difference
 from one_gpu import Report
 from one_gpu.host import gpt_block
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from counterflow import Pipeline, launch, schemes
-from counterflow.runtime.mini_batch import known_shapes, loss_check
+from counterflow.runtime.mini_batch import first_steps, known_shapes
 from counterflow.runtime.stages import split_backward
 from counterflow.schedule.ir import Schedule
 
 KINDS = 4
+ROOMS = "counterflow.runtime", "counterflow.verification.diagnosis"
 STEPS = 8
 
 
@@ -25,7 +26,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from (("[]", each) for pair in thing.items() for each in pair)
     elif isinstance(thing, (list, tuple, set, frozenset, deque)):
         yield from (("[]", each) for each in thing)
-    elif type(thing).__module__.startswith("counterflow.runtime"):
+    elif type(thing).__module__.startswith(ROOMS):
         for name in {*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())}:
             if hasattr(thing, name):
                 yield f".{name}", getattr(thing, name)
@@ -50,9 +51,7 @@ def _sizes(roots: dict[str, Any]) -> Counter[str]:
 
 
 def _shared() -> dict[str, Any]:
-    modules = {
-        name: vars(module) for name, module in sys.modules.items() if name.startswith("counterflow.runtime")
-    }
+    modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith(ROOMS)}
     return {
         f"{name}.{key}": value
         for name, held in modules.items()
@@ -126,7 +125,7 @@ def test_nothing_grows_with_the_steps(
 ) -> None:
     for most in ("_KINDS", "_MICRO_BATCHES"):
         monkeypatch.setattr(known_shapes, most, KINDS)
-    monkeypatch.setattr(loss_check, "_KINDS", KINDS)
+    monkeypatch.setattr(first_steps, "_LOSS_KINDS", KINDS)
     monkeypatch.setattr(split_backward, "_MOST_SHAPES", KINDS)
     for grown in launch(_grown, schedule, options, workers=schedule.workers, transport="local"):
         assert not grown

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import counterflow as cf
-from counterflow.common.differences import difference
+from counterflow.verification.diagnosis.comparison import difference
 
 
 class Act(nn.Module):

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from counterflow.schedule.ir import Schedule
+from counterflow.verification.diagnosis.input_cuts import Verdict, compare_units
 
 from .execution.evaluation import EvaluationRunner
 from .execution.step import Workers
+from .messages.mappings import know
 from .mini_batch.batch import Batch
-from .mini_batch.input_cuts import Verdict, compare
 
 _UNITS = 3
 """Number of runs by way to cut: two units, and both together."""
@@ -80,11 +81,13 @@ class CutProbe:
         for which in range(_UNITS):
             probe = self._probe(batch, which, way)
             self._evaluation.probe(probe)
-            outputs += (probe.outputs or {}).values()
+            for output in (probe.outputs or {}).values():
+                know(output)
+                outputs.append(output)
             sizes.append(probe.total)
             if which == _UNITS - 1 and self._workers.worker == self._judge:
                 failed = len(outputs) < _UNITS
-                verdict = Verdict.FAILED if failed else compare(outputs[:2], outputs[2], sizes[:2])
+                verdict = Verdict.FAILED if failed else compare_units(outputs[:2], outputs[2], sizes[:2])
             verdict = self._meet(verdict)
         return verdict
 

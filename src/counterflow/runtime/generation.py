@@ -16,16 +16,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.comparison import distance
+from counterflow.verification.diagnosis.tolerances import ACTIVATIONS
 
-from .doubling import is_doubling
 from .execution.step import Workers
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .stages.stage import LocalStage
-
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Logits that are apart by less, relative to the largest, differ by rounding; of other dtypes by 6 %."""
 
 
 class Settings(NamedTuple):
@@ -103,12 +102,11 @@ class GenerationCheck:
         Raises:
             ConfigError: they differ.
         """
-        apart = (ours - whole).abs().masked_fill((ours == whole) | (ours.isnan() & whole.isnan()), 0.0)
-        most = float(whole[whole.isfinite()].abs().max()) if bool(whole.isfinite().any()) else 0.0
-        if not float(apart.max()) <= _ROUNDING.get(ours.dtype, 0.06) * most:
+        difference = distance(whole, ours, skip_non_finite=False)
+        if difference > ACTIVATIONS.of(ours.dtype):
             raise ConfigError(
-                f"generate: the logits of token {token} after the prompt are {float(apart.max()):.2g} apart "
-                "from those of the whole sequence in one piece; a layer looks at earlier positions, or "
+                f"generate: the logits of token {token} after the prompt differ by {difference:.2g} of "
+                "the largest from those of the whole sequence in one piece; a layer looks at earlier positions, or "
                 "counts them, without a cf.Carry, from which it takes what earlier tokens left, or leaves "
                 "too little in it: let it hold one, or call predict on whole sequences"
             )

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.common.differences import difference
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.torch_private import TorchDispatchMode, drops_nothing
+from counterflow.verification.diagnosis.comparison import difference
 
 
 @dataclass(slots=True)

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
-from counterflow.common.differences import difference, tolerance
 from counterflow.errors import ConfigError
 from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.stages.layers import layers_of
 from counterflow.runtime.stages.skip_links import stage_skips
+from counterflow.verification.diagnosis.comparison import difference
+from counterflow.verification.diagnosis.tolerances import MODELS, coarsest
 
 from .calls import Run, first_parting, place_of
 from .copies import Given, run_layers, run_model
@@ -198,8 +199,8 @@ def _run_both(given: Given) -> tuple[Run, Run]:
 
 def _compare(given: Given, ours: Run, theirs: Run) -> SameModel:
     """All differences; ``ours`` is the model's run, ``theirs`` that of the layers."""
-    dtype = max(ours.dtype, theirs.dtype, key=lambda each: torch.finfo(each).eps)
-    limit = tolerance(dtype)
+    dtype = coarsest((ours.dtype, theirs.dtype))
+    limit = MODELS.of(dtype)
     floor = _noise(ours, dtype)
     output_error = difference(ours.output, theirs.output)
     loss_error = difference(ours.loss, theirs.loss)
@@ -308,7 +309,7 @@ def _noise(run: Run, dtype: torch.dtype) -> float:
     norm.
     """
     largest = max((float(g.abs().max()) for g in run.gradients.values() if g.numel()), default=0.0)
-    return largest * min(1.0, 1e3 * torch.finfo(dtype).eps / tolerance(dtype))
+    return largest * min(1.0, 1e3 * torch.finfo(dtype).eps / MODELS.of(dtype))
 
 
 def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:

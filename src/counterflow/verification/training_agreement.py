@@ -27,13 +27,8 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
+from .diagnosis.tolerances import COMPRESSED_TRAININGS, TRAININGS
 from .reference import Reference, Staleness, parts_of
-
-TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""Maximum relative error at which numbers agree, by the dtype of the computation."""
-
-COMPRESSED_TOLERANCES = {"bfloat16": 0.05, "int8": 0.4}
-"""The same of float32 if gradients are summed in a smaller form, over the few updates of a comparison."""
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
@@ -188,9 +183,9 @@ def verify(
         threads=threads,
     )
     agreement = compare(reference, found)
-    if execution.gradient_compression is None or agreement.tolerance != TOLERANCES[torch.float32]:
+    if execution.gradient_compression is None or agreement.tolerance != TRAININGS.float32:
         return agreement  # gradients in float64 are summed in full
-    return replace(agreement, tolerance=COMPRESSED_TOLERANCES[execution.gradient_compression])
+    return replace(agreement, tolerance=COMPRESSED_TRAININGS[execution.gradient_compression])
 
 
 def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler | None:
@@ -282,7 +277,7 @@ def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
         missing = reference.state.keys() - worker.state.keys()
         if missing:
             raise KeyError(f"the pipeline's state has no {min(missing)}")
-    tolerance = TOLERANCES.get(dtypes[0] if dtypes else torch.float32, 1e-2)
+    tolerance = TRAININGS.of(dtypes[0] if dtypes else torch.float32)
     return Agreement(_worst(losses), _worst(norms), _worst(gradients), _worst(weights), tolerance)
 
 

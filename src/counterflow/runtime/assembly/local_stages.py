@@ -200,7 +200,9 @@ def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]
     return found
 
 
-def _means(model: PartitionedModel, loss_function: LossFunction | None, batching: Batching) -> MeanLossDetector:
+def _means(
+    model: PartitionedModel, loss_function: LossFunction | None, batching: Batching
+) -> MeanLossDetector:
     """What watches the last stage's loss."""
     synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
     if insists and not synchronous:

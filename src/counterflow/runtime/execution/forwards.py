@@ -20,6 +20,7 @@ from ..messages.arrivals import NONE
 from ..messages.values import Unit, Value, ValueLayout, put_together
 from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
+from ..mini_batch.probes import diagnose_aux
 from ..stages.passes import StagePass
 from ..stages.recomputation import copied, mapped
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
@@ -131,18 +132,13 @@ class RunForward(RunOp):
         return unit_pass
 
     def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
-        check, rows = batch.added_check, inputs.rows
-        if (
-            check is None
-            or self.copy.aux_losses.collects is False
-            or batch.guarded
-            or rows.start == rows.stop
-        ):
+        diagnosis, rows = batch.aux_diagnosis, inputs.rows
+        if diagnosis is None or self.copy.aux_losses.collects is False or batch.guarded or rows.start == rows.stop:
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)
         if self.copy.aux_losses.collects:
-            check.look(self.copy, value, batch.step, rows)
+            diagnose_aux(diagnosis, self.copy, value, batch.step, rows)
         return output
 
     def _save(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass, output: Output) -> Output:

@@ -18,6 +18,7 @@ from ..dtensors import whole
 from ..messages.values import Unit, take_apart
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction, LossOutput, divisor_of, elements_in
+from ..mini_batch.probes import loss_probe
 from ..mini_batch.samples import cut, refuse_whole_entries
 from ..mini_batch.slicing import slice_of
 from ..stages.aux_loss import pop_aux_losses, split_aux_losses
@@ -91,16 +92,16 @@ class Outputs:
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
         share: float = samples
-        size, checks = samples, () if rerun else tuple(batch.checks)
+        size, diagnoses = samples, () if rerun else tuple(batch.loss_diagnoses)
         if self._loss_function is not None:
             assert batch.targets is not None
             targets = batch.targets[unit.micro_batch]
             target = part(targets, unit, batch, of_targets=True)
             if rows.slices > 1:
                 share = samples * rows.positions / rows.whole
-            for check in checks:
-                size = rows.positions if check.of_positions else samples
-                check.begin(copy, self._loss_function, output, target, size)
+            for diagnosis in diagnoses:
+                size = rows.positions if diagnosis.of_positions else samples
+                diagnosis.begin(loss_probe(copy, self._loss_function), output, target, size)
             size = elements_in(output)
             output = self._loss(copy, batch, output, target, rows)
         loss = copy.means.read(output, share)
@@ -118,8 +119,8 @@ class Outputs:
             sum_of_losses, weight = loss.loss, loss.weight
             loss = LossOutput(sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()})
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
-        for check in checks:
-            check.end()
+        for diagnosis in diagnoses:
+            diagnosis.end()
         terms = pop_aux_losses()  # the loss function adds to itself as layers do
         if (added or terms) and copy.means.compares:
             loss = loss.with_shares(share, size)

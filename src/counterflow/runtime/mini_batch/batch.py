@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from counterflow.verification.diagnosis.aux_means import AuxMeanDiagnosis
+
 from ..messages.values import Shapes, Unit
 from ..stages.sample_rows import SampleRows
-from .added_check import AddedCheck
-from .cut_check import CutCheck
-from .loss_check import LossCheck
+from .first_steps import LossDiagnosis
+from .input_cuts import InputCutDiagnosis
 from .losses import Losses, UnitLoss
-from .position_check import PositionCheck
 from .prefetcher import MicroBatchPrefetcher
 from .samples import Dims
 from .slicing import SequenceDims, rows_of_slice
@@ -83,14 +83,14 @@ class Batch:
         await_total: waits for the others' reports before they see any effect; returns ``total``.
         divisor: normaliser of the losses of the mini-batch; None: its number of samples.
         loss_scale: what its losses are multiplied by before their backwards.
-        checks: checks that the loss is a mean over samples, and over positions; empty: no check.
-        added_check: check that what layers add is a mean over samples; None: no check.
+        loss_diagnoses: diagnoses of the loss as a mean over samples, and over positions; empty: none is due.
+        aux_diagnosis: diagnosis of what layers add to the loss; None: none is due.
         losses: losses of its micro-batches so far.
         outputs: outputs of the last stage by unit, if requested.
         has_loss: whether losses are computed.
         compared: whether the copies of stages are compared after this mini-batch.
         sequence: how it is cut in slices; None: it is not cut.
-        cut_check: check of how its inputs are cut, on workers that are given them; None: no check is due.
+        input_cuts: diagnosis of how its inputs are cut, on workers with inputs; None: none is due.
         ways: number of other ways to cut them, known to all workers of the replica; 0: no check is due.
         ready: whether its micro-batches were ready.
         guarded: whether a unit whose layer fails is passed on like one without samples.
@@ -114,14 +114,14 @@ class Batch:
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
     loss_scale: float = 1.0
-    checks: list[LossCheck | PositionCheck] = field(default_factory=list)
-    added_check: AddedCheck | None = None
+    loss_diagnoses: list[LossDiagnosis] = field(default_factory=list)
+    aux_diagnosis: AuxMeanDiagnosis | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True
     compared: bool = False
     sequence: SequenceDims | None = None
-    cut_check: CutCheck | None = None
+    input_cuts: InputCutDiagnosis | None = None
     ways: int = 0
     ready: bool = False
     guarded: bool = False

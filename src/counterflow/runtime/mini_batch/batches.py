@@ -14,17 +14,14 @@ from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..doubling import is_doubling
 from ..mesh.parallel_dims import ParallelDims
-from .added_check import AddedCheck, AddedChecks
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
-from .cut_check import CutCheck, CutChecks, compared_rows
 from .entries import KnownLayouts
+from .first_steps import FirstSteps, LossDiagnosis
+from .input_cuts import compared_rows
 from .known_shapes import KnownShapes
-from .loss_check import LossCheck, LossChecks
 from .losses import Losses
-from .position_check import PositionCheck, PositionChecks
 from .prefetcher import CopyStream, MicroBatchPrefetcher
 from .slicing import SequenceDims, positions_of
 from .step_report import CallKind, CallReport
@@ -95,21 +92,15 @@ class Batches:
             for trains in (True, False)
         }
         """On mini-batches that are trained on, which may follow each other, and on all others."""
-        self._checks = (
-            None if batching.per_micro_batch_loss else LossChecks(batching.output_dims, batching.target_dims)
-        )
-        self._added_checks = None if batching.per_micro_batch_loss else AddedChecks()
         self._slices, self._lengths = schedule.workload.slices, schedule.workload.lengths
         if self._slices > 1 and batching.per_micro_batch_loss:
             raise ConfigError(
                 f"per_micro_batch_loss: {schedule.scheme} has no loss of a whole micro-batch where it cuts "
                 "them in slices; return a mean over samples and positions, or a cf.LossSum"
             )
-        along = batching.target_sequence_dims
-        outputs = along if isinstance(along, int) else 1
-        self._positions = PositionChecks(outputs, along)
-        self._cuts = None if role.dims.in_lockstep else CutChecks()
-        """Checks of how inputs are cut; None: samples are split further, so that no unit may be empty."""
+        self._first_steps = FirstSteps(
+            batching, self._parts, sliced=self._slices > 1, diagnoses_inputs=not role.dims.in_lockstep
+        )
         self._shapes = KnownShapes(schedule.workload)
         self._known_layouts: KnownLayouts = []
         """Lists in mini-batches whose samples were found to be in their tensors."""
@@ -161,7 +152,7 @@ class Batches:
         try:
             user_batch = read()
             report, sizes, signatures = self._report(user_batch, call, step, outputs=outputs, follows=follows)
-            check = self._cut_check(user_batch, report, sizes)
+            input_cuts = self._first_steps.of_inputs(user_batch, report.kind, sizes)
         except Exception as error:
             refusal = error if follows else agreement.refuse(error, step)
             if refusal is error:
@@ -177,8 +168,8 @@ class Batches:
             samples, known_kind = sum(sizes), report.kind in self._shapes
             known = known_kind and samples > 0 and report.targets in (samples, None) and not user_batch.ready
             report, known = (
-                report._replace(ways=0 if check is None else len(check.ways)),
-                known and check is None,
+                report._replace(ways=0 if input_cuts is None else len(input_cuts.ways)),
+                known and input_cuts is None,
             )
             await_total = agreement.begin(report, user_batch, sizes, signatures, known=known)
             report = CallReport(call, step, outputs, follows=True)
@@ -201,6 +192,14 @@ class Batches:
                 (self._role.takes_targets, user_batch.targets, user_batch.target_dims),
             )
         )
+        loss_diagnoses, aux_diagnosis = list[LossDiagnosis](), None
+        if not has_one_unit:
+            trains, first_steps = call.trains, self._first_steps
+            if self._needs_targets(call):
+                finishes = self._schedule.synchronous or not trains
+                units = None if finishes else self._units(agreed, call)
+                loss_diagnoses = first_steps.of_losses(agreed.kind, trains=trains, step=step, units=units)
+            aux_diagnosis = first_steps.of_aux(agreed.kind, trains=trains, step=step)
         return Batch(
             step=step,
             inputs=inputs,
@@ -221,12 +220,10 @@ class Batches:
             losses=Losses(reports=self._role.reports_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            checks=self._checks_of(agreed, call, step)
-            if self._needs_targets(call) and not has_one_unit
-            else [],
-            added_check=None if has_one_unit else self._added_check_of(agreed, call, step),
+            loss_diagnoses=loss_diagnoses,
+            aux_diagnosis=aux_diagnosis,
             sequence=sequence,
-            cut_check=check,
+            input_cuts=input_cuts,
             ways=0 if follows else agreed.ways,
             ready=bool(agreed.signatures),
         )
@@ -241,13 +238,13 @@ class Batches:
         """
         rows = compared_rows(batch.samples, self._parts, ready=batch.ready)
         assert rows is not None, "otherwise nothing is cut"
-        count, check = rows[which].stop - rows[which].start, batch.cut_check
+        count, input_cuts = rows[which].stop - rows[which].start, batch.input_cuts
         rest = self._schedule.micro_batches - 1
         samples = (count, *([0] * rest))
         inputs = None
-        if self._role.takes_inputs and check is not None:
+        if self._role.takes_inputs and input_cuts is not None:
             inputs = MicroBatchPrefetcher(
-                [check.cut(rows[which], way), *([None] * rest)], self._copies, at_once=False
+                [input_cuts.cut(rows[which], way), *([None] * rest)], self._copies, at_once=False
             )
         return Batch(
             step=batch.step,
@@ -266,11 +263,6 @@ class Batches:
             has_loss=False,
             guarded=True,
         )
-
-    def _cut_check(self, user_batch: UserBatch, report: CallReport, sizes: Sequence[int]) -> CutCheck | None:
-        if self._cuts is None or not sizes or not report.kind:
-            return None
-        return self._cuts.of(user_batch, report.kind, sizes, self._parts)
 
     def _report(
         self, user_batch: UserBatch, call: CallKind, step: int, *, outputs: bool, follows: bool
@@ -345,24 +337,3 @@ class Batches:
     def _units(self, agreed: Agreed, call: CallKind) -> int:
         sliced = self._slices > 1 and call.trains
         return (self._slices if sliced else self._parts) * sum(map(bool, agreed.sizes))
-
-    def _checks_of(self, agreed: Agreed, call: CallKind, step: int) -> list[LossCheck | PositionCheck]:
-        of_samples = None
-        if self._checks is not None:
-            at_once = self._schedule.synchronous or not call.trains
-            units = None if at_once else self._units(agreed, call)
-            evaluates, rechecks = call is CallKind.EVALUATE, _rechecks(call, step)
-            of_samples = self._checks.of(agreed.kind, evaluates=evaluates, units=units, again=rechecks)
-        of_positions = self._positions.of(agreed.kind) if self._slices > 1 and call.trains else None
-        return [check for check in (of_positions, of_samples) if check is not None]
-
-    def _added_check_of(self, agreed: Agreed, call: CallKind, step: int) -> AddedCheck | None:
-        if self._added_checks is None:
-            return None
-        rechecks = _rechecks(call, step)
-        return self._added_checks.of(agreed.kind, evaluates=call is CallKind.EVALUATE, again=rechecks)
-
-
-def _rechecks(call: CallKind, step: int) -> bool:
-    """True in steps 1, 2, 4, 8 and so on: a unit is checked though earlier ones of its kind were."""
-    return call.trains and is_doubling(step + 1)

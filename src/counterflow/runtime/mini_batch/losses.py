@@ -61,6 +61,13 @@ class UnitLoss(NamedTuple):
         """True if the loss alone is computed on a device."""
         return self.counts is None and not self.metrics and type(self.weight) is float
 
+    def sums_with(self, parts: Sequence[UnitLoss]) -> bool:
+        """Return whether losses of parts have the same normaliser, so that they can be summed."""
+        entries = [self, *parts]
+        counts = [float(entry.counts) for entry in entries if entry.counts is not None]
+        equal = not counts or max(counts) - min(counts) <= 1e-9 * abs(max(counts))
+        return equal and consistent(union_of(entry.normaliser for entry in entries))
+
 
 class LossOutput(NamedTuple):
     """Loss that a loss function, or a last layer, returned, and its metrics without a graph.

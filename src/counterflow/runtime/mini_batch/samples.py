@@ -192,6 +192,39 @@ def joined(
     return result
 
 
+class LossDims:
+    """Dimensions of the samples, or of the positions, in the outputs and the targets of a loss.
+
+    Args:
+        outputs: dimensions in the outputs.
+        targets: dimensions in the targets.
+        uncut: whether outputs are not cut by the pipeline.
+    """
+
+    def __init__(self, outputs: Dims, targets: Dims, *, uncut: bool = False) -> None:
+        self._outputs, self._targets, self._uncut = outputs, targets, uncut
+
+    def count(self, output: Any) -> int:
+        """Number of samples in an output."""
+        return samples_in(output, self._outputs, "outputs", uncut=self._uncut)
+
+    def cut(self, output: Any, rows: slice) -> Any:
+        """Some samples of an output."""
+        return cut(output, rows, self._outputs)
+
+    def cut_target(self, target: Any, rows: slice) -> Any:
+        """Some samples of a target."""
+        return cut(target, rows, self._targets)
+
+    def join(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+        """One output of the samples of several."""
+        return joined(outputs, self._outputs, "outputs", samples, equal=True)
+
+    def join_targets(self, targets: Sequence[Any], samples: Sequence[int]) -> Any:
+        """One target of the samples of several."""
+        return joined(targets, self._targets, "targets", samples, equal=True)
+
+
 def _of_all(same: Sequence[Any], name: str, *, equal: bool) -> Any:
     first = same[0]
     if not equal or all(leaf is first for leaf in same):

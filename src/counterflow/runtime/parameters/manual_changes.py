@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError
 
-from ..doubling import is_doubling
 from ..dtensors import local
 from ..stages.stage import LocalStage
 from .digest import digest

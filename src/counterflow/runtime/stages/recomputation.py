@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.torch_internals import never_compiled
+from counterflow.common.doubling import is_doubling
 from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
 
-from ..doubling import is_doubling
 from ..dtensors import is_dtensor
 from ..messages.values import Value
 from ..torch_private import buffers_of, keeps_statistics, same_memory

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from counterflow.common.differences import difference, tolerance
+from counterflow.verification.diagnosis.comparison import difference
+from counterflow.verification.diagnosis.tolerances import MODELS, coarsest
 
 from ..mini_batch.batch import Batch
 from ..mini_batch.unit_watch import UnitWatch
@@ -108,7 +108,7 @@ def same(one: Result, other: Result, least: float = 0.0) -> bool:
         for leaf in pytree.tree_leaves(one.output)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
-    limit = tolerance(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32))
+    limit = MODELS.of(coarsest(dtypes))
     limit = max(limit, least)
     if one.loss is not None and other.loss is not None and not _near(one.loss, other.loss, limit):
         return False

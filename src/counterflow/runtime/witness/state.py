@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.differences import difference, tolerance
 from counterflow.common.trees import version_of
 from counterflow.schedule.ir import Schedule
+from counterflow.verification.diagnosis.comparison import difference
+from counterflow.verification.diagnosis.tolerances import MODELS
 
 from ..messages.mappings import know
 from ..messages.values import Value
@@ -103,7 +104,7 @@ class Repeats(StageWrapper):
         dtypes = [
             t.dtype for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
         ]
-        limit = max(map(tolerance, dtypes), default=0.0)
+        limit = max(map(MODELS.of, dtypes), default=0.0)
         if difference(output, second) > max(limit, self._least):
             self.layer = place_of(layer)
         return output

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
-from counterflow.common.differences import tolerance
+from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.execution import Execution
 from counterflow.schedule.ir import Schedule
+from counterflow.verification.diagnosis.graded_losses import copied
+from counterflow.verification.diagnosis.tolerances import MODELS
 
-from ..doubling import is_doubling
 from ..execution.outputs import part as part_of
 from ..execution.step import Workers
 from ..mini_batch.batch import Batch
-from ..mini_batch.graded import copied
 from ..mini_batch.losses import LossFunction, elements_in
 from ..mini_batch.unit_watch import UnitWatch, mean_loss
 from ..stages.aux_loss import split_aux_losses
@@ -87,7 +87,7 @@ class Witness:
         self._loss_function, self._every = loss_function, execution.witness_every
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
-        self._least = tolerance(torch.bfloat16) if lower else 0.0
+        self._least = MODELS.of(torch.bfloat16) if lower else 0.0
         self._owner = Owner(stages, streams, self._least)
         self._other_calls = "" if sharded else other_calls(schedule, len(workers.ranks))
         modules = {layer.index: layer.module for of_stage in layers for layer in of_stage}
@@ -433,7 +433,7 @@ class Witness:
             return ""
         where = ""
         if self._captured and not agree:
-            limit = tolerance(torch.float32)
+            limit = MODELS.of(torch.float32)
             where = first_difference(self._order, sketches[0], sketches[1], limit)
         losses = own.loss, layers.loss
         if differs and comparison.watch is not None and comparison.result is not None:

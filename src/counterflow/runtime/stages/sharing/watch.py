@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import cast
 
+from counterflow.common.doubling import is_doubling
 from counterflow.errors import ConfigError
 
-from ...doubling import is_doubling
 from ...messages.values import number_of
 from ...transport.base import Transport
 from ..named_layer import LOSS, NamedLayer, place_of

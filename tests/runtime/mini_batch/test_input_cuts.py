@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import counterflow as cf
-from counterflow.runtime.mini_batch.cut_check import Verdict, compare
+from counterflow.verification.diagnosis.input_cuts import Verdict, compare_units
 
 SAMPLES, POSITIONS, WIDTH, TOKENS = 6, 12, 12, 9
 
@@ -347,4 +347,4 @@ def test_outputs_are_compared_by_samples() -> None:
         ((rows[:2].bfloat16() * 1.01, rows[2:].bfloat16()), rows.bfloat16(), Verdict.SAME),
         ((rows[:2] * -torch.inf, rows[2:]), torch.cat([rows[:2] * -torch.inf, rows[2:]]), Verdict.SAME),
     ):
-        assert compare(apart, together, sizes) is verdict, (apart, together)
+        assert compare_units(apart, together, sizes) is verdict, (apart, together)

@@ -1,0 +1,115 @@
+"""Diagnosis of the losses of slices: whether they add up to the loss of the whole sequence.
+
+A slice's loss is compared with the losses of its two halves, each weighted as in the mini-batch: their
+weights, their sums, and the gradient of every element of the output. So the diagnosis finds a loss that
+shifts its targets within the slice, or normalises by the slice.
+
+It cannot decide about a loss that draws random numbers or that the last layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.api.loss_sum import SLICE, SliceOf
+from counterflow.errors import ConfigError
+
+from .comparison import compare_with_parts, distance
+from .graded_losses import Graded, LossProbe, leaves_of
+from .sample_means import LossLayout
+from .tolerances import ACTIVATIONS, LOSSES_OF_SLICES, WEIGHTS
+
+
+class PositionMeanDiagnosis:
+    """Diagnosis of the losses of one mini-batch's slices on one worker.
+
+    Args:
+        layout: dimensions of the positions.
+        option: ``target_sequence_dims`` of the pipeline, for messages.
+    """
+
+    of_positions = True
+
+    def __init__(self, layout: LossLayout, option: object) -> None:
+        self._layout, self._option = layout, option
+
+    def begin(self, probe: LossProbe, output: Any, target: Any, positions: int) -> None:
+        """Diagnose a slice's loss before it is computed.
+
+        Raises:
+            ConfigError: the losses of its halves do not add up to the slice's, or nothing can be decided.
+        """
+        if positions == 1:
+            return
+        if self._layout.count(output) != positions:
+            raise ConfigError(
+                f"the last layer gives outputs without the {positions} positions of a slice, where "
+                f"target_sequence_dims={self._option!r} says; say where they are, or take no slices"
+            )
+        whole, *parts = (
+            partial(self._grade, probe, output, target, rows)
+            for rows in (
+                slice(0, positions),
+                slice(0, positions // 2),
+                slice(positions // 2, positions),
+            )
+        )
+        join = partial(self._join, (positions // 2, positions - positions // 2))
+        if not compare_with_parts(whole, parts, join, _fits):
+            raise ConfigError(
+                f"the loss is no mean over positions: that of {positions} of a slice is not what their "
+                "halves make, so the losses of slices do not make one process's. Let the function return a "
+                "cf.LossSum: a sum, and what it is to be divided by; shift targets with cf.next_target, and "
+                "divide by what counts in cf.whole_target"
+            )
+
+    @staticmethod
+    def end() -> None:
+        """Do nothing: each slice is diagnosed on its own."""
+
+    finish = end
+
+    def _grade(self, probe: LossProbe, output: Any, target: Any, rows: slice) -> Graded:
+        part = pytree.tree_map_only(Tensor, _leaf, self._layout.cut(output, rows))
+        targets = pytree.tree_map_only(Tensor, torch.clone, self._layout.cut_target(target, rows))
+        for leaf, original in zip(pytree.tree_leaves(targets), pytree.tree_leaves(target), strict=False):
+            of: SliceOf | None = getattr(original, SLICE, None)
+            if of is not None:
+                setattr(leaf, SLICE, of._replace(start=of.start + rows.start))
+        leaves = leaves_of(part)
+        graded = probe.grade(part, targets, rows.stop - rows.start, leaves, graph=True)
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, graded.gradients, strict=True)
+        ]
+        return graded._replace(gradients=gradients)
+
+    def _join(self, sizes: Sequence[int], halves: Sequence[Graded]) -> tuple[float, float, list[Tensor]]:
+        pairs = zip(*(half.gradients for half in halves), strict=True)
+        gradients = [self._layout.join(pair, sizes) for pair in pairs]
+        return sum(half.sum for half in halves), sum(half.weight for half in halves), gradients
+
+
+def _fits(whole: Graded, joined: tuple[float, float, Sequence[Tensor]]) -> bool:
+    loss, weight, gradients = joined
+    pairs: list[tuple[Any, Tensor]] = list(zip(whole.gradients, gradients, strict=True))
+    dtypes = [expected.dtype for expected, _ in pairs] or [torch.float64]
+    return (
+        _near(whole.weight, weight, WEIGHTS)
+        and all(distance(expected, got) <= ACTIVATIONS.of(expected.dtype) for expected, got in pairs)
+        and _near(whole.sum, loss, LOSSES_OF_SLICES.of(*dtypes))
+    )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _near(expected: float, got: float, limit: float) -> bool:
+    return not abs(expected - got) > limit * abs(expected)  # true of what is not finite: a step reports it
