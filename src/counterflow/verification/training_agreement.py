@@ -28,7 +28,7 @@ from counterflow.schedule.cuts import balance, explicit
 from counterflow.schedule.ir import Schedule
 
 from .diagnosis.tolerances import COMPRESSED_TRAININGS, TRAININGS
-from .reference import Reference, Staleness, parts_of
+from .reference import Reference, ReferenceStep, Staleness, parts_of
 
 SMALL = 1e-3
 """Errors of a tensor are relative to its own largest value, or to this share of that of all tensors:
@@ -74,7 +74,7 @@ class Agreement:
 class Trained:
     """Result of a training."""
 
-    steps: list[Step]
+    steps: Sequence[Step | ReferenceStep]
     evaluation: float
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
