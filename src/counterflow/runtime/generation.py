@@ -105,9 +105,9 @@ class GenerationCheck:
         difference = distance(whole, ours, skip_non_finite=False)
         if difference > ACTIVATIONS.of(ours.dtype):
             raise ConfigError(
-                f"generate: the logits of token {token} after the prompt differ by {difference:.2g} of "
-                "the largest from those of the whole sequence in one piece; a layer looks at earlier "
-                "positions, or counts them, without a cf.Carry, from which it takes what earlier tokens left, or leaves "
+                f"generate: the logits of token {token} after the prompt differ by {difference:.2g} of the "
+                "largest from those of the whole sequence in one piece; a layer looks at earlier positions, "
+                "or counts them, without a cf.Carry, from which it takes what earlier tokens left, or leaves "
                 "too little in it: let it hold one, or call predict on whole sequences"
             )
         self._compared = token
