@@ -26,12 +26,12 @@ from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.stages.recomputation import mapped
 
-from .calls import Run, Watch, copied, place_of
+from .trace import ModuleTrace, TraceRecorder, copied, place_of
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a user gave to compare.
+class Comparison:
+    """A model and its layers that are compared on a batch.
 
     Attributes:
         model: the whole model.
@@ -87,24 +87,24 @@ class _Copy:
         ConfigError: the copy fails.
     """
 
-    def __init__(self, given: Given, *, doubled: bool, follows: bool) -> None:
+    def __init__(self, subject: Comparison, *, doubled: bool, follows: bool) -> None:
         try:
             self.model, self.layers, self.loss, self._run = copy.deepcopy(
-                (given.model, list(given.layers), given.loss, given.run)
+                (subject.model, list(subject.layers), subject.loss, subject.run)
             )
         except Exception as error:
             raise ConfigError(
-                f"the {type(given.model).__name__}, its layers or the loss function cannot be copied "
+                f"the {type(subject.model).__name__}, its layers or the loss function cannot be copied "
                 f"({type(error).__name__}: {error}); compare before they contain what copy.deepcopy refuses"
             ) from error
         if follows:
             follow_model(self.layers)
-        self._called = given.called
+        self._called = subject.called
         roots = [self.model, *self.layers, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         for root in roots if doubled else ():
             root.double()
-        self.inputs, self.kwargs, self.targets = _own(
-            (given.inputs, given.kwargs, given.targets), doubled=doubled
+        self.inputs, self.kwargs, self.targets = _copied_inputs(
+            (subject.inputs, subject.kwargs, subject.targets), doubled=doubled
         )
         self.parameters = dict(self.model.named_parameters())
         if isinstance(self.loss, nn.Module):
@@ -127,8 +127,8 @@ class _Copy:
     def loss_of(self, output: Any) -> Tensor | None:
         """The loss, or the sum of all outputs with random weights; None if no output is a number."""
         if self.loss is not None:
-            found = read_loss(self.loss(output, self.targets))
-            return found.loss if found.weight is None else found.loss / found.weight
+            loss = read_loss(self.loss(output, self.targets))
+            return loss.loss if loss.weight is None else loss.loss / loss.weight
         draw = torch.Generator().manual_seed(1)
         total = None
         for leaf in pytree.tree_leaves(output):
@@ -140,49 +140,51 @@ class _Copy:
         return total
 
 
-def run_model(given: Given, *, doubled: bool) -> Run:
+def run_model(subject: Comparison, *, doubled: bool) -> ModuleTrace:
     """Run a copy of the model."""
-    name = f"the {type(given.model).__name__} itself"
-    return _ran(given, lambda made, _: made.of_model(), name, doubled=doubled)
+    name = f"the {type(subject.model).__name__} itself"
+    return _trace(subject, lambda copies, _: copies.of_model(), name, doubled=doubled)
 
 
-def run_layers(given: Given, *, doubled: bool) -> Run:
+def run_layers(subject: Comparison, *, doubled: bool) -> ModuleTrace:
     """Run copies of the layers, one after another."""
 
-    def forward(made: _Copy, watch: Watch) -> Any:
-        value = made.inputs
-        for index, layer in enumerate(made.layers):
-            watch.layer = index
-            value = made.call(layer) if not index else layer(value)
+    def forward(copies: _Copy, recorder: TraceRecorder) -> Any:
+        value = copies.inputs
+        for index, layer in enumerate(copies.layers):
+            recorder.layer = index
+            value = copies.call(layer) if not index else layer(value)
         return value
 
-    return _ran(given, forward, "the list of layers", doubled=doubled, follows=True)
+    return _trace(subject, forward, "the list of layers", doubled=doubled, follows=True)
 
 
-def _ran(
-    given: Given,
-    forward: Callable[[_Copy, Watch], Any],
+def _trace(
+    subject: Comparison,
+    forward: Callable[[_Copy, TraceRecorder], Any],
     name: str,
     *,
     doubled: bool,
     follows: bool = False,
-) -> Run:
+) -> ModuleTrace:
     """A run, forward and backward, or its failure; ``follows``: found layers run the model as it is now.
 
     Raises:
         ConfigError: the copy cannot be made, or the original ran instead.
     """
-    run = Run()
-    made = _Copy(given, doubled=doubled, follows=follows)
-    watch = Watch(run, dict(made.model.named_modules()), given.shared(), partial(_seed, given.gpus()))
+    run = ModuleTrace()
+    copies = _Copy(subject, doubled=doubled, follows=follows)
+    recorder = TraceRecorder(
+        run, dict(copies.model.named_modules()), subject.shared(), partial(_seed, subject.gpus())
+    )
     place = name
-    with _random_state_back(given.gpus()), _originals_unused(given), torch.enable_grad():
+    with _random_state_back(subject.gpus()), _originals_unused(subject), torch.enable_grad():
         try:
-            with watch, added_losses() as added:
-                output = forward(made, watch)
+            with recorder, added_losses() as added:
+                output = forward(copies, recorder)
                 run.output = copied(output)
-                place, watch.layer, watch.recording = f"the backward or the loss of {name}", -1, False
-                loss = made.loss_of(output)
+                place, recorder.layer, recorder.recording = f"the backward or the loss of {name}", -1, False
+                loss = copies.loss_of(output)
                 for term in added.values():
                     loss = term if loss is None else loss + term.to(loss)
                 if loss is not None and loss.requires_grad:
@@ -190,14 +192,14 @@ def _ran(
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
-            if watch.layer >= 0:
-                place = place_of(given.layers, watch.layer)
+            if recorder.layer >= 0:
+                place = place_of(subject.layers, recorder.layer)
             text = next(iter(str(error).splitlines()), "")
             run.failure, run.error = f"{place} fails ({type(error).__name__}: {text})", error
             return run
     run.loss = None if loss is None else loss.detach()
-    run.gradients = {n: _dense(p.grad) for n, p in made.parameters.items() if p.grad is not None}
-    run.buffers = {name: buffer.detach() for name, buffer in made.model.named_buffers()}
+    run.gradients = {n: _dense(p.grad) for n, p in copies.parameters.items() if p.grad is not None}
+    run.buffers = {name: buffer.detach() for name, buffer in copies.model.named_buffers()}
     return run
 
 
@@ -205,20 +207,19 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.layout != torch.strided else gradient
 
 
-def _own(tree: Any, *, doubled: bool) -> Any:
+def _copied_inputs(tree: Any, *, doubled: bool) -> Any:
     """A tree with copied tensors, in float64 if asked; an input that needs a gradient still needs one."""
 
-    def own(tensor: Tensor) -> Tensor:
-        made = tensor.detach().clone()
-        if doubled and made.is_floating_point():
-            made = made.double()
-        return made.requires_grad_(tensor.requires_grad)
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        clone = tensor.detach().clone()
+        if doubled and clone.is_floating_point():
+            clone = clone.double()
+        return clone.requires_grad_(tensor.requires_grad)
 
-    return mapped(own, tree)
+    return mapped(copy_tensor, tree)
 
 
 def _seed(gpus: Sequence[int]) -> None:
-    """Set torch's random states."""
     torch.default_generator.manual_seed(0)
     for gpu in gpus:
         torch.cuda.default_generators[gpu].manual_seed(0)
@@ -240,15 +241,15 @@ def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _originals_unused(given: Given) -> Iterator[None]:
+def _originals_unused(subject: Comparison) -> Iterator[None]:
     """Refuse functions that hold the user's modules or parameters, which a copy does not replace.
 
     Raises:
         ConfigError: one of these ran, or received a gradient.
     """
     roots = {
-        "the model": given.model,
-        **{place_of(given.layers, i): m for i, m in enumerate(given.layers)},
+        "the model": subject.model,
+        **{place_of(subject.layers, i): m for i, m in enumerate(subject.layers)},
     }
 
     def refusal(name: str, owner: str) -> ConfigError:

@@ -318,7 +318,6 @@ class Reference:
         return result._replace(grad_norm=norm, skipped=skipped, loss_scale=before)
 
     def _named_gradients(self) -> dict[str, Tensor]:
-        """Gradients as an update uses them."""
         first: dict[nn.Parameter, str] = {}
         for layer in self.with_weights:
             for name, p in layer.module.named_parameters():
@@ -444,8 +443,8 @@ def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[ReferenceLay
         names = [name for name, _ in layers.named_modules(remove_duplicate=False)]
         prefixes = [name for name in names if name and "." not in name]
     for index, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
-        own = [*layer.state_dict(), *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
-        yield ReferenceLayer(index, {name: f"{prefix}.{name}" for name in own}, layer)
+        names = [*layer.state_dict(), *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
+        yield ReferenceLayer(index, {name: f"{prefix}.{name}" for name in names}, layer)
 
 
 def _loss_layer(loss_function: object) -> list[ReferenceLayer]:
@@ -560,7 +559,6 @@ def _parts(batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> Iterato
 
 
 def _size(inputs: Any) -> int:
-    """Number of samples, in the first dimension of all tensors."""
     return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
 
 
@@ -580,7 +578,6 @@ def _clip_factor(norm: float, limit: float | None) -> float:
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which modules are in evaluation mode."""
     modes = [(child, child.training) for module in modules for child in module.modules()]
     try:
         for module in modules:

@@ -28,8 +28,8 @@ from counterflow.runtime.stages.skip_links import stage_skips
 from counterflow.verification.diagnosis.comparison import difference
 from counterflow.verification.diagnosis.tolerances import MODELS, coarsest
 
-from .calls import Run, first_parting, place_of
-from .copies import Given, run_layers, run_model
+from .copies import Comparison, run_layers, run_model
+from .trace import ModuleTrace, first_parting, place_of
 
 RunModel = Callable[[Any, Any], Any]
 """A user's function of the model and the inputs that returns the output that the last layer returns."""
@@ -132,100 +132,99 @@ def same_model(
     stage_skips(listed, (0, len(listed)))
     know((inputs, targets, kwargs))
     call = listed[0].call if isinstance(listed[0], CapturedLayer) else None
-    given = Given(model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call)
-    given.refuse_meta()
-    found = _compare(given, *_run_both(given))
-    for samples, fewer in _fewer_samples(given) if found.ok and run is None else ():
+    subject = Comparison(
+        model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call
+    )
+    subject.refuse_meta()
+    result = _compare(subject, *_run_both(subject))
+    for samples, fewer in _fewer_samples(subject) if result.ok and run is None else ():
         try:
             runs = _run_both(fewer)
         except ConfigError:  # the model needs more samples
             continue
-        other = _compare(fewer, *runs)
-        if not other.ok:
-            texts = tuple(f"with {samples} samples: {text}" for text in other.differences)
-            found = replace(other, differences=texts)
+        smaller = _compare(fewer, *runs)
+        if not smaller.ok:
+            texts = tuple(f"with {samples} samples: {text}" for text in smaller.differences)
+            result = replace(smaller, differences=texts)
             break
-    if check and not found.ok:
+    if check and not result.ok:
         raise ConfigError(
-            f"the {len(listed)} layers are not the {type(model).__name__}: {'; '.join(found.differences[:4])}"
+            f"the {len(listed)} layers are not the {type(model).__name__}: "
+            f"{'; '.join(result.differences[:4])}"
         )
-    return found
+    return result
 
 
-def _fewer_samples(given: Given) -> Iterator[tuple[int, Given]]:
-    """The comparison on fewer samples, which are in the first dimension of all tensors."""
-    trees = (given.inputs, given.kwargs, given.targets)
+def _fewer_samples(subject: Comparison) -> Iterator[tuple[int, Comparison]]:
+    trees = (subject.inputs, subject.kwargs, subject.targets)
     leaves = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.dim()]
     count = max((leaf.shape[0] for leaf in leaves), default=0)
     if any(leaf.shape[0] != count for leaf in leaves):
         return
     example = 0
-    if isinstance(given.layers[0], CapturedLayer):
-        example = given.layers[0].samples or 0
+    if isinstance(subject.layers[0], CapturedLayer):
+        example = subject.layers[0].samples or 0
     sizes = [size for size in (count - 1, (count + 1) // 2, count // 3) if 0 < size < count]
     if example > 1:
         sizes = [size for size in sizes if size % example]
     for size in list(dict.fromkeys(sizes))[:2]:
         cut = partial(_first_rows, size)
         inputs, kwargs, targets = pytree.tree_map_only(Tensor, cut, trees)
-        yield size, replace(given, inputs=inputs, kwargs=kwargs, targets=targets)
+        yield size, replace(subject, inputs=inputs, kwargs=kwargs, targets=targets)
 
 
 def _first_rows(size: int, tensor: Tensor) -> Tensor:
     return tensor[:size] if tensor.dim() else tensor
 
 
-def _run_both(given: Given) -> tuple[Run, Run]:
-    """The runs of model and layers, in float64 if both can.
-
-    Raises:
-        ConfigError: the model cannot run.
-    """
+def _run_both(subject: Comparison) -> tuple[ModuleTrace, ModuleTrace]:
     for doubled in (True, False):
         with warnings.catch_warnings():
             if doubled:
                 warnings.simplefilter("ignore")  # warnings that only float64 causes
-            ours = run_model(given, doubled=doubled)
-            theirs = ours if ours.failure else run_layers(given, doubled=doubled)
-        if not theirs.failure:
+            model_trace = run_model(subject, doubled=doubled)
+            layer_trace = model_trace if model_trace.failure else run_layers(subject, doubled=doubled)
+        if not layer_trace.failure:
             break
-    if ours.failure:
+    if model_trace.failure:
         raise ConfigError(
-            f"{ours.failure}: the layers cannot be compared with it; call the model with inputs that it "
-            "accepts"
-        ) from ours.error
-    return ours, theirs
+            f"{model_trace.failure}: the layers cannot be compared with it; call the model with inputs that "
+            "it accepts"
+        ) from model_trace.error
+    return model_trace, layer_trace
 
 
-def _compare(given: Given, ours: Run, theirs: Run) -> SameModel:
-    """All differences; ``ours`` is the model's run, ``theirs`` that of the layers."""
-    dtype = coarsest((ours.dtype, theirs.dtype))
+def _compare(subject: Comparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> SameModel:
+    """All differences; ``model_trace`` is the model's run, ``layer_trace`` that of the layers."""
+    dtype = coarsest((model_trace.dtype, layer_trace.dtype))
     limit = MODELS.of(dtype)
-    floor = _noise(ours, dtype)
-    output_error = difference(ours.output, theirs.output)
-    loss_error = difference(ours.loss, theirs.loss)
+    floor = _noise(model_trace, dtype)
+    output_error = difference(model_trace.output, layer_trace.output)
+    loss_error = difference(model_trace.loss, layer_trace.loss)
     errors = {
-        name: difference(ours.gradients.get(name), theirs.gradients.get(name), floor)
-        for name in ours.gradients | theirs.gradients
+        name: difference(model_trace.gradients.get(name), layer_trace.gradients.get(name), floor)
+        for name in model_trace.gradients | layer_trace.gradients
     }
     gradients = {name: error for name, error in errors.items() if not error <= limit}
-    missing_modules = _missing_modules(given, ours, theirs)
-    missing, extra = _missing_parameters(given), _extra_parameters(given)
+    missing_modules = _missing_modules(subject, model_trace, layer_trace)
+    missing, extra = _missing_parameters(subject), _extra_parameters(subject)
     structure = _structure(missing_modules, [name for name, trains in missing.items() if trains], extra)
     gradient_error = max(errors.values(), default=0.0)
-    if theirs.failure:
+    if layer_trace.failure:
         output_error = loss_error = gradient_error = math.inf
-        first, numbers = theirs.failure, []
+        first, numbers = layer_trace.failure, []
     else:
         numbers = [
-            *_outputs(ours, theirs, output_error, limit),
+            *_outputs(model_trace, layer_trace, output_error, limit),
             *([] if loss_error <= limit else [f"the loss differs by {_size(loss_error)}"]),
             *_gradients(gradients),
-            *_left_over(ours, theirs, limit),
+            *_left_over(model_trace, layer_trace, limit),
         ]
         first = ""
         if numbers:
-            first = first_parting(given.layers, ours, theirs, limit) or _parting_backwards(given, gradients)
+            first = first_parting(subject.layers, model_trace, layer_trace, limit) or _parting_backwards(
+                subject, gradients
+            )
     differences = tuple(text for text in (first, *structure, *numbers) if text)
     return SameModel(
         ok=not differences,
@@ -243,30 +242,28 @@ def _compare(given: Given, ours: Run, theirs: Run) -> SameModel:
 
 
 def _structure(modules: Sequence[str], parameters: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """Parts that only one of them has, in sentences."""
-    found = []
+    sentences = []
     if modules:
-        found.append(f"the layers never call {_listed(modules)}, which the model calls")
+        sentences.append(f"the layers never call {_listed(modules)}, which the model calls")
     if parameters:
-        found.append(f"no layer has the model's {_listed(parameters)}, which would never be trained")
+        sentences.append(f"no layer has the model's {_listed(parameters)}, which would never be trained")
     if extra:
         more = f"; and {len(extra) - 2} more such" if len(extra) > 2 else ""
-        found.append("; ".join(extra[:2]) + more)
-    return found
+        sentences.append("; ".join(extra[:2]) + more)
+    return sentences
 
 
-def _outputs(ours: Run, theirs: Run, error: float, limit: float) -> list[str]:
-    """Differences of outputs, in a sentence."""
+def _outputs(model_trace: ModuleTrace, layer_trace: ModuleTrace, error: float, limit: float) -> list[str]:
     if error <= limit:
         return []
-    paths, others = (_paths(run.output) for run in (ours, theirs))
-    if paths == others:
+    paths, layer_paths = (_paths(run.output) for run in (model_trace, layer_trace))
+    if paths == layer_paths:
         return [f"outputs differ by {_size(error)}"]
     texts = []
-    if paths - others:
-        texts.append(f"the model alone returns {', '.join(sorted(paths - others))}")
-    if others - paths:
-        texts.append(f"the layers alone return {', '.join(sorted(others - paths))}")
+    if paths - layer_paths:
+        texts.append(f"the model alone returns {', '.join(sorted(paths - layer_paths))}")
+    if layer_paths - paths:
+        texts.append(f"the layers alone return {', '.join(sorted(layer_paths - paths))}")
     return [
         f"outputs have another structure: {', '.join(texts)}; return the same, or call the model with `run=` "
         "so that it does"
@@ -279,32 +276,30 @@ def _paths(output: Any) -> set[str]:
 
 
 def _gradients(errors: Mapping[str, float]) -> list[str]:
-    """Differing gradients, in a sentence; ``errors`` contains those that differ."""
     if not errors:
         return []
     worst = max(errors, key=errors.__getitem__)
     return [f"gradients differ of {_listed(list(errors))} (largest: {worst!r}, by {_size(errors[worst])})"]
 
 
-def _left_over(ours: Run, theirs: Run, limit: float) -> list[str]:
-    """Further differences between the runs: buffers, random numbers; in sentences."""
-    found = []
+def _left_over(model_trace: ModuleTrace, layer_trace: ModuleTrace, limit: float) -> list[str]:
+    sentences = []
     buffers = [
         name
-        for name, value in ours.buffers.items()
-        if not difference(value, theirs.buffers.get(name)) <= limit
+        for name, value in model_trace.buffers.items()
+        if not difference(value, layer_trace.buffers.get(name)) <= limit
     ]
     if buffers:
-        found.append(f"the layers leave different values in the buffers {_listed(buffers)}")
-    if ours.draws != theirs.draws:
-        found.append(
-            f"the model draws random numbers {sum(ours.draws.values())} times but the layers "
-            f"{sum(theirs.draws.values())} times, or of other shapes"
+        sentences.append(f"the layers leave different values in the buffers {_listed(buffers)}")
+    if model_trace.draws != layer_trace.draws:
+        sentences.append(
+            f"the model draws random numbers {sum(model_trace.draws.values())} times but the layers "
+            f"{sum(layer_trace.draws.values())} times, or of other shapes"
         )
-    return found
+    return sentences
 
 
-def _noise(run: Run, dtype: torch.dtype) -> float:
+def _noise(run: ModuleTrace, dtype: torch.dtype) -> float:
     """Size below which a gradient is rounding compared with the others, as that of a bias before a batch
     norm.
     """
@@ -312,16 +307,16 @@ def _noise(run: Run, dtype: torch.dtype) -> float:
     return largest * min(1.0, 1e3 * torch.finfo(dtype).eps / MODELS.of(dtype))
 
 
-def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
+def _missing_modules(subject: Comparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> list[str]:
     """Modules that the model calls and no layer does, the outermost ones, except those that return their
     input. Layers that were found by ``cf.layers`` may compute with a module's weights and not call it.
     """
-    captured = [layer for layer in given.layers if isinstance(layer, CapturedLayer)]
+    captured = [layer for layer in subject.layers if isinstance(layer, CapturedLayer)]
     used = {id(weight) for layer in captured for weight in layer.parameters()}
-    called, expected = ({call.name for call in run.calls} for run in (theirs, ours))
-    names = {id(module): name for name, module in given.model.named_modules()}
+    called, expected = ({call.name for call in run.calls} for run in (layer_trace, model_trace))
+    names = {id(module): name for name, module in subject.model.named_modules()}
     missing: list[str] = []
-    for name, module in given.model.named_modules():  # a module precedes its parts
+    for name, module in subject.model.named_modules():  # a module precedes its parts
         if name == "" or name in called or name not in expected or isinstance(module, nn.Identity):
             continue
         if any(names[id(part)] in called for part in module.modules()):
@@ -333,48 +328,49 @@ def _missing_modules(given: Given, ours: Run, theirs: Run) -> list[str]:
     return missing
 
 
-def _missing_parameters(given: Given) -> dict[str, bool]:
-    """The model's parameters that no layer has, and whether each is trained."""
-    listed = {id(parameter) for layer in given.layers for parameter in layer.parameters()}
+def _missing_parameters(subject: Comparison) -> dict[str, bool]:
+    listed = {id(parameter) for layer in subject.layers for parameter in layer.parameters()}
     return {
         name: parameter.requires_grad
-        for name, parameter in given.model.named_parameters()
+        for name, parameter in subject.model.named_parameters()
         if id(parameter) not in listed
     }
 
 
-def _extra_parameters(given: Given) -> list[str]:
+def _extra_parameters(subject: Comparison) -> list[str]:
     """Parameters of layers that are not the model's, each in a sentence."""
-    own = dict(given.model.named_parameters())
-    known = {id(parameter) for parameter in own.values()}
-    found: list[str] = []
-    for index, layer in enumerate(given.layers):
+    model_parameters = dict(subject.model.named_parameters())
+    known = {id(parameter) for parameter in model_parameters.values()}
+    sentences: list[str] = []
+    for index, layer in enumerate(subject.layers):
         for name, parameter in layer.named_parameters():
             if id(parameter) in known:
                 continue
             known.add(id(parameter))
-            text = f"{name} of {place_of(given.layers, index)} is not a parameter of the model"
-            twin = next((n for n, p in own.items() if _equal(p, parameter)), None)
+            text = f"{name} of {place_of(subject.layers, index)} is not a parameter of the model"
+            twin = next((n for n, p in model_parameters.items() if _equal(p, parameter)), None)
             if twin is not None:
                 text += f", but a copy of its {twin!r} that would be trained on its own"
-            found.append(text)
-    return found
+            sentences.append(text)
+    return sentences
 
 
-def _equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+def _equal(first: nn.Parameter, second: nn.Parameter) -> bool:
     return (
-        one.shape == other.shape and one.device == other.device and torch.equal(one.detach(), other.detach())
+        first.shape == second.shape
+        and first.device == second.device
+        and torch.equal(first.detach(), second.detach())
     )
 
 
-def _parting_backwards(given: Given, gradients: Mapping[str, float]) -> str:
+def _parting_backwards(subject: Comparison, gradients: Mapping[str, float]) -> str:
     """The layer from which gradients differ although all outputs of modules are equal."""
-    own = dict(given.model.named_parameters())
-    differing = {id(own[name]) for name in gradients if name in own}
-    for index in reversed(range(len(given.layers))):
-        if any(id(parameter) in differing for parameter in given.layers[index].parameters()):
+    model_parameters = dict(subject.model.named_parameters())
+    differing = {id(model_parameters[name]) for name in gradients if name in model_parameters}
+    for index in reversed(range(len(subject.layers))):
+        if any(id(parameter) in differing for parameter in subject.layers[index].parameters()):
             return (
-                f"{place_of(given.layers, index)}: the last one with a gradient that differs, although all "
+                f"{place_of(subject.layers, index)}: the last one with a gradient that differs, although all "
                 "outputs of modules are equal; look there for a detach, or a copy of a weight"
             )
     return ""

@@ -58,7 +58,7 @@ class Agreement:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
+        """True if everything agrees."""
         errors = self.loss_error, self.norm_error, self.gradient_error, self.weight_error
         return all(error <= self.tolerance for error in errors)
 
@@ -66,8 +66,8 @@ class Agreement:
         errors = (
             f"loss {self.loss_error:.1e}, norm {self.norm_error:.1e}, gradients {self.gradient_error:.1e}"
         )
-        told = f"{errors}, weights {self.weight_error:.1e}; within {self.tolerance:g}"
-        return f"Agreement: they {'agree' if self.ok else 'DIFFER'} ({told})"
+        text = f"{errors}, weights {self.weight_error:.1e}; within {self.tolerance:g}"
+        return f"Agreement: they {'agree' if self.ok else 'DIFFER'} ({text})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ def verify(
     """
     replicas = len(batches[0])
     flat = {name: options.pop(name) for name in [*options] if name in Flat.__annotations__}
-    asked = set() if execution is None else execution.model_fields_set
+    stated_options = set() if execution is None else execution.model_fields_set
     usual = {"digest_every": 1, "timeout_seconds": timeout_seconds}
-    flat = {name: value for name, value in usual.items() if name not in asked} | flat
+    flat = {name: value for name, value in usual.items() if name not in stated_options} | flat
     execution, batching = records(execution, batching, flat)
     lower = execution.computes_in
     # Sums in low precision depend on the number of threads.
@@ -162,7 +162,7 @@ def verify(
         trained = [copied(layer, memo) for layer in layers]
         if isinstance(loss_function, nn.Module):
             loss_function = copied(loss_function, memo)
-    found: list[Trained] = launch(
+    results: list[Trained] = launch(
         _train,
         schedule,
         trained,
@@ -182,14 +182,14 @@ def verify(
         timeout_seconds=timeout_seconds,
         threads=threads,
     )
-    agreement = compare(reference, found)
+    agreement = compare(reference, results)
     if execution.gradient_compression is None or agreement.tolerance != TRAININGS.float32:
         return agreement  # gradients in float64 are summed in full
     return replace(agreement, tolerance=COMPRESSED_TRAININGS[execution.gradient_compression])
 
 
 def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler | None:
-    """What scales the losses of one process; None: they are not scaled."""
+    """Loss scaler of one process; None: losses are not scaled."""
     first, interval = execution.first_scale, execution.loss_scale_interval
     if first is None:
         return None
@@ -198,7 +198,7 @@ def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler 
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Within this context torch runs on this many threads; None: the default."""
+    """Context in which torch runs on this many threads; None: the default."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -234,43 +234,42 @@ def _train(
     batches: MiniBatches,
     options: Mapping[str, Any],
 ) -> Trained:
-    """Run one worker's part of the training."""
     options = dict(options)
     flush_after = options.pop("flush_after")
     pipeline = Pipeline(layers, loss_function, schedule, **options)
     pipeline.keeps_gradients = True
-    told = []
+    steps_and_updates = []
     for number, row in enumerate(batches):
-        told.append(pipeline.step(*row[pipeline.replica]))
+        steps_and_updates.append(pipeline.step(*row[pipeline.replica]))
         if number in flush_after:
-            told += pipeline.flush()
-    told += pipeline.flush()
-    steps = [step for step in told if step.reports_step is not None]
+            steps_and_updates += pipeline.flush()
+    steps_and_updates += pipeline.flush()
+    steps = [step for step in steps_and_updates if step.reports_step is not None]
     evaluation = pipeline.evaluate(*batches[0][pipeline.replica]).loss
     return Trained(steps, evaluation, pipeline.gradients, pipeline.model_state_dict())
 
 
-def compare(reference: Trained, found: Sequence[Trained]) -> Agreement:
+def compare(reference: Trained, results: Sequence[Trained]) -> Agreement:
     """The largest errors over the results of all workers.
 
     Raises:
         KeyError: no worker has a gradient that is nonzero in one process, or a state lacks a name.
     """
-    given = set().union(*(worker.gradients for worker in found))
+    with_gradients = set().union(*(worker.gradients for worker in results))
     # A gradient that a hook has removed is absent there and zero here.
     for name, gradient in reference.gradients.items():
-        if name not in given and gradient.any():
+        if name not in with_gradients and gradient.any():
             raise KeyError(f"no worker has a gradient of {name}")
     dtypes = [gradient.dtype.to_real() for gradient in reference.gradients.values()]  # none: all was skipped
     losses, norms, gradients, weights = [], [], [], []
-    for worker in found:
-        for ours, theirs in zip(worker.steps, reference.steps, strict=True):
-            if (ours.skipped, ours.loss_scale) != (theirs.skipped, theirs.loss_scale):
+    for worker in results:
+        for step, expected in zip(worker.steps, reference.steps, strict=True):
+            if (step.skipped, step.loss_scale) != (expected.skipped, expected.loss_scale):
                 losses.append(math.inf)
-            if not theirs.skipped or math.isfinite(theirs.loss):
-                losses.append(_relative(ours.loss, theirs.loss))
-            if not theirs.skipped:
-                norms.append(_relative(ours.grad_norm, theirs.grad_norm))
+            if not expected.skipped or math.isfinite(expected.loss):
+                losses.append(_relative(step.loss, expected.loss))
+            if not expected.skipped:
+                norms.append(_relative(step.grad_norm, expected.grad_norm))
         losses.append(_relative(worker.evaluation, reference.evaluation))
         gradients.append(_largest(worker.gradients, reference.gradients))
         weights.append(_largest(worker.state, reference.state))
@@ -286,18 +285,19 @@ def _worst(errors: Sequence[float]) -> float:
     return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
 
 
-def _relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / max(abs(theirs), 1e-30)
+def _relative(got: float, expected: float) -> float:
+    return abs(got - expected) / max(abs(expected), 1e-30)
 
 
-def _largest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest relative error of any tensor of ``ours``."""
-    ours, theirs = ({n: t for n, t in each.items() if isinstance(t, Tensor)} for each in (ours, theirs))
-    floor = SMALL * max((float(t.abs().max()) for t in theirs.values() if t.numel()), default=0.0)
+def _largest(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    got, expected = (
+        {n: t for n, t in tensors.items() if isinstance(t, Tensor)} for tensors in (got, expected)
+    )
+    floor = SMALL * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
     errors = []
-    for name, tensor in ours.items():
-        other = theirs[name].to(tensor.device)
+    for name, tensor in got.items():
+        expected_tensor = expected[name].to(tensor.device)
         if tensor.numel():
-            scale = max(float(other.abs().max()), floor, 1e-30)
-            errors.append(float((real(tensor).double() - real(other).double()).abs().max()) / scale)
+            scale = max(float(expected_tensor.abs().max()), floor, 1e-30)
+            errors.append(float((real(tensor).double() - real(expected_tensor).double()).abs().max()) / scale)
     return _worst(errors)

@@ -75,8 +75,12 @@ class Comparison:
             layers_agree: whether the layers one after another agree with the model's own forward.
         """
         step, number = self.batch.step, self.unit.unit.micro_batch
-        own, theirs = losses
-        shown = "" if own is None or theirs is None else f" (loss {own:.6g} and {theirs:.6g})"
+        model_loss, pipeline_loss = losses
+        shown = (
+            ""
+            if model_loss is None or pipeline_loss is None
+            else f" (loss {model_loss:.6g} and {pipeline_loss:.6g})"
+        )
         when = f"step {step}" if self.batch.training else f"an evaluation after {step} steps"
         advice = (
             "Find the layers again after what the forward reads has changed, or pass what changes as an input"
@@ -95,27 +99,27 @@ class Comparison:
         )
 
 
-def same(one: Result, other: Result, least: float = 0.0) -> bool:
+def same(expected: Result, got: Result, least: float = 0.0) -> bool:
     """Return whether two results differ by rounding only.
 
     Args:
-        one: a result with an output.
-        other: a result; an output or a loss that is None is not compared.
+        expected: a result with an output.
+        got: a result; an output or a loss that is None is not compared.
         least: minimum of the relative difference that counts as rounding.
     """
     dtypes = [
         leaf.dtype
-        for leaf in pytree.tree_leaves(one.output)
+        for leaf in pytree.tree_leaves(expected.output)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
     limit = MODELS.of(coarsest(dtypes))
     limit = max(limit, least)
-    if one.loss is not None and other.loss is not None and not _near(one.loss, other.loss, limit):
+    if expected.loss is not None and got.loss is not None and not _near(expected.loss, got.loss, limit):
         return False
-    return other.output is None or difference(one.output, other.output) <= limit
+    return got.output is None or difference(expected.output, got.output) <= limit
 
 
-def _near(one: float, other: float, limit: float) -> bool:
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other) <= limit * max(abs(one), abs(other))
-    return math.isfinite(one) == math.isfinite(other)
+def _near(expected: float, got: float, limit: float) -> bool:
+    if math.isfinite(expected) and math.isfinite(got):
+        return abs(expected - got) <= limit * max(abs(expected), abs(got))
+    return math.isfinite(expected) == math.isfinite(got)

@@ -81,7 +81,7 @@ class ModelForward:
 
     @property
     def draws(self) -> bool:
-        """Whether the forward drew random numbers."""
+        """True if the forward drew random numbers."""
         return any(self._owner.draws(layer, states) for layer, states in self._states.items())
 
     @property
@@ -158,7 +158,7 @@ class ModelForward:
             return self._added(self._owner.draw(request, plain))
         if self._owner.owns(layer):
             return self._added(self._owner.call(request))
-        result: ModuleResult = self._rounds.ask(self._rank_of(layer), request)
+        result: ModuleResult = self._rounds.call(self._rank_of(layer), request)
         tensors = list(tensors_in((request.args, request.kwargs)))
         with torch.no_grad():
             for position, value in result.changes.items():
@@ -171,13 +171,12 @@ class ModelForward:
         return result
 
     def _elsewhere(self) -> bool:
-        """Whether another thread calls, or a module whose inside is not looked at."""
+        """True if another thread calls, or a module that is called as a whole."""
         return self._atomic or threading.get_ident() != self._thread
 
     # -- draws
 
     def _layer_of(self, key: tuple[object, str]) -> int:
-        """Layer of the next call of a module or a function."""
         layers = self._layers.get(key)
         if layers:
             self._last[key] = layers.popleft()
@@ -196,8 +195,6 @@ class ModelForward:
 
 
 class _Functions(TorchFunctionMode):
-    """Lets functions of torch draw from the streams of their layers."""
-
     def __init__(self, forward: ModelForward) -> None:
         super().__init__()
         self._forward = forward
@@ -209,7 +206,7 @@ class _Functions(TorchFunctionMode):
 
 @contextmanager
 def _values_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context a model has other tensors as parameters and buffers."""
+    """Context in which a model has other tensors as parameters and buffers."""
     old = dict((*model.named_parameters(), *model.named_buffers()))
     values = {id(old[name]): value for name, value in tensors.items() if name in old}
     places = [

@@ -1,4 +1,4 @@
-"""What a worker runs for the model's own forward: calls of modules that it owns, and whole stages.
+"""Runs of a worker for the model's own forward: calls of modules that it owns, and whole stages.
 
 Invariant: runs leave buffers and random states as they were. They see the stage's weights, precision and
 random streams, as the runs of the schedule do.
@@ -131,7 +131,7 @@ class Owner:
 
     @contextmanager
     def running(self, step: int, rows: SampleRows, *, training: bool) -> Iterator[None]:
-        """Around the runs of one witness; buffers are restored at its end.
+        """Context of the runs of one witness; buffers are restored at its end.
 
         Args:
             step: number of the step.
@@ -151,8 +151,7 @@ class Owner:
 
     @contextmanager
     def _copied_buffers(self) -> Iterator[None]:
-        """Within this context modules change copies of their buffers."""
-        held: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
+        buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
             (buffers_of(module), name, buffer)
             for copy in self._stages.values()
             for layer in copy.with_weights
@@ -161,8 +160,8 @@ class Owner:
             if buffer is not None
         ]
         norms = {id(buffers_of(m)[n]) for c in self._stages.values() for m, n in c.buffers.norms}
-        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in held}
-        for table, name, buffer in held:
+        copies = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
+        for table, name, buffer in buffers:
             table[name] = copies[id(buffer)]
         try:
             yield
@@ -170,10 +169,10 @@ class Owner:
             # Running statistics are read in evaluation only, which changes nothing.
             self.changes_buffers = self.changes_buffers or any(
                 table[name] is not copies[id(buffer)] or not torch.equal(copies[id(buffer)], buffer)
-                for table, name, buffer in held
+                for table, name, buffer in buffers
                 if id(buffer) not in norms
             )
-            for table, name, buffer in held:
+            for table, name, buffer in buffers:
                 table[name] = buffer
 
     def _all_modules(self) -> list[nn.Module]:
@@ -186,13 +185,13 @@ class Owner:
 
     def tensors(self, captured: Mapping[int, CapturedLayer]) -> dict[str, Tensor]:
         """Parameters and buffers that the layers' steps use directly, as the layers see them."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for index in captured.keys() & self._layers.keys():
             copy, module = self._layers[index]
             assert isinstance(module, CapturedLayer)
             with copy.precision.computing():
-                found |= module.tensors
-        return found
+                tensors |= module.tensors
+        return tensors
 
     def answer(self, request: ModuleCall | StageRun) -> Any:
         """Run what another worker asks for."""
@@ -246,7 +245,6 @@ class Owner:
 
     @contextmanager
     def _sketching(self, copy: LocalStage) -> Iterator[None]:
-        """Make sketches of the calls of captured modules, if they are asked for."""
         sketches = self.sketches
         handles = []
         for layer in copy.layers if sketches is not None else ():
@@ -263,7 +261,6 @@ class Owner:
 
 
 def _hooks(module: nn.Module, path: str, layer: int, sketches: dict[CallKey, CallSketch]) -> list[Any]:
-    """Register hooks that make sketches of a module's calls."""
     inputs: list[Any] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -92,7 +92,7 @@ class Rounds:
         rows = self._transport.gather_objects(packed(content))
         return [unpacked(row, self._transport.device) for row in rows]
 
-    def ask(self, rank: int, content: object) -> Any:
+    def call(self, rank: int, content: object) -> Any:
         """Return the answer of a worker.
 
         Raises:

@@ -24,14 +24,17 @@ class Sketch(NamedTuple):
     size: float
     sums: tuple[float, float]
 
-    def near(self, other: Sketch, tolerance: float) -> bool:
+    def near(self, expected: Sketch, tolerance: float) -> bool:
         """Return whether another sketch differs by rounding only."""
-        if self.shape != other.shape:
+        if self.shape != expected.shape:
             return False
-        largest = max(self.size, other.size)
+        largest = max(self.size, expected.size)
         return all(
-            abs(one - two) <= tolerance * largest or (math.isnan(one) and math.isnan(two))
-            for one, two in zip((self.size, *self.sums), (other.size, *other.sums), strict=True)
+            abs(value - expected_value) <= tolerance * largest
+            or (math.isnan(value) and math.isnan(expected_value))
+            for value, expected_value in zip(
+                (self.size, *self.sums), (expected.size, *expected.sums), strict=True
+            )
         )
 
 
@@ -78,35 +81,35 @@ def _sketch(tensor: Tensor) -> Sketch:
 
 def first_difference(
     order: Sequence[CallKey],
-    ours: Mapping[CallKey, CallSketch],
-    theirs: Mapping[CallKey, CallSketch],
+    forward_calls: Mapping[CallKey, CallSketch],
+    layer_calls: Mapping[CallKey, CallSketch],
     tolerance: float,
 ) -> str:
     """Return a clause that names the first call that differs; empty if none does.
 
     Args:
         order: calls in their order.
-        ours: calls of the model's own forward.
-        theirs: calls of the layers.
+        forward_calls: calls of the model's own forward.
+        layer_calls: calls of the layers.
         tolerance: relative difference that counts as rounding.
     """
     for key in order:
-        own, call = ours.get(key), theirs.get(key)
-        if own is None and call is None:
+        forward_call, call = forward_calls.get(key), layer_calls.get(key)
+        if forward_call is None and call is None:
             continue
         place = f"layer {key.layer} at its call of {key.path!r}"
-        if own is None:
+        if forward_call is None:
             return f"they differ first in {place}, which the model's forward does not make"
         if call is None:
             return f"they differ first in {place}, which only the model's forward makes"
-        if not _near(own.inputs, call.inputs, tolerance):
+        if not _near(forward_call.inputs, call.inputs, tolerance):
             return f"they differ first in the input of {place}"
-        if not _near(own.outputs, call.outputs, tolerance):
+        if not _near(forward_call.outputs, call.outputs, tolerance):
             return f"they differ first in the output of {place}"
     return ""
 
 
-def _near(ours: Sequence[Sketch], theirs: Sequence[Sketch], tolerance: float) -> bool:
-    return len(ours) == len(theirs) and all(
-        one.near(other, tolerance) for one, other in zip(ours, theirs, strict=True)
+def _near(got: Sequence[Sketch], expected: Sequence[Sketch], tolerance: float) -> bool:
+    return len(got) == len(expected) and all(
+        sketch.near(expected_sketch, tolerance) for sketch, expected_sketch in zip(got, expected, strict=True)
     )

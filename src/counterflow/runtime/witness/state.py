@@ -78,7 +78,7 @@ class Repeats(StageWrapper):
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         if self.layer:
             return run(value, step, rows)
-        again = unpacked(packed(value), self._device)
+        copies = unpacked(packed(value), self._device)
         before, versions = RandomStates.now(), _versions(layer)
         buffers = [
             (buffers_of(module), name, tensor, tensor.detach().clone())
@@ -97,7 +97,7 @@ class Repeats(StageWrapper):
                 tensor.copy_(contents)
         try:
             with added_losses():
-                second = run(again, step, rows)
+                second = run(copies, step, rows)
         finally:
             after.restore()
         know(output)

@@ -50,16 +50,16 @@ class Units:
 
     @cached_property
     def _pipes(self) -> dict[int, tuple[int, int]]:
-        """By micro-batch, its pipe and the number of parts in which its last stage computes it."""
+        """Pipe, and number of parts of the last stage's op, by micro-batch."""
         schedule = self._schedule
         count, last = schedule.micro_batches, schedule.stages - 1
-        found: dict[int, tuple[int, int]] = {}
+        pipes: dict[int, tuple[int, int]] = {}
         for op in schedule.ops():
             for number in op.micro_batches:
-                _, parts = found.get(number % count, (0, 1))
+                _, parts = pipes.get(number % count, (0, 1))
                 if op.stage == last and number < count:
-                    found[number] = op.pipe, max(parts, op.parts)
-        return found
+                    pipes[number] = op.pipe, max(parts, op.parts)
+        return pipes
 
     def choose(self, batch: Batch) -> WitnessUnit | None:
         """Return the next unit, the same on all workers; None: no replica has samples."""
@@ -84,7 +84,6 @@ class Units:
         )
 
     def _proposal(self, batch: Batch) -> tuple[float, ...]:
-        """Number, part, parts and samples of a unit of this replica, and its number among all; -1: none."""
         numbers = [number for number, samples in enumerate(batch.samples) if samples]
         if not numbers:
             return -1.0, 0.0, 1.0, 0.0, 0.0

@@ -84,7 +84,7 @@ class Witness:
         sharded: bool,
     ) -> None:
         self._schedule, self._stages, self._workers = schedule, stages, workers
-        self._loss_function, self._every = loss_function, execution.witness_every
+        self._loss_function, self._period = loss_function, execution.witness_every
         self._otherwise = schedule.workload.slices > 1 or bool(execution.compile)
         lower = execution.compress or execution.computes_in is not None
         self._least = MODELS.of(torch.bfloat16) if lower else 0.0
@@ -93,14 +93,14 @@ class Witness:
         modules = {layer.index: layer.module for of_stage in layers for layer in of_stage}
         self._stage_of = {layer.index: n for n, of_stage in enumerate(layers) for layer in of_stage}
         captured = {n: layer for n, layer in modules.items() if isinstance(layer, CapturedLayer)}
-        own = len(captured) == len(modules) and all(layer.is_of_model for layer in captured.values())
-        self._captured = captured if own else {}
-        self._model = captured[0].model if own else model if isinstance(model, nn.Module) else None
+        is_captured = len(captured) == len(modules) and all(layer.is_of_model for layer in captured.values())
+        self._captured = captured if is_captured else {}
+        self._model = captured[0].model if is_captured else model if isinstance(model, nn.Module) else None
         self._sharded = sharded
         self._calls = Counter[bool]()
         self._units = Units(schedule, workers)
         self._tag = workers.transport.reserve_tags(1)
-        if not self._every and workers.transport.rank == 0:
+        if not self._period and workers.transport.rank == 0:
             _LOG.warning("witness_every = 0: no step is compared with the model's own forward")
         self._begun: list[Comparison] = []
         self._undecided = False
@@ -108,12 +108,12 @@ class Witness:
     # -- steps
 
     def due(self, *, training: bool) -> bool:
-        """Count a step or an evaluation; return whether it is compared: 1, 2, 4, 8 ..., each ``every``-th."""
+        """Count a step or an evaluation; return whether it is compared: 1, 2, 4, 8 …, and periodically."""
         self._calls[training] += 1
-        number, every = self._calls[training], self._every
-        if not every or self._sharded:
+        number, period = self._calls[training], self._period
+        if not period or self._sharded:
             return False
-        return number % every == 0 or (number < every and is_doubling(number))
+        return number % period == 0 or (number < period and is_doubling(number))
 
     def begin(self, batch: Batch, *, in_flight: bool) -> None:
         """Run the model's own forward on a unit of a mini-batch, before its step; all workers call it.
@@ -176,7 +176,6 @@ class Witness:
         return self._units.choose(batch)
 
     def _compares(self, batch: Batch, *, in_flight: bool) -> bool:
-        """Return whether the schedule runs something else than the forward: layers of a list run alike."""
         if self._captured:
             return True
         return batch.training and not in_flight and self._otherwise
@@ -205,7 +204,6 @@ class Witness:
 
     @contextmanager
     def _running(self, comparison: Comparison) -> Iterator[None]:
-        """Around forwards of a unit, in the modes of its mini-batch."""
         unit, batch = comparison.unit, comparison.batch
         model = [] if self._model is None or batch.training or self._rank != unit.rank else [self._model]
         # Threads share modules: the model's modes are set before those of the stages here, and restored after
@@ -218,7 +216,6 @@ class Witness:
         self._meet_threads()
 
     def _meet_threads(self) -> None:
-        """Wait for the other workers if they are threads, which may share modules."""
         if self._workers.transport.shares_process:
             self._workers.transport.gather([])
 
@@ -234,7 +231,6 @@ class Witness:
         return self._workers.transport.rank
 
     def _read_inputs(self, comparison: Comparison) -> None:
-        """Read the unit's inputs and targets, before the step may change them."""
         unit, batch = comparison.unit, comparison.batch
         number = unit.unit.micro_batch
         if self._rank == unit.inputs_rank and batch.inputs is not None:
@@ -247,19 +243,18 @@ class Witness:
     # -- forwards
 
     def _forward(self, comparison: Comparison, rounds: Rounds) -> Result | None:
-        """Run the model's own forward; return its result on the worker that compares."""
         unit = comparison.unit
         if not self._captured:
             return self._layers_in_turn(comparison, rounds)
-        own: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if self._rank in self._workers.ranks[unit.replica]:
-            own = self._owner.tensors(self._captured)
+            tensors = self._owner.tensors(self._captured)
         compares = self._rank == unit.rank
-        rows = rounds.gather((comparison.value, {} if compares else own))
+        rows = rounds.gather((comparison.value, {} if compares else tensors))
         if not compares:
             rounds.serve(self._owner.answer)
             return None
-        tensors = {name: tensor for _, of_rank in rows for name, tensor in of_rank.items()} | own
+        tensors = {name: tensor for _, of_rank in rows for name, tensor in of_rank.items()} | tensors
         try:
             return self._model_forward(comparison, rounds, rows[unit.inputs_rank][0], tensors)
         finally:
@@ -313,11 +308,11 @@ class Witness:
             rounds.serve(self._owner.answer)
             return None
         try:
-            found = self._through_stages(unit, rounds, value, repeats=repeats)
-            output, terms = split_aux_losses(found.value)
+            result = self._through_stages(unit, rounds, value, repeats=repeats)
+            output, terms = split_aux_losses(result.value)
             loss = None if repeats else self._loss(comparison, output, terms)
             output = pytree.tree_map_only(Tensor, copied, output)
-            return Result(output, loss, found.draws, stateful=found.stateful)
+            return Result(output, loss, result.draws, stateful=result.stateful)
         except (Lost, TimedOut):
             raise
         except Exception as error:  # the step reports an error of its layers
@@ -326,20 +321,19 @@ class Witness:
             rounds.end()
 
     def _through_stages(self, unit: WitnessUnit, rounds: Rounds, value: Any, *, repeats: bool) -> StageResult:
-        """Output of all stages, whether any drew random numbers, and the first layer that keeps state."""
-        held: dict[int, Any] = {}
+        skips: dict[int, Any] = {}
         draws, stateful = False, ""
         for stage in range(self._schedule.stages):
-            request = StageRun(stage, Carried(value, held) if held else value, repeats and not stateful)
+            request = StageRun(stage, Carried(value, skips) if skips else value, repeats and not stateful)
             result: StageResult
             if stage in self._stages:
                 result = self._owner.run(unpacked(packed(request), self._workers.transport.device))
             else:
-                result = rounds.ask(self._units.rank_of_stage(unit, stage), request)
+                result = rounds.call(self._units.rank_of_stage(unit, stage), request)
             value, draws = result.value, draws or result.draws
             stateful = stateful or result.stateful
             if type(value) is Carried:
-                held |= value.skips
+                skips |= value.skips
                 value = value.value
         return StageResult(value, draws, stateful)
 
@@ -352,10 +346,10 @@ class Witness:
         if self._loss_function is not None:
             call = self._loss_function, pytree.tree_map_only(Tensor, copied, output), comparison.target
             output = copy.loss_plainly(call, comparison.batch.step, rows)
-        found = copy.means.read(output, samples)
+        loss = copy.means.read(output, samples)
         if terms:
-            found = found.with_added(terms)
-        return mean_loss([found.as_unit_loss(comparison.unit.unit, samples, samples, size)])
+            loss = loss.with_added(terms)
+        return mean_loss([loss.as_unit_loss(comparison.unit.unit, samples, samples, size)])
 
     # -- comparisons
 
@@ -370,10 +364,10 @@ class Witness:
         if result.failure:
             return _FAILED
         if result.undecided:
-            self._tell_undecided(result.undecided)
+            self._warn_undecided(result.undecided)
             return _SAME
         if result.draws and (watch.part is None or not comparison.batch.training):
-            self._tell_undecided("it draws random numbers, and slices and evaluations draw others")
+            self._warn_undecided("it draws random numbers, and slices and evaluations draw others")
             return _SAME
         return _SAME if same(result, comparison.schedule_result(), self._least) else _DIFFERENT
 
@@ -395,18 +389,17 @@ class Witness:
             try:
                 results.append(run(comparison, rounds))
             finally:
-                mine, self._owner.sketches = self._owner.sketches, None
-            found: dict[Any, CallSketch] = {}
-            for row in cast("list[dict[Any, CallSketch]]", self._workers.transport.gather_objects(mine)):
-                found |= row or {}
-            sketches.append(found)
+                calls, self._owner.sketches = self._owner.sketches, None
+            all_calls: dict[Any, CallSketch] = {}
+            for row in cast("list[dict[Any, CallSketch]]", self._workers.transport.gather_objects(calls)):
+                all_calls |= row or {}
+            sketches.append(all_calls)
         text = ""
         if self._rank == comparison.unit.rank:
             text = self._difference(comparison, results, sketches, differs=differs)
         self._raise(comparison, text)
 
     def _raise(self, comparison: Comparison, text: str) -> None:
-        """Raise, on all workers, an error with the text of the worker that compares, unless it is empty."""
         text = cast("str", self._workers.transport.gather_objects(text)[comparison.unit.rank])
         if text:
             raise ConfigError(text)
@@ -419,30 +412,28 @@ class Witness:
         *,
         differs: bool,
     ) -> str:
-        """Describe a difference in a sentence; empty: there is none."""
-        own, layers = results
-        assert own is not None
+        model_result, layers = results
+        assert model_result is not None
         assert layers is not None
-        if own.failure:
-            return own.failure
-        if own.undecided or layers.undecided:
-            self._tell_undecided(own.undecided or layers.undecided)
+        if model_result.failure:
+            return model_result.failure
+        if model_result.undecided or layers.undecided:
+            self._warn_undecided(model_result.undecided or layers.undecided)
             return ""
-        agree = same(own, layers, self._least)
+        agree = same(model_result, layers, self._least)
         if agree and not differs:
             return ""
         where = ""
         if self._captured and not agree:
             limit = MODELS.of(torch.float32)
             where = first_difference(self._order, sketches[0], sketches[1], limit)
-        losses = own.loss, layers.loss
+        losses = model_result.loss, layers.loss
         if differs and comparison.watch is not None and comparison.result is not None:
             losses = comparison.result.loss, comparison.watch.loss()
         name = type(self._model).__name__ if self._model is not None else "model"
         return comparison.described(name, losses, where, layers_agree=agree)
 
-    def _tell_undecided(self, why: str) -> None:
-        """Warn, once, that a unit could not be compared."""
+    def _warn_undecided(self, why: str) -> None:
         if not self._undecided:
             self._undecided = True
             _LOG.warning("the model's own forward could not be compared with the pipeline's: %s", why)

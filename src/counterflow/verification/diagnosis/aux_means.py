@@ -74,15 +74,15 @@ class AuxStage(Protocol):
 
     @property
     def sharded(self) -> bool:
-        """Whether its weights are sharded."""
+        """True if its weights are sharded."""
 
     @property
     def lower_precision(self) -> bool:
-        """Whether it computes in a lower precision than that of its weights."""
+        """True if it computes in a lower precision than that of its weights."""
 
     @property
     def has_batch_norms(self) -> bool:
-        """Whether it contains batch norms."""
+        """True if it contains batch norms."""
 
     def layers(self) -> Iterable[AuxLayer]:
         """Layers in their order."""
@@ -223,16 +223,15 @@ class AuxMeanDiagnosis:
     def _compare_in(
         self, stage: AuxStage, layer: AuxLayer, value: Value, dim: int, ends: tuple[int, int]
     ) -> Mapping[str, Comparison]:
-        """Compare the terms of all samples with those of two parts."""
         point, total = ends
         with torch.set_grad_enabled(self._graph):
             value = as_leaves(value, always=True) if self._graph else value
             leaves = [*leaves_of(value), *layer.weights] if self._graph else []
-            whole, *parts = (
+            run_all, *parts = (
                 partial(self._terms, stage, layer, value, dim, rows, total, leaves)
                 for rows in (slice(0, total), slice(0, point), slice(point, total))
             )
-            return compare_with_parts(whole, parts, _joined_terms, _compare_terms)
+            return compare_with_parts(run_all, parts, _joined_terms, _compare_terms)
 
     @staticmethod
     def _terms(  # noqa: PLR0917
@@ -244,7 +243,6 @@ class AuxMeanDiagnosis:
         total: int,
         leaves: Sequence[Tensor],
     ) -> Mapping[str, Graded]:
-        """Terms of some samples, with gradients, each times their number."""
         value = _cut(value, dim, rows, total)
         result = layer.run(pytree.tree_map_only(Tensor, torch.clone, value))
         assert result is not None
@@ -263,11 +261,6 @@ class AuxMeanDiagnosis:
     def _refuse(
         self, stage: AuxStage, layer: AuxLayer, outcomes: Mapping[str, Comparison], size: int, unit: str
     ) -> None:
-        """Refuse a term that is no mean.
-
-        Raises:
-            ConfigError: a comparison shows so.
-        """
         if not outcomes:
             self._undecided(f"of what {layer.place} adds no parts could be compared")
         for name, outcome in sorted(outcomes.items()):
@@ -297,11 +290,11 @@ def _joined_terms(parts: Sequence[Mapping[str, Graded]]) -> Mapping[str, Joined 
 
 
 def _compare_terms(
-    whole: Mapping[str, Graded], parts: Mapping[str, Joined | None]
+    totals: Mapping[str, Graded], parts: Mapping[str, Joined | None]
 ) -> Mapping[str, Comparison]:
     outcomes = {}
-    for name in {*whole, *parts}:
-        expected, got = whole.get(name), parts.get(name)
+    for name in {*totals, *parts}:
+        expected, got = totals.get(name), parts.get(name)
         comparable = expected is not None and got is not None
         outcomes[name] = compare_losses(expected, got) if comparable else UNDECIDED  # type: ignore[arg-type]
     return outcomes

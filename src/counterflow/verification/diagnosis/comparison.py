@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def compare_with_parts(
-    whole: Callable[[], T],
+    run_whole: Callable[[], T],
     parts: Sequence[Callable[[], P]],
     join: Callable[[Sequence[P]], J],
     compare: Callable[[T, J], R],
@@ -25,12 +25,12 @@ def compare_with_parts(
     """Run the whole, run the parts, join these, and compare.
 
     Args:
-        whole: computes what is expected.
+        run_whole: computes what is expected.
         parts: compute the parts, in their order.
         join: joins the parts.
         compare: compares the expected result with the joined one, within a tolerance of ``tolerances``.
     """
-    expected = whole()
+    expected = run_whole()
     return compare(expected, join([part() for part in parts]))
 
 

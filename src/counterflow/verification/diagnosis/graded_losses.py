@@ -189,12 +189,12 @@ def _separate_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             weight.grad = gradient
 
 
-def compare_losses(whole: Graded, parts: Joined) -> Comparison:
+def compare_losses(total: Graded, parts: Joined) -> Comparison:
     """Compare a loss with those of the parts of its samples, each weighted as in the mini-batch."""
-    graded = [whole, *parts.losses]
-    if not whole.entry.sums_with([part.entry for part in parts.losses]):
+    graded = [total, *parts.losses]
+    if not total.entry.sums_with([part.entry for part in parts.losses]):
         return UNDECIDED  # normalisers of micro-batches are compared when all are known
-    sums, weights = [each.sum for each in graded], [each.weight for each in graded]
+    sums, weights = [loss.sum for loss in graded], [loss.weight for loss in graded]
     part_weights = sum(weights[1:])
     if not (min(weights) >= 0 and weights[0] > 0 and part_weights > 0 and math.isfinite(sums[0])):
         return UNDECIDED  # the step reports a loss that is not finite
@@ -202,17 +202,17 @@ def compare_losses(whole: Graded, parts: Joined) -> Comparison:
     largest = max(abs(s / w) for s, w in zip(sums, weights, strict=True) if w)
     norms = [
         _norms(of_whole, of_parts, weights[0], part_weights)
-        for of_whole, of_parts in zip(whole.gradients, parts.gradients, strict=True)
+        for of_whole, of_parts in zip(total.gradients, parts.gradients, strict=True)
     ]
     if not math.isfinite(sum(sums)) or not math.isfinite(sum(map(sum, norms))):
         return _NON_FINITE
-    limit = whole.value_tolerance
+    limit = total.value_tolerance
     if limit is None:
-        limit = LOSSES.of(cast("Tensor", whole.entry.loss).dtype)
+        limit = LOSSES.of(cast("Tensor", total.entry.loss).dtype)
     if abs(expected - got) > limit * largest:
         return Comparison(decided=True, value=(expected, got))
     most = max((norm for norm, _ in norms), default=0.0)
-    for limit, (norm, difference) in zip(whole.tolerances, norms, strict=True):
+    for limit, (norm, difference) in zip(total.tolerances, norms, strict=True):
         if difference > limit * (norm + SMALL * most):
             return Comparison(decided=True, gradient=difference / norm if norm else 1.0)
     return FITS if largest or most else UNDECIDED

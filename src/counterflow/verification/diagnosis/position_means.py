@@ -52,7 +52,7 @@ class PositionMeanDiagnosis:
                 f"the last layer gives outputs without the {positions} positions of a slice, where "
                 f"target_sequence_dims={self._option!r} says; say where they are, or take no slices"
             )
-        whole, *parts = (
+        run_slice, *parts = (
             partial(self._grade, probe, output, target, rows)
             for rows in (
                 slice(0, positions),
@@ -61,7 +61,7 @@ class PositionMeanDiagnosis:
             )
         )
         join = partial(self._join, (positions // 2, positions - positions // 2))
-        if not compare_with_parts(whole, parts, join, _fits):
+        if not compare_with_parts(run_slice, parts, join, _fits):
             raise ConfigError(
                 f"the loss is no mean over positions: that of {positions} of a slice is not what their "
                 "halves make, so the losses of slices do not make one process's. Let the function return a "
@@ -96,14 +96,14 @@ class PositionMeanDiagnosis:
         return sum(half.sum for half in halves), sum(half.weight for half in halves), gradients
 
 
-def _fits(whole: Graded, joined: tuple[float, float, Sequence[Tensor]]) -> bool:
+def _fits(total: Graded, joined: tuple[float, float, Sequence[Tensor]]) -> bool:
     loss, weight, gradients = joined
-    pairs: list[tuple[Any, Tensor]] = list(zip(whole.gradients, gradients, strict=True))
+    pairs: list[tuple[Any, Tensor]] = list(zip(total.gradients, gradients, strict=True))
     dtypes = [expected.dtype for expected, _ in pairs] or [torch.float64]
     return (
-        _near(whole.weight, weight, WEIGHTS)
+        _near(total.weight, weight, WEIGHTS)
         and all(distance(expected, got) <= ACTIVATIONS.of(expected.dtype) for expected, got in pairs)
-        and _near(whole.sum, loss, LOSSES_OF_SLICES.of(*dtypes))
+        and _near(total.sum, loss, LOSSES_OF_SLICES.of(*dtypes))
     )
 
 

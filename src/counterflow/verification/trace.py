@@ -21,7 +21,7 @@ from counterflow.verification.diagnosis.comparison import difference
 
 
 @dataclass(slots=True)
-class Call:
+class ModuleCall:
     """A call of a module.
 
     Attributes:
@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Run:
+class ModuleTrace:
     """A run, forward and backward.
 
     Attributes:
@@ -59,34 +59,34 @@ class Run:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     draws: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    events: list[tuple[Call, bool]] = field(default_factory=list)
+    events: list[tuple[ModuleCall, bool]] = field(default_factory=list)
     failure: str = ""
     error: Exception | None = None
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ModuleCall]:
         """All calls, in the order in which they began."""
         return [call for call, ended in self.events if not ended]
 
-    def calls_by_name(self) -> dict[str, list[Call]]:
+    def calls_by_name(self) -> dict[str, list[ModuleCall]]:
         """Calls of each module."""
-        found: dict[str, list[Call]] = {}
+        calls_of: dict[str, list[ModuleCall]] = {}
         for call in self.calls:
-            found.setdefault(call.name, []).append(call)
-        return found
+            calls_of.setdefault(call.name, []).append(call)
+        return calls_of
 
     @property
     def dtype(self) -> torch.dtype:
         """The coarsest floating-point dtype among inputs and outputs of modules."""
-        found = [
+        dtypes = [
             t.dtype
             for t in pytree.tree_leaves([self.output, *((c.takes, c.returns) for c in self.calls)])
             if isinstance(t, Tensor) and t.is_floating_point()
         ]
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-class Watch(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Records inputs and outputs of modules, and random draws, of a forward into a run.
 
     Within the context each draw begins at the same random state: equal draws are equal in whatever order
@@ -103,13 +103,13 @@ class Watch(TorchDispatchMode):
     recording = True
 
     def __init__(
-        self, run: Run, modules: Mapping[str, nn.Module], shared: set[str], seed: Callable[[], None]
+        self, run: ModuleTrace, modules: Mapping[str, nn.Module], shared: set[str], seed: Callable[[], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
         self._shared = shared
         self._seed = seed
-        self._open: list[Call] = []
+        self._open: list[ModuleCall] = []
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.recording:
                 return  # a checkpoint recomputes in the backward
-            call = Call(name, self.layer, name in self._shared, copied(_by_name(module, args, kwargs)))
+            call = ModuleCall(name, self.layer, name in self._shared, copied(_by_name(module, args, kwargs)))
             self._run.events.append((call, False))
             self._open.append(call)
 
@@ -147,11 +147,11 @@ class Watch(TorchDispatchMode):
         if seeded and not drops_nothing(func, args, kwargs):
             self._seed()
             if self.recording:
-                told = [
+                arguments = [
                     tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                     for leaf in pytree.tree_leaves((args, kwargs))
                 ]
-                self._run.draws[str(func), *told] += 1
+                self._run.draws[str(func), *arguments] += 1
         return func(*args, **kwargs)
 
 
@@ -162,7 +162,6 @@ def copied(tree: Any) -> Any:
 
 
 def _by_name(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Arguments by their names in the module's forward."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -180,7 +179,9 @@ def place_of(layers: Sequence[nn.Module], index: int) -> str:
     return f"layer {index} ({type(layers[index]).__name__})"
 
 
-def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: float) -> str:
+def first_parting(
+    layers: Sequence[nn.Module], model_trace: ModuleTrace, layer_trace: ModuleTrace, limit: float
+) -> str:
     """The first difference between the runs of layers and model, by inputs and outputs of shared modules.
 
     A module with another input but the same output (a mask that hides nothing) is not a difference, and a
@@ -188,18 +189,18 @@ def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: fl
 
     Args:
         layers: layers of the pipeline.
-        ours: the model's run.
-        theirs: the layers' run.
+        model_trace: the model's run.
+        layer_trace: the layers' run.
         limit: maximum difference that counts as rounding.
 
     Returns:
         A sentence that says where and what to change; empty if outputs of model and layers do not differ.
     """
-    calls, seen = ours.calls_by_name(), Counter[str]()
+    calls, seen = model_trace.calls_by_name(), Counter[str]()
     suspects: dict[int, str] = {}  # calls that have begun, and the problem if they return something else
-    twins: dict[int, Call | None] = {}
+    twins: dict[int, ModuleCall | None] = {}
     agreed = ""
-    for call, ended in theirs.events:
+    for call, ended in layer_trace.events:
         if not call.shared or call.name not in calls:
             continue
         if not ended:
@@ -219,18 +220,18 @@ def first_parting(layers: Sequence[nn.Module], ours: Run, theirs: Run, limit: fl
             f"in the model{_by(error)}; call it in the mode and with the options that the model uses"
         )
         return next(iter(suspects.values()), here) + agreed
-    if difference(ours.output, theirs.output) <= limit:
+    if difference(model_trace.output, layer_trace.output) <= limit:
         return ""
     if suspects:
         return next(iter(suspects.values()))
-    last = max((call.layer for call in theirs.calls if call.shared), default=len(layers) - 1)
+    last = max((call.layer for call in layer_trace.calls if call.shared), default=len(layers) - 1)
     return (
         f"{place_of(layers, last)} or after it: all earlier inputs and outputs of modules are equal; let the "
         "last layers return what the model returns"
     )
 
 
-def _begins(call: Call, twin: Call | None, number: int, times: int, limit: float) -> str:
+def _begins(call: ModuleCall, twin: ModuleCall | None, number: int, times: int, limit: float) -> str:
     """The problem with a layer's call of a module as it begins, in words; empty if there is none.
 
     Args:
@@ -258,16 +259,15 @@ def _by(error: float) -> str:
     return f" (by {error:.2g} of the largest value)" if error < float("inf") else ""
 
 
-def _twin(calls: Sequence[Call], call: Call, number: int, limit: float) -> Call | None:
-    """The model's call with which a layer's is compared; None: the model has no such call."""
+def _twin(calls: Sequence[ModuleCall], call: ModuleCall, number: int, limit: float) -> ModuleCall | None:
     if number < len(calls):
         return calls[number]
-    return next((other for other in calls if _parted(other.takes, call.takes) <= limit), None)
+    return next((candidate for candidate in calls if _parted(candidate.takes, call.takes) <= limit), None)
 
 
-def _parted(one: Any, other: Any) -> float:
+def _parted(expected: Any, got: Any) -> float:
     """The largest difference between the tensors of two values; a tensor on one side only is a difference."""
-    first, second = _tensors(one), _tensors(other)
+    first, second = _tensors(expected), _tensors(got)
     if first.keys() != second.keys():
         common = [difference(first[path], second[path]) for path in first.keys() & second.keys()]
         return max(common) if any(common) else float("inf")
