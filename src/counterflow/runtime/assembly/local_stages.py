@@ -21,6 +21,7 @@ from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
 from ..mini_batch.losses import LossFunction
+from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from ..parameters.names import named_buffers, named_parameters, shared_names
 from ..parameters.replica_digests import broadcast_initial_weights, refuse_other_seeds
 from ..stages.carrying import carries_in

@@ -117,7 +117,9 @@ class Outputs:
                     "known; return the mean loss of each, or take a synchronous scheme"
                 )
             sum_of_losses, weight = loss.loss, loss.weight
-            loss = LossOutput(sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()})
+            loss = LossOutput(
+                sum_of_losses / weight, None, {name: x / weight for name, x in loss.metrics.items()}
+            )
         divisor = batch.divisor or divisor_of(batch.total, flushes=self._synchronous)
         for diagnosis in diagnoses:
             diagnosis.end()
