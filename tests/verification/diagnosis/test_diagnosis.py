@@ -1,0 +1,143 @@
+"""Diagnoses without an engine: they drive a loss through callables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.comparison import compare_with_parts, difference, distance
+from counterflow.verification.diagnosis.graded_losses import LossProbe, WeightedLoss
+from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
+from counterflow.verification.diagnosis.tolerances import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOSSES,
+    LOSSES_OF_SLICES,
+    MODELS,
+    TRAININGS,
+)
+
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+def test_one_table_has_the_tolerances_of_all_purposes() -> None:
+    table = [
+        (ACTIVATIONS, (1e-6, 1e-3, 6e-2, 6e-2)),
+        (LOSSES, (1e-6, 1e-3, 8e-3, 6e-2)),
+        (LOSSES_OF_SLICES, (1e-6, 1e-2, 1e-2, 1e-2)),
+        (GRADIENTS, (1e-5, 1e-2, math.inf, 6e-2)),
+        (MODELS, (1e-6, 1e-4, 0.05, 0.05)),
+        (TRAININGS, (1e-10, 1e-5, 1e-2, 1e-2)),
+    ]
+    for tolerance, limits in table:
+        assert tuple(tolerance.of(dtype) for dtype in DTYPES) == limits
+    assert ACTIVATIONS.of(torch.float64, torch.bfloat16) == 6e-2
+
+
+def test_a_distance_is_relative_to_the_largest_expected_value() -> None:
+    expected = torch.tensor([1.0, -4.0])
+    assert distance(expected, torch.tensor([1.0, -3.0])) == 0.25
+    assert distance(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert distance(torch.zeros(2), torch.ones(2)) == math.inf
+    assert distance(expected, expected.double()) == distance(expected, expected[:1]) == math.inf
+    assert distance(torch.tensor([1, 2]), torch.tensor([1, 3])) == math.inf
+    odd, even = torch.tensor([math.nan, 2.0]), torch.tensor([1.0, 2.0])
+    assert distance(odd, even) == 0.0  # the step reports what is not finite
+    assert distance(odd, even, skip_non_finite=False) == math.inf
+    assert distance(odd, odd, skip_non_finite=False) == 0.0
+    infinite = torch.tensor([-math.inf, 2.0])
+    assert distance(infinite, infinite, skip_non_finite=False) == 0.0
+    assert difference((expected, 1), (expected, 2)) == math.inf
+
+
+def test_parts_are_joined_and_compared_with_the_whole() -> None:
+    value = torch.arange(6.0)
+
+    def squares(rows: slice) -> Tensor:
+        return value[rows].square()
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*parts])
+
+    parts = [partial(squares, rows) for rows in (slice(0, 2), slice(2, 6))]
+    assert compare_with_parts(value.square, parts, join, distance) == 0.0
+    assert compare_with_parts(value.square, parts[::-1], join, distance) > 0.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss that weighs as its samples do."""
+
+    loss: Tensor
+    by: float
+    weight: float = 1.0
+
+    def sums_with(self, parts: Sequence[WeightedLoss]) -> bool:
+        return len(parts) > 0
+
+
+class Rows:
+    """Samples in the first dimension."""
+
+    def count(self, output: Tensor) -> int:
+        return len(output)
+
+    def cut(self, output: Tensor, rows: slice) -> Tensor:
+        return output[rows]
+
+    def join(self, outputs: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+        assert [len(output) for output in outputs] == [*samples]
+        return torch.cat([*outputs])
+
+    cut_target, join_targets = cut, join
+
+
+def diagnosed(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
+    def compute(output: Any, target: Any, samples: float, graph: bool) -> tuple[Tensor, Mean]:
+        del graph
+        value = loss(output, target)
+        return value, Mean(value.detach(), samples)
+
+    ended: list[Any] = []
+    diagnosis = SampleMeanDiagnosis(Rows(), lambda **outcome: ended.append(outcome), graph=True)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        output = torch.randn(4, 3, generator=draw, dtype=torch.float64).requires_grad_()
+        target = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+        diagnosis.begin(LossProbe(compute, list, lambda gradient: gradient), output, target, 4)
+        diagnosis.end()
+    diagnosis.finish()
+    return ended
+
+
+def test_a_mean_over_samples_is_decided() -> None:
+    assert diagnosed(torch.nn.functional.mse_loss) == [{"decided": True, "reason": None}]
+
+
+def test_what_is_no_mean_is_refused_with_the_expected_and_the_got_value() -> None:
+    with pytest.raises(ConfigError, match=r"of 4 samples it is \S+, and those of parts of them"):
+        diagnosed(lambda output, target: (output - target).square().sum())
+    with pytest.raises(ConfigError, match="its value is, but the gradient"):
+        diagnosed(balanced)
+
+
+def balanced(output: Tensor, target: Tensor) -> Tensor:
+    first, second = (output - target).square().mean(), output.square().mean()
+    return first + second * (first.detach() / second.detach())
+
+
+def test_a_loss_that_fails_on_parts_is_decided_by_units_alone() -> None:
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        if len(output) < 4:
+            raise ValueError("few samples")
+        return torch.nn.functional.mse_loss(output, target)
+
+    assert diagnosed(fails) == [{"decided": True, "reason": None}]
