@@ -133,7 +133,12 @@ class RunForward(RunOp):
 
     def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
         diagnosis, rows = batch.aux_diagnosis, inputs.rows
-        if diagnosis is None or self.copy.aux_losses.collects is False or batch.guarded or rows.start == rows.stop:
+        if (
+            diagnosis is None
+            or self.copy.aux_losses.collects is False
+            or batch.guarded
+            or rows.start == rows.stop
+        ):
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)
