@@ -21,9 +21,9 @@ from .intake import Intake
 from .messages.values import Unit
 from .mini_batch.batch import Batch
 from .mini_batch.batches import Batches
-from .mini_batch.user_batch import UserBatch
 from .mini_batch.samples import joined, moved
 from .mini_batch.step_report import CallKind
+from .mini_batch.user_batch import UserBatch
 from .stages.ownership import Owned
 from .stages.stage import LocalStage
 from .witness.witness import Witness

@@ -12,9 +12,9 @@ from .drain import Drain
 from .execution.runner import Runner
 from .mini_batch.batch import Batch
 from .mini_batch.batches import Batches
-from .mini_batch.user_batch import UserBatch
 from .mini_batch.refusal import refusing
 from .mini_batch.step_report import CallKind
+from .mini_batch.user_batch import UserBatch
 from .stages.listing import Listing
 
 

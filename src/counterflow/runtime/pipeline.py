@@ -45,9 +45,9 @@ from .intake import Intake
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
 from .messages.compression import Compression
-from .mini_batch.user_batch import UserBatch
 from .mini_batch.losses import LossFunction
 from .mini_batch.step_report import CallKind
+from .mini_batch.user_batch import UserBatch
 from .parameters.compressed_sums import SumCompression, refuse_uncompressed
 from .parameters.loss_scale import LossScale
 from .parameters.optimizers import MakeOptimizer, MakeScheduler
