@@ -30,7 +30,7 @@ import counterflow as cf
 from counterflow.program.actions import Action, Compute, Matching, Receive, Send
 from counterflow.runtime.execution import weighing
 from counterflow.runtime.execution.tasks import ReceiveTask, SendTask
-from counterflow.runtime.mini_batch.losses import Counts
+from counterflow.runtime.mini_batch.step_report import Normaliser
 from counterflow.runtime.transport.base import Group, Status, Transport
 from counterflow.runtime.transport.kinds import LOCAL
 from counterflow.schedule.ir import OpKind
@@ -66,7 +66,7 @@ class Anything(dict[int, tuple[int, float]]):
 
 
 weighing.refuse_no_graph = lambda _: None  # the workers with the loss are not there
-weighing.Workers.weight = lambda *_: (1.0, Counts.SAMPLES)  # nor is what their losses weigh
+weighing.Workers.weight = lambda *_: (1.0, Normaliser.SAMPLES)  # nor is what their losses weigh
 
 
 class Alone(Transport):

@@ -34,6 +34,8 @@ from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
 
+from .private_torch import hook_tables, is_torch_loss
+
 _LOSS = -1
 """Number of a loss function among the layers."""
 
@@ -368,7 +370,7 @@ class Reference:
     def _take_hooks(self) -> None:
         """Remove parameters' hooks, because autograd would call them in each backward."""
         for parameter in self.parameters:
-            for table in _hook_tables(parameter):
+            for table in hook_tables(parameter):
                 if table:
                     self._hooks.append((table, dict(table)))
                     table.clear()
@@ -454,7 +456,7 @@ def _loss_layer(loss_function: object) -> list[ReferenceLayer]:
     constants = {
         f"{place}.{name}" if place else name
         for place, module in loss_function.named_modules()
-        if isinstance(module, nn.modules.loss._Loss)  # noqa: SLF001
+        if is_torch_loss(module)
         for name, _ in module.named_buffers(recurse=False)
     }
     names = {n: f"loss_function.{n}" for n in loss_function.state_dict() if n not in constants}
@@ -518,14 +520,9 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def _hook_tables(parameter: nn.Parameter) -> Iterator[dict[int, Any]]:
-    yield parameter._backward_hooks or {}  # noqa: SLF001 - torch has no public list of them
-    yield getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-
-
 def _hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """Hooks of a parameter's gradient, and those after it was accumulated."""
-    before, after = (list(table.values()) for table in _hook_tables(parameter))
+    before, after = (list(table.values()) for table in hook_tables(parameter))
     return before, after
 
 
