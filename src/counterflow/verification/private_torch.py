@@ -1,4 +1,4 @@
-"""Private names of torch that the reference needs: hooks of parameters, and the class of torch's own losses."""
+"""Private names of torch that the reference needs: hooks of parameters, the class of torch's losses."""
 
 from __future__ import annotations
 
