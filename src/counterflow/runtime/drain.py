@@ -13,7 +13,7 @@ from .execution.step import Step
 from .mini_batch.batches import Batches
 from .mini_batch.step_report import CallKind, CallReport
 from .parameters.weights import Weights
-from .stages.ownership import Owned
+from .stages.ownership import ThreadLocalModules
 from .stages.randomness import RandomStreams
 
 
@@ -39,7 +39,7 @@ class Drain:
         *,
         batches: Batches,
         weights: Weights,
-        owned: Owned,
+        owned: ThreadLocalModules,
         streams: RandomStreams,
         compares: bool,
     ) -> None:

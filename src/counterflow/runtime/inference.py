@@ -24,7 +24,7 @@ from .mini_batch.batches import Batches
 from .mini_batch.samples import joined, moved
 from .mini_batch.step_report import CallKind
 from .mini_batch.user_batch import UserBatch
-from .stages.ownership import Owned
+from .stages.ownership import ThreadLocalModules
 from .stages.stage import LocalStage
 from .witness.witness import Witness
 
@@ -59,7 +59,7 @@ class Inference:
         stages: Mapping[int, LocalStage],
         last_holders: int,
         workers: Workers,
-        owned: Owned,
+        owned: ThreadLocalModules,
         witness: Witness,
         output_dims: Any,
     ) -> None:

@@ -30,7 +30,7 @@ from ..stages.deferred import defer
 from ..stages.embeddings import Setting
 from ..stages.materialization import materialised
 from ..stages.named_layer import LOSS, place_of
-from ..stages.ownership import Owned
+from ..stages.ownership import ThreadLocalModules
 from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
@@ -53,7 +53,7 @@ class LocalStages:
     """
 
     stages: dict[int, LocalStage]
-    owned: Owned
+    owned: ThreadLocalModules
     loss_function: LossFunction | None
     split: tuple[int, ...]
     dims: ParallelDims
@@ -131,10 +131,12 @@ def local_stages(
     precision = precision_of(execution, transport.device, shards=bool(dims.further))
     for layer in layers:
         refuse_remote(layer.index, layer.module)
-    owned = Owned([(place_of(layer), layer.module) for layer in layers], model.modules(given), transport)
+    owned = ThreadLocalModules(
+        [(place_of(layer), layer.module) for layer in layers], model.modules(given), transport
+    )
     trained = zip(layers, owned.modules, strict=True)
     made = materialised([replace(layer, module=its) for layer, its in trained], transport.device, streams)
-    owned.remade()
+    owned.rebind()
     if execution.deferred_batch_norm:
         defer(layer.module for layer in made)
     for carry in (carry for layer in made for carry in carries_in(layer.module)):

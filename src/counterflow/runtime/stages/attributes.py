@@ -1,4 +1,4 @@
-"""Attributes of modules, restored after a run that does not count.
+"""Attributes of modules, restored after a run whose effects are discarded.
 
 Invariant: attributes are those of before, and so is what is in lists, dicts, sets and tensors among them.
 Objects that the user's modules reach otherwise stay as the run left them.
@@ -26,7 +26,7 @@ _CONTAINERS = (list, dict, set, deque)
 @contextmanager
 def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore, at the end of this context, the attributes that modules' forwards set in it."""
-    before = [(vars(module), _own(vars(module))) for module in modules]
+    before = [(vars(module), _attributes(vars(module))) for module in modules]
     values = {id(value): value for _, attributes in before for value in attributes.values()}
     containers = [_saved(value) for value in values.values() if type(value) in _CONTAINERS]
     tensors = [
@@ -38,7 +38,7 @@ def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for now, attributes in before:
-            for name in _own(now).keys() - attributes.keys():
+            for name in _attributes(now).keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
         for container in containers:
@@ -50,7 +50,7 @@ def restored_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
                     tensor.copy_(numbers)
 
 
-def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name not in _TORCH}
 
 

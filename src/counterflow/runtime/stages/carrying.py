@@ -1,4 +1,4 @@
-"""Runs a layer with the states that its ``Carry`` modules are given, and reads what they leave."""
+"""Runs of a layer with carried states: set in its ``Carry`` modules before, read from them after."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def carries_in(layer: nn.Module) -> list[Carry]:
 
 @contextmanager
 def carrying(
-    layer: NamedLayer, carries: Sequence[Carry], given: Sequence[Any], *, joins: bool = False
+    layer: NamedLayer, carries: Sequence[Carry], states: Sequence[Any], *, joins: bool = False
 ) -> Iterator[list[Any]]:
-    """Around a run of a layer.
+    """Context of a run of a layer.
 
     Args:
         layer: the layer.
         carries: its carried states.
-        given: what was left to each; ``NOTHING`` where it is the first run.
-        joins: whether states may be put together anew, as no gradient goes back to their parts.
+        states: state of each carry; ``NOTHING`` in the first run.
+        joins: True if states may be concatenated anew, as no gradient is passed back to their parts.
 
     Yields:
-        A list that has, after the run, what each left.
+        A list that has, after the run, the state of each carry.
 
     Raises:
-        ConfigError: one left nothing.
+        ConfigError: a carry has no state after the run.
     """
-    left: list[Any] = []
+    next_states: list[Any] = []
     try:
-        for carry, state in zip(carries, given, strict=True):
+        for carry, state in zip(carries, states, strict=True):
             carry.begin(state, joins=joins)
-        yield left
-        left += [carry.end() for carry in carries]
-        if any(state is NOTHING for state in left):
+        yield next_states
+        next_states += [carry.end() for carry in carries]
+        if any(state is NOTHING for state in next_states):
             raise ConfigError(
                 f"{place_of(layer)} left nothing in a cf.Carry that it holds; call its leave() in each "
                 "forward, with None if the next run needs nothing"

@@ -1,8 +1,8 @@
-"""Layers of a stage as torch compiles them: consecutive ones as one function where nothing is around each.
+"""Layers of a stage as torch compiles them: consecutive ones as one function if no wrapper breaks the block.
 
-Invariant: numbers are those of the same layers run one by one. A layer draws random numbers from a stream of
-its own, so it is compiled alone if it draws any. Which layers draw is found by a run that is forgotten; a
-block that draws nevertheless is found when it does, and its layers are run again one by one.
+Invariant: numbers equal those of the same layers run one by one. A layer draws random numbers from a separate
+stream, so it is compiled alone if it draws any. A discarded run determines which layers draw; a block that
+draws nevertheless is detected when it does, and its layers are run again one by one.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class CompiledLayers:
     """Layers of a stage that are one compiled function.
 
     Attributes:
-        layers: their numbers in the model, in order.
-        graphs: number of graphs that one run of them is: 1 where nothing breaks it, 0 before the first. A
-            layer alone uses those of others of its kind, too.
-        compiled: number of graphs that were compiled until now, for all modes and shapes that they ran in.
-        alone: why it is one layer only; None: nothing separates it from its neighbours.
+        layers: numbers of the layers in the model, in order.
+        graphs: number of graphs in one run: 1 without a graph break, 0 before the first run. A single layer
+            shares the graphs of layers of its kind.
+        compiled: number of graphs compiled so far, for all modes and shapes of the runs.
+        alone: reason why it is a single layer; None: no wrapper breaks a block at it.
     """
 
     layers: tuple[int, ...]
@@ -67,7 +67,7 @@ class CompiledLayers:
 
 
 class Backend:
-    """A backend of torch's compiler that counts the graphs it is given.
+    """A backend of torch's compiler that counts the graphs it compiles.
 
     Backends of one name are equal, so that workers that are threads use each other's graphs of a layer.
 
@@ -86,15 +86,15 @@ class Backend:
             graphs.all += 1
         return self._compile(graph, inputs, **options)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and self._compile == other._compile
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Backend) and self._compile == value._compile
 
     def __hash__(self) -> int:
         return hash(self._compile)
 
 
 _running = threading.local()
-"""``graphs``: where those are counted that this thread compiles."""
+"""``graphs``: count of the graphs that this thread compiles."""
 
 
 class Compiled:
@@ -122,25 +122,25 @@ class Compiled:
             self._runs[numbers] = partial(graphs.counting, partial(called, compiled))
         return self._runs[numbers]
 
-    def told(self, found: Sequence[Block]) -> tuple[CompiledLayers, ...]:
-        """What is known of some blocks."""
-        told = []
-        for block in found:
+    def report(self, blocks: Sequence[Block]) -> tuple[CompiledLayers, ...]:
+        """Report the graphs of some blocks."""
+        report = []
+        for block in blocks:
             numbers = tuple(layer.index for layer in block.layers)
             graphs = self._graphs.get(numbers, _Graphs())
-            told.append(CompiledLayers(numbers, graphs.most, graphs.all, block.alone))
-        return tuple(told)
+            report.append(CompiledLayers(numbers, graphs.most, graphs.all, block.alone))
+        return tuple(report)
 
 
 class _Graphs:
-    """Counts the graphs of some layers."""
+    """Number of graphs of some layers."""
 
     def __init__(self) -> None:
         self.most = self.all = 0
-        """In one run, and in all."""
+        """Maximum in one run, and the sum of all runs."""
 
     def counting(self, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        """Run them."""
+        """Run the layers, and count the graphs compiled."""
         before, _running.graphs = self.all, self
         try:
             return run(value, step, rows)
@@ -150,16 +150,16 @@ class _Graphs:
 
 
 def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
-    """A function that runs modules one after the other.
+    """Return a function that runs modules one after the next.
 
-    Its code and its name are its own: torch counts how often it compiles a code, and remembers by its name
-    which sizes vary.
+    Its code object and name are unique: torch limits compilations per code object, and stores by name which
+    sizes vary.
     """
-    first, *others = modules
+    first, *further = modules
 
-    def block(*given: Any, **named: Any) -> Value:
-        value = first(*given, **named)
-        for module in others:
+    def block(*args: Any, **kwargs: Any) -> Value:
+        value = first(*args, **kwargs)
+        for module in further:
             value = module(value)
         return value
 
@@ -168,17 +168,17 @@ def _chained(modules: Sequence[nn.Module], name: str) -> Callable[..., Value]:
 
 
 class Drawing(StageWrapper):
-    """The random streams around a compiled stage's layers, and which of these draw nothing.
+    """Wraps the layers of a compiled stage in random streams, except those that draw nothing.
 
     Args:
-        streams: the run's.
-        changed: called when it is found that layers draw.
+        streams: random streams of the run.
+        changed: called when layers are known to draw.
     """
 
     def __init__(self, streams: RandomStreams, changed: Callable[[], None]) -> None:
         self._streams, self._changed = streams, changed
         self._draws: dict[int, bool] = {}
-        """By the layer's number, once it is known."""
+        """True if a layer draws, by its number, once that is known."""
 
     @override
     def breaks_block(self, layer: NamedLayer) -> str | None:
@@ -192,18 +192,18 @@ class Drawing(StageWrapper):
     def wrap_block(
         self, layers: Sequence[NamedLayer], runs: BlockRuns, value: Value, step: int, rows: SampleRows
     ) -> Value:
-        """Layers that draw nothing need no stream.
+        """Run the block without a stream if no layer draws.
 
         Raises:
-            ConfigError: layers draw that did not before, and cannot run again.
+            ConfigError: layers draw that drew nothing before, and cannot run again.
         """
         if not all(layer.index in self._draws for layer in layers):
             self._learn(layers, value, step, rows)
         if not any(self._draws[layer.index] for layer in layers):
             before, forget = (_state(layers), versions(value)), forgets_added()
-            found = self._streams.unless_drawn(lambda: (runs.fused(value, step, rows),))
-            if found is not None:
-                return found[0]
+            output = self._streams.unless_drawn(lambda: (runs.fused(value, step, rows),))
+            if output is not None:
+                return output[0]
             if (_state(layers), versions(value)) != before:
                 raise ConfigError(
                     f"{place_of(layers[0])} to {place_of(layers[-1])} are compiled as one function, as they "
@@ -216,9 +216,9 @@ class Drawing(StageWrapper):
         return runs.recompose(value, step, rows)
 
     def _learn(self, layers: Sequence[NamedLayer], value: Value, step: int, rows: SampleRows) -> None:
-        """Find which layers draw, by a run of each that leaves buffers and random state as they were.
+        """Determine which layers draw, by a run of each that restores buffers and random state.
 
-        One with a dropout that is not 0 counts as one that draws, as it will in training mode.
+        A layer with a dropout above 0 counts as drawing, as it draws in training mode.
 
         Raises:
             ConfigError: a layer changes its weights as it runs.
@@ -251,7 +251,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _state(layers: Sequence[NamedLayer]) -> list[tuple[int, int]]:
-    """Identifies what some layers' buffers hold."""
+    """Identity and version of the layers' buffers."""
     tables = (buffers_of(child) for layer in layers for child in layer.module.modules())
     return [
         (id(buffer), buffer._version)  # noqa: SLF001 - documented as it

@@ -1,7 +1,7 @@
-"""Buffers to which a forward adds, and which copies of a stage add up.
+"""Counters: buffers to which a forward adds, summed over the copies of a stage.
 
-A buffer that a forward changes is each copy's own, and what would become of several nobody knows. Of a
-counter it is known: what a mini-batch adds to it on one copy and on another has to be added together.
+A buffer that a forward changes differs between copies, and in general no rule combines them. A counter has
+one: the increments of a mini-batch on all copies are added.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _SUMMED = "_summed_over_copies"
 def sum_over_copies(module: nn.Module, *names: str) -> None:
     """Declare buffers of a module as counters: in training its forward adds to them and nothing else.
 
-    Where a stage has copies (two directions, replicas), what a mini-batch adds on each is added up when it
-    ends: the numbers of one process that runs the micro-batches one after another. What is added must not
-    depend on what is there. Elsewhere a declaration changes nothing.
+    If a stage has copies (two directions, replicas), the increments of a mini-batch on all copies are summed
+    when it ends: the numbers of one process that runs the micro-batches in sequence. An increment must not
+    depend on the counter. Without copies a declaration changes nothing.
 
     Args:
-        module: whose buffers.
-        names: of buffers of its own, of integers or floats.
+        module: module with the buffers.
+        names: names of its direct buffers, of integers or floats.
 
     Raises:
-        ConfigError: there is no such buffer, or it is of no numbers.
+        ConfigError: there is no such buffer, or its dtype is bool or complex.
 
     >>> module = nn.Module()
     >>> module.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     >>> sum_over_copies(module, "seen")
     """
-    own = dict(module.named_buffers(recurse=False))
+    buffers = dict(module.named_buffers(recurse=False))
     for name in names:
-        if name not in own:
+        if name not in buffers:
             raise ConfigError(f"{type(module).__name__} has no buffer {name!r}; register it before")
-        dtype = own[name].dtype
+        dtype = buffers[name].dtype
         if dtype is torch.bool or dtype.is_complex:
             raise ConfigError(
                 f"buffer {name!r} of {type(module).__name__} is {dtype}; count in integers or floats"
@@ -45,6 +45,6 @@ def sum_over_copies(module: nn.Module, *names: str) -> None:
 
 
 def summed(module: nn.Module) -> frozenset[str]:
-    """The buffers of a module that were declared as counters."""
-    found: frozenset[str] = getattr(module, _SUMMED, frozenset())
-    return found
+    """Return the names of a module's buffers that were declared as counters."""
+    names: frozenset[str] = getattr(module, _SUMMED, frozenset())
+    return names

@@ -1,12 +1,12 @@
-"""Batch norms whose running statistics are of the whole mini-batch.
+"""Batch norms with running statistics of the whole mini-batch.
 
 A batch norm in a pipeline sees one micro-batch at a time, and its running statistics are updated as often, by
-each micro-batch's own. A deferred one sums what it sees over the micro-batches of a step; the sums are added
-over copies and replicas, and the running statistics updated once, as one process updates them that sees the
-mini-batch at once. What a micro-batch is normalised by stays its own mean and variance.
+the statistics of each micro-batch. A deferred one sums its inputs over the micro-batches of a step; the sums
+are added over copies and replicas, and the running statistics are updated once, like in one process that runs
+the mini-batch at once. A micro-batch is still normalised by the mean and variance of that micro-batch.
 
-Invariant: the sums do not depend on the order of micro-batches. A norm that a checkpoint of the user's own
-runs twice counts each value twice: the same mean, and a variance that differs by its correction alone.
+Invariant: the sums do not depend on the order of micro-batches. A norm that a user's checkpoint runs twice
+counts each value twice: the same mean, and a variance that differs by its correction alone.
 
 Source: Kim et al. 2020, torchgpipe, section 3.4 (``DeferredBatchNorm``).
 """
@@ -24,22 +24,22 @@ from counterflow.errors import ConfigError
 from ..torch_private import keeps_statistics
 
 SUMS = "sums_of_mini_batch"
-"""The buffer of a deferred norm: by feature the sum of values, of their squares, and how many there were."""
+"""Buffer of a deferred norm: by feature the sums of values and of squares, and the number of values."""
 
 
 class Deferred(nn.Module):
-    """What deferred batch norms do; with a class of torch's beside it."""
+    """Mixin of deferred batch norms, before a batch norm class of torch."""
 
     deferring = False
-    """Whether a forward leaves the running statistics alone: while a pipeline's step runs."""
+    """True while a pipeline's step runs: forwards do not update the running statistics."""
     sums_of_mini_batch: Tensor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """The input, normalised by its own mean and variance."""
+        """Normalise the input by its mean and variance."""
         if not (self.deferring and self.training):
-            found: Tensor = super().forward(input)
-            return found
-        norm: Any = self  # one of torch's too
+            output: Tensor = super().forward(input)
+            return output
+        norm: Any = self  # a batch norm of torch too
         norm._check_input_dim(input)  # noqa: SLF001 - it is made for subclasses
         with torch.no_grad():
             values = input.detach()
@@ -54,7 +54,7 @@ class Deferred(nn.Module):
         )
 
     def commit(self) -> None:
-        """Update the running statistics by the sums, if there are any, and begin anew."""
+        """Update the running statistics by the sums, if there are any, and reset them."""
         norm: Any = self
         total, squares, count = self.sums_of_mini_batch
         seen = count > 0
@@ -87,7 +87,7 @@ _KINDS: dict[type[nn.Module], type[Deferred]] = {
 
 
 def defer(modules: Iterable[nn.Module]) -> None:
-    """Let the batch norms among some modules, and in them, be deferred ones; they stay the same objects.
+    """Turn the batch norms among modules and their submodules into deferred ones, in place.
 
     Raises:
         ConfigError: another kind of norm keeps running statistics.

@@ -14,14 +14,14 @@ from .named_layer import NamedLayer
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What embeddings are trained in.
+    """Schedule and precision in which embeddings are trained.
 
     Attributes:
-        scheme: the schedule's.
-        flushes: whether it has a flush.
-        copies: by stage how many copies all replicas have.
-        tied: weights that several stages share.
-        compute_dtype: as ``Execution`` has it.
+        scheme: name of the scheme.
+        flushes: True if the scheme is synchronous.
+        copies: number of copies in all replicas, by stage.
+        tied: names of weights that several stages share.
+        compute_dtype: option of ``Execution``.
     """
 
     scheme: str
@@ -31,13 +31,13 @@ class Setting:
     compute_dtype: str | None
 
     def refuse(self, layers_of: Sequence[Sequence[NamedLayer]]) -> None:
-        """Refuse what would train to other numbers than in one process, or end with an error.
+        """Refuse embeddings whose training would differ from one process, or end with an error.
 
         Args:
-            layers_of: by stage its layers.
+            layers_of: layers by stage.
 
         Raises:
-            ConfigError: there is an embedding that would.
+            ConfigError: there is such an embedding.
         """
         for stage, layers in enumerate(layers_of):
             for layer in layers:

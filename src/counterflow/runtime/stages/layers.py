@@ -19,13 +19,13 @@ from counterflow.errors import ConfigError
 from ..torch_private import children_of, hooks_of_module
 
 Activation = Tensor | tuple[Tensor, ...]
-"""What one layer hands to the next."""
+"""Output of one layer and input of the next."""
 
 Model = nn.Module | Sequence[nn.Module]
 """An ``nn.Sequential``, a list of layers, or any module together with a function that lists its layers."""
 
 EXTRA_STATE = "_extra_state"
-"""What a module's own further state is called in a ``state_dict``."""
+"""Name of a module's extra state in a ``state_dict``."""
 
 ListLayers = Callable[[Any], Iterable[nn.Module]]
 """A user's function: the model to its layers, in the order in which they run."""
@@ -78,10 +78,10 @@ def _listed(model: Model, list_layers: ListLayers | None) -> list[nn.Module]:
 
 
 def _refuse_layer(index: int, layer: object) -> None:
-    """Refuse what is no layer, or one that cannot be trained here.
+    """Refuse an object that is no layer, or a layer that cannot be trained here.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is such an object.
     """
     place = f"layer {index} ({type(layer).__name__})"
     if not isinstance(layer, nn.Module):
@@ -132,20 +132,22 @@ def state_names(model: Model, list_layers: ListLayers | None = None) -> list[dic
         entries = layer.state_dict(keep_vars=True)
         if prefix is not None:
             # A state_dict hook may rename a parameter, which is updated under its own name.
-            every = [*entries, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
-            names.append({name: prefix + name for name in every})
+            in_layer = [*entries, *(name for name, _ in layer.named_parameters(remove_duplicate=False))]
+            names.append({name: prefix + name for name in in_layer})
             continue
-        mine = {}
+        layer_names = {}
         for name, tensor in entries.items():
             owner, _, leaf = name.rpartition(".")
-            ours = extra.get(id(layer.get_submodule(owner))) if leaf == EXTRA_STATE else known.get(id(tensor))
-            if ours is None:
+            model_name = (
+                extra.get(id(layer.get_submodule(owner))) if leaf == EXTRA_STATE else known.get(id(tensor))
+            )
+            if model_name is None:
                 raise ConfigError(
                     f"{name} of layer {index} ({type(layer).__name__}) is no parameter or buffer of the "
                     f"{type(model).__name__}: a layer may only wrap what the model has"
                 )
-            mine[name] = ours
-        names.append(mine)
+            layer_names[name] = model_name
+        names.append(layer_names)
     return names
 
 
@@ -167,7 +169,7 @@ def aliases_of(model: Model) -> dict[str, tuple[str, ...]]:
 
 
 def parameter_count(layers: Sequence[nn.Module]) -> int:
-    """How many numbers the layers' parameters have; a tied parameter counts once.
+    """Return the number of elements of the layers' parameters; a tied parameter counts once.
 
     >>> linear = nn.Linear(3, 2)
     >>> parameter_count([linear, nn.ReLU(), linear])
@@ -178,7 +180,7 @@ def parameter_count(layers: Sequence[nn.Module]) -> int:
 
 
 def _prefixes(model: Model, layers: Sequence[nn.Module], list_layers: ListLayers | None) -> list[str | None]:
-    """Each layer's name in the model with its dot; None for one that the model does not hold itself."""
+    """Return each layer's name in the model with a dot; None for a layer that is no submodule of it."""
     if not isinstance(model, nn.Module):
         return [f"{index}." for index in range(len(layers))]
     if list_layers is None:
@@ -201,7 +203,7 @@ def _refuse_missing(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def _refuse_kind(place: str, module: nn.Module) -> None:
-    """Refuse what a pipeline would train to other numbers than one process, or could not handle.
+    """Refuse a module whose training in a pipeline would differ from one process, or is not supported.
 
     Raises:
         ConfigError: it is such a module.
@@ -243,7 +245,7 @@ def refuse_root(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(layers: Sequence[nn.Module]) -> None:
-    """Refuse parameters that are several and have the same memory: an update of one would be one of all.
+    """Refuse distinct parameters with the same memory: an update of one would update all.
 
     Raises:
         ConfigError: there are two.
@@ -259,9 +261,9 @@ def _refuse_shared_memory(layers: Sequence[nn.Module]) -> None:
             begin = parameter.data_ptr()
             spans.append((begin, begin + parameter.nbytes, index, name))
     spans.sort()
-    for (_, end, index, name), (begin, _, other, its) in pairwise(spans):
+    for (_, end, index, name), (begin, _, second, second_name) in pairwise(spans):
         if begin < end:
             raise ConfigError(
-                f"{name} of layer {index} and {its} of layer {other} are two parameters with the same "
-                "memory; make them one parameter, or give each its own (.clone())"
+                f"{name} of layer {index} and {second_name} of layer {second} are two parameters with the "
+                "same memory; make them one parameter, or give each its own (.clone())"
             )

@@ -1,6 +1,6 @@
 """Initialisation of layers that are on the meta device.
 
-Invariant: weights that are made here do not depend on the cut.
+Invariant: weights that are initialised here do not depend on the cut.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def have_statistics(layers: Sequence[NamedLayer]) -> bool:
 def materialised(
     layers: Sequence[NamedLayer], device: torch.device, streams: RandomStreams
 ) -> list[NamedLayer]:
-    """The layers on the worker's device; those on the meta device are made there and initialised.
+    """Move layers to the worker's device; layers on the meta device are allocated there and initialised.
 
-    Each is initialised from a stream keyed by its number, by its own ``make_weights`` or else by
+    Each is initialised from a stream keyed by its number, by its ``make_weights`` or else by
     ``reset_parameters`` of its modules, so that its weights depend neither on the cut nor on the worker.
     Parameters that layers share stay shared.
 
     Args:
         layers: the worker's layers.
-        device: where they shall be.
-        streams: the run's random streams.
+        device: device of the result.
+        streams: random streams of the run.
 
     Raises:
         ConfigError: a module on the meta device has parameters or buffers but no ``reset_parameters``; or a
             part of a layer is on the meta device and the rest is not.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    initialised: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     result = []
     for layer in layers:
         module = layer.module
@@ -56,25 +56,25 @@ def materialised(
                     f"layer {layer.index} ({type(module).__name__}) has {meta[0]} on the meta device and "
                     f"{real} on a real one: it would be made anew; build the whole layer on one of them"
                 )
-            _made(module, layer, device, streams, made)
+            _initialise(module, layer, device, streams, initialised)
         else:
             module.to(device)
         result.append(NamedLayer(layer.index, layer.names, module))
     return result
 
 
-def _made(
+def _initialise(
     module: nn.Module,
     layer: NamedLayer,
     device: torch.device,
     streams: RandomStreams,
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    initialised: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
     place = f"layer {layer.index} ({type(module).__name__})"
     make_weights = getattr(module, "make_weights", None)
     for name, child in module.named_modules() if not callable(make_weights) else ():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if own and not callable(getattr(child, "reset_parameters", None)):
+        direct = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if direct and not callable(getattr(child, "reset_parameters", None)):
             raise ConfigError(
                 f"{place} is on the meta device, and its module {name or 'itself'!r} "
                 f"({type(child).__name__}) has no reset_parameters() to make its weights with; give it one, "
@@ -97,10 +97,10 @@ def _made(
     for name, old in before.items():
         owner, _, leaf = name.rpartition(".")
         holder = module.get_submodule(owner)
-        if id(old) in made:
-            setattr(holder, leaf, made[id(old)][1])
+        if id(old) in initialised:
+            setattr(holder, leaf, initialised[id(old)][1])
         else:
             new = getattr(holder, leaf)
-            made[id(old)] = old, new  # the old one too, so that its id stays its own
+            initialised[id(old)] = old, new  # also ``old``, so that its id is not reused
             if new is not old:
                 attach(new, old.__dict__, *hooks_of(old))

@@ -18,8 +18,8 @@ class NamedLayer:
     """A layer of the model.
 
     Attributes:
-        index: its number among all layers of the model.
-        names: its own names of parameters and buffers to those in the model's state_dict.
+        index: number among all layers of the model.
+        names: names in the model's state_dict, by the layer's names of parameters and buffers.
         module: the layer.
     """
 
@@ -28,17 +28,17 @@ class NamedLayer:
     module: nn.Module
 
     def state(self) -> dict[str, Any]:
-        """What of its ``state_dict`` is the model's state, by its own names."""
+        """Return the entries of its ``state_dict`` that are the model's state, by the layer's names."""
         return {name: value for name, value in self.module.state_dict().items() if name in self.names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state`` gave."""
-        others = {n: value for n, value in self.module.state_dict().items() if n not in self.names}
-        self.module.load_state_dict({**others, **state})
+        """Load the result of ``state``."""
+        rest = {n: value for n, value in self.module.state_dict().items() if n not in self.names}
+        self.module.load_state_dict({**rest, **state})
 
 
 def place_of(layer: NamedLayer) -> str:
-    """How a layer, or the loss function, is called in messages."""
+    """Return the name of a layer, or the loss function, for messages."""
     which = "the loss function" if layer.index == LOSS else f"layer {layer.index}"
     return f"{which} ({type(layer.module).__name__})"
 
@@ -48,13 +48,13 @@ LOSS = -1
 
 
 def loss_layer(loss_function: object) -> NamedLayer | None:
-    """A loss function that is a module with weights or buffers, which belong to the last stage.
+    """Return the layer of a loss function that is a module with weights or buffers; the last stage has it.
 
-    Its weights are in the model's state, and its buffers, which training may change. Those of torch's own
-    losses (weights of classes) are not: they are what the user made the loss with.
+    Its weights are in the model's state, and its buffers, which training may change. Buffers of torch's
+    losses (weights of classes) are not: they are arguments of the loss.
 
     Raises:
-        ConfigError: it is one of torch's that gives no mean.
+        ConfigError: it is a loss of torch that returns no mean.
     """
     if is_loss(loss_function) and loss_function.reduction not in ("mean", "batchmean"):
         raise ConfigError(
@@ -64,13 +64,13 @@ def loss_layer(loss_function: object) -> NamedLayer | None:
         )
     if not isinstance(loss_function, nn.Module):
         return None
-    given = {
+    arguments = {
         f"{place}.{name}" if place else name
         for place, module in loss_function.named_modules()
         if is_loss(module)
         for name, _ in module.named_buffers(recurse=False)
     }
-    kept = (name for name in loss_function.state_dict(keep_vars=True) if name not in given)
-    names = {name: f"loss_function.{name}" for name in kept}
+    saved = (name for name in loss_function.state_dict(keep_vars=True) if name not in arguments)
+    names = {name: f"loss_function.{name}" for name in saved}
     has_any = names or any(True for _ in loss_function.buffers())
     return NamedLayer(LOSS, names, loss_function) if has_any else None

@@ -1,4 +1,4 @@
-"""In which precision a stage's layers run: as their weights are, with autocast, or with weights cast before.
+"""Precision in which a stage's layers run: that of their weights, autocast, or weights cast before.
 
 Invariant: a weight is cast once for each of its versions, not for each micro-batch. The graphs of all
 micro-batches in flight share what it was cast to, and add their gradients in the weight's own precision. A
@@ -47,23 +47,23 @@ class Precision(StageWrapper):
     """Computation in the precision of the weights."""
 
     plain = True
-    """Whether layers run without anything around them."""
+    """True if layers run without a wrapper."""
 
     @property
     def masters(self) -> list[nn.Parameter]:
-        """The parameters in whose place the layers have others while they run."""
+        """Parameters that are replaced while the layers run."""
         return []
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around layers that run, the first time or again."""
+        """Context of runs of layers, first runs and recomputations."""
         return _NOTHING
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Around a backward, in which a checkpoint of the user's may run a layer again."""
+        """Context of a backward, in which a user's checkpoint may run a layer again."""
         return _NOTHING
 
     def step(self) -> AbstractContextManager[Any]:
-        """Around a list of actions: what was cast is kept until its end."""
+        """Context of a list of actions: casts are cached until its end."""
         return _NOTHING
 
     def cast_input(self, value: Value) -> Value:
@@ -75,10 +75,10 @@ class Precision(StageWrapper):
         return value
 
     def forget(self) -> None:
-        """The weights may have changed."""
+        """Drop casts: the weights may have changed."""
 
     def updated(self, version: int, frees: Sequence[int]) -> None:
-        """A version of the weights was made, and others went."""
+        """Drop the casts of freed versions: a version of the weights was made."""
 
 
 class Autocast(Precision):
@@ -146,7 +146,7 @@ class Autocast(Precision):
 
     @override
     def breaks_block(self, _: NamedLayer) -> None:
-        """Within a block no leaf is passed on."""
+        """Return None: no leaf is passed on inside a block."""
 
     @override
     def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
@@ -206,18 +206,18 @@ class Cast(Precision):
         count = self._counts[version]
         self._shown = True
         try:
-            for held, name, parameter in self._places:
+            for table, name, parameter in self._places:
                 cast = casts.get(id(parameter))
                 if cast is None:
                     with torch.enable_grad():
                         cast = casts[id(parameter)] = parameter.to(self._dtype)
                     set_version_counters((cast,), count)
-                held[name] = cast
+                table[name] = cast
             yield
             self._refuse_changed(casts, count)
         finally:
-            for held, name, parameter in self._places:
-                held[name] = parameter
+            for table, name, parameter in self._places:
+                table[name] = parameter
             self._shown = False
 
     def _refuse_changed(self, casts: Mapping[int, Tensor], count: int) -> None:
@@ -268,7 +268,7 @@ class Cast(Precision):
 
 
 def _of_value(of: Callable[[Tensor], Tensor], value: Value) -> Value:
-    """Each tensor of a value, and what goes beside it (skips, states of slices) as it is."""
+    """Map the tensors of a value, except skips and states of slices."""
     return value._replace(value=mapped(of, value.value)) if type(value) is Carried else mapped(of, value)
 
 
@@ -277,34 +277,34 @@ def _no_leaf(tensor: Tensor) -> Tensor:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of a name in an ``Execution``."""
+    """Return the dtype of a name in an ``Execution``."""
     return None if name is None else cast("torch.dtype", getattr(torch, name))
 
 
 def precision_of(
     execution: Execution, device: torch.device, *, shards: bool
 ) -> Callable[[CastStage], Precision]:
-    """What makes the precision in which a stage's layers run.
+    """Return the constructor of the precision in which a stage's layers run.
 
     Args:
-        execution: says which.
-        device: where they run.
-        shards: whether their weights are sharded by ``parallelize``.
+        execution: options of the run.
+        device: device of the layers.
+        shards: True if ``parallelize`` shards their weights.
 
     Raises:
-        ConfigError: it does not go with the rest.
+        ConfigError: ``compute_dtype`` and another option exclude each other.
     """
     autocast, compute_dtype = dtype_of(execution.autocast), dtype_of(execution.compute_dtype)
     if compute_dtype is None:
         if autocast is None:
             return lambda _: Precision()
         return lambda copy: Autocast(device, autocast, copy.parameters(), keeps=not shards)
-    for given, name, instead in (
+    for conflict, name, instead in (
         (autocast, "autocast", "use only one of them"),
         (shards, "parallelize", "give fully_shard a MixedPrecisionPolicy"),
         (execution.compile, "compile", "take autocast"),
     ):
-        if given:
+        if conflict:
             raise ConfigError(
                 f"compute_dtype replaces weights while layers run; {name} does not go with it: {instead}"
             )

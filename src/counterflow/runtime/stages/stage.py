@@ -301,7 +301,7 @@ class LocalStage:
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:
         """Layers that are compiled as one function in training; empty: the stage is not compiled."""
-        return () if self._compiled is None else self._compiled.told(blocks(self.layers, self._around))
+        return () if self._compiled is None else self._compiled.report(blocks(self.layers, self._around))
 
     def hang_in(self, module: StageModule) -> None:
         """Run within a module whose hooks see to weights that are sharded."""
