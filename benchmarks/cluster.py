@@ -60,7 +60,7 @@ from counterflow.planning import (
 from counterflow.planning.cost.device_placement import devices
 from counterflow.planning.search.constraints import Constraints
 from counterflow.planning.search.search import search
-from counterflow.runtime.workers.place import place
+from counterflow.runtime.workers.rank_info import rank_info
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule import registry
 from counterflow.schedule.modes import Recompute, Sync
@@ -124,7 +124,7 @@ class Work:
         precise_sleep()
         self.number, self.task = number, TASKS[number % len(TASKS)]
         self.transport = current_transport("gloo")
-        here = place()
+        here = rank_info()
         assert here is not None
         self.size, self.nodes = here.world_size, here.machines
         self.each = self.size // self.nodes

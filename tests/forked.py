@@ -23,7 +23,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from counterflow.runtime.workers.forking import start_method
+from counterflow.runtime.workers.processes import start_method
 from counterflow.runtime.workers.world import Defaults
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.host_copy import HostCopy
+from counterflow.common.tensors.devices import HostCopy
 from counterflow.testing.strict_nccl.device import Device
 from counterflow.testing.strict_nccl.device_memory import CopyError
 from counterflow.testing.strict_nccl.operator_modes import computing

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from counterflow.runtime.transport import gathers as gather_rows
 from counterflow.runtime.transport.base import (
     Group,
-    Lost,
+    PeerLost,
     TimedOut,
     Transport,
 )
@@ -285,11 +285,11 @@ def after_a_failure(transport: Transport) -> None:
         return
     receives = functools.partial(receive_one, transport)
     waits = receives if transport.rank == 0 else functools.partial(transport.gather, [1.0])
-    with pytest.raises(Lost, match="worker of rank 1 failed: ValueError: of rank 1") as caught:
+    with pytest.raises(PeerLost, match="worker of rank 1 failed: ValueError: of rank 1") as caught:
         waits()
     assert caught.value.rank == 1
     assert time.monotonic() - began < 30
-    with pytest.raises(Lost, match="of rank 1"):  # and nothing begins any more
+    with pytest.raises(PeerLost, match="of rank 1"):  # and nothing begins any more
         receives()
 
 
@@ -390,7 +390,7 @@ def test_local_waits_end_when_another_fails() -> None:
     hub = Hub(2, timeout_seconds=30.0)
     waiting = hub.transport(0).receive([torch.empty(1)], 1, 1)
     threading.Timer(0.1, hub.transport(1).fail, [ValueError("of rank 1")]).start()
-    with pytest.raises(Lost, match="worker of rank 1 failed: of rank 1"):
+    with pytest.raises(PeerLost, match="worker of rank 1 failed: of rank 1"):
         waiting.wait()
 
 

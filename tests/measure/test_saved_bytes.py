@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import counterflow as cf
+from counterflow.common.tensors.graphs import graph_of
 from counterflow.measure.stages.stage_record import StageCost
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.graphs import graph_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.saved_bytes import SavedBytes, SavedStorage
 from counterflow.runtime.workers.launch import launch

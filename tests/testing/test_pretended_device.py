@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.functional import mse_loss
 
 import counterflow as cf
-from counterflow.runtime.host_copy import HostCopy
+from counterflow.common.tensors.devices import HostCopy
 from counterflow.runtime.transport.base import Status
 from counterflow.runtime.transport.progress import Progress
 from counterflow.runtime.transport.worker_watch import Watch

@@ -16,7 +16,7 @@ from counterflow.planning import Configuration, predict
 from counterflow.planning.inputs import input_files
 from counterflow.runtime.stages.stage import LocalStage
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.place import Place
+from counterflow.runtime.workers.rank_info import RankInfo
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.op import B, F
 from counterflow.training.profiling import measure
@@ -127,9 +127,9 @@ def test_two_of_one_node_and_two_of_different_nodes_are_measured() -> None:
     assert _pairs(1, 4) == ((0, 1),)
     assert _pairs(4, 1) == ((0, 1),)
     assert _pairs(1, 1) == ()
-    placed = Place("torchrun", 0, 8, 0, "node0", 1, machines=2)
+    placed = RankInfo("torchrun", 0, 8, 0, "node0", 1, machines=2)
     assert _workers_of_each_node(placed, None) == 4
-    with pytest.raises(ConfigError, match="workers=3: torchrun has started 4 on each machine; leave it out"):
+    with pytest.raises(ConfigError, match="workers=3: torchrun has started 4 on each machine; omit it"):
         _workers_of_each_node(placed, 3)
     with pytest.raises(ConfigError, match="8 workers on 3 machines: all nodes need the same number"):
         _workers_of_each_node(replace(placed, machines=3), None)

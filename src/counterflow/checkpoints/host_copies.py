@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterflow.runtime.devices import module_of, used_on
-from counterflow.runtime.host_copy import holds_host
+from counterflow.common.tensors.devices import holds_host, module_of, used_on
 
 _SLAB_BYTES = 2**28
 """Size of pieces of pinned memory, a power of two because torch rounds each piece up to one."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
-from counterflow.runtime.dtensors import is_dtensor
 from counterflow.runtime.parameters.local_state import (
     BY_STAGE,
     RESIDUAL,

@@ -22,16 +22,16 @@ _NOTICED = 0.1
 """Share of the profile's times within which a node's times count as equal."""
 
 
-def cluster_of(found: Survey) -> Cluster:
+def cluster_of(survey: Survey) -> Cluster:
     """The machines that were measured."""
-    messages, sums = found.inside
-    far_messages, far_sums = found.between
-    on_cpu, several = found.device == "cpu", found.nodes > 1
+    messages, sums = survey.inside
+    far_messages, far_sums = survey.between
+    on_cpu, several = survey.device == "cpu", survey.nodes > 1
     return Cluster(
         name=f"{platform.node() or 'this machine'}",
-        nodes=found.nodes,
-        devices=found.workers,
-        memory_bytes=memory_bytes(found.device, found.workers),
+        nodes=survey.nodes,
+        devices=survey.workers,
+        memory_bytes=memory_bytes(survey.device, survey.workers),
         inside=fitted(messages),
         between=fitted(far_messages or messages),
         allreduce_inside=fitted(sums, begins=2) if sums else None,
@@ -39,7 +39,7 @@ def cluster_of(found: Survey) -> Cluster:
         shared_adapter=several,
         allreduce=AllReduce.RING if on_cpu else AllReduce.HIERARCHICAL,
         cores=cores() if on_cpu else None,
-        kinds=kinds_by_speed([one.by_worker for one in found.by_size], found.nodes),
+        kinds=kinds_by_speed([times.by_worker for times in survey.by_size], survey.nodes),
         sources={
             "memory_bytes": "as the machine reports it, divided by its workers",
             "inside": _source("messages", messages) or "one worker: not used",
@@ -52,7 +52,6 @@ def cluster_of(found: Survey) -> Cluster:
 
 
 def _source(what: str, travels: Sequence[Travel]) -> str:
-    """Measurements to which a link was fitted; empty if nothing was measured."""
     if not travels:
         return ""
     return f"fitted to {what} of {travels[0].size_bytes:,} to {travels[-1].size_bytes:,} bytes"
@@ -73,18 +72,19 @@ def kinds_by_speed(seconds: Sequence[Sequence[float]], nodes: int) -> tuple[Node
     """
     if nodes < 2 or not all(seconds):
         return ()
-    each = len(seconds[0]) // nodes
+    ranks_per_node = len(seconds[0]) // nodes
     ratios = [
         [took / statistics.median(row) if statistics.median(row) else 1.0 for took in row] for row in seconds
     ]
-    found = []
+    slownesses = []
     for node in range(nodes):
-        ratio = statistics.median(value for row in ratios for value in row[node * each : (node + 1) * each])
-        found.append(1.0 if abs(ratio - 1) <= _NOTICED else round(ratio, 2))
-    if len({*found}) < 2:
+        ranks = slice(node * ranks_per_node, (node + 1) * ranks_per_node)
+        ratio = statistics.median(value for row in ratios for value in row[ranks])
+        slownesses.append(1.0 if abs(ratio - 1) <= _NOTICED else round(ratio, 2))
+    if len({*slownesses}) < 2:
         return ()
     kinds, first = [], 0
-    for slowness, run in groupby(found):
+    for slowness, run in groupby(slownesses):
         count = len(list(run))
         name = f"nodes {first}-{first + count - 1}" if count > 1 else f"node {first}"
         kinds.append(NodeKind(name, count, slowness=slowness))
@@ -106,5 +106,5 @@ def fitted(travels: Sequence[Travel], *, begins: int = 1) -> Link:
     if not travels:
         return Link(0.0, 0.0)
     rows = np.array([[1 / t.seconds, t.size_bytes / t.seconds] for t in travels])
-    latency, each = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    return Link(max(0.0, float(latency)) / begins, max(0.0, float(each)))
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    return Link(max(0.0, float(latency)) / begins, max(0.0, float(per_byte)))

@@ -1,4 +1,4 @@
-"""What this machine has of everything that Counterflow uses: versions, devices, networks, memory, limits.
+"""Checks of this machine for everything that Counterflow uses: versions, devices, networks, memory, limits.
 
 Invariant: checks change nothing and open no connection, and what cannot be checked is reported as unknown.
 Findings are about this machine alone, not about others in a job.
@@ -21,9 +21,10 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
+from counterflow.common import network_interfaces
 from counterflow.common.json_models import Result, describe
 from counterflow.runtime.transport.kinds import GLOO, NCCL
-from counterflow.runtime.workers import interface, world
+from counterflow.runtime.workers import world
 
 from .machine import cores, memory_bytes, processor
 from .storage import ADVICE, WANTED, storage_of
@@ -49,7 +50,7 @@ class Finding:
     Attributes:
         about: subject of the check.
         found: finding in words.
-        ok: whether the finding suffices; None if it is only information, or could not be checked.
+        ok: True if the finding suffices; None if it is only information, or could not be checked.
         advice: what to change; empty if nothing.
     """
 
@@ -83,14 +84,13 @@ def findings(folder: Path | None = None) -> list[Finding]:
 
 
 def _storage(folder: Path) -> Finding:
-    """Whether storage can keep a second process from a run's folder, and checkpoints whole."""
-    found = storage_of(folder)
-    told = f"{found.kind or 'unknown'}, at {found.point}"
-    if found.why:
-        return Finding("storage of runs", f"{told}: {found.why}", ok=False, advice=ADVICE)
-    if found.renames is None:
-        return Finding("storage of runs", told, None, f"unknown; runs need that {WANTED}")
-    return Finding("storage of runs", f"{told}: {WANTED}", ok=True)
+    storage = storage_of(folder)
+    text = f"{storage.kind or 'unknown'}, at {storage.point}"
+    if storage.why:
+        return Finding("storage of runs", f"{text}: {storage.why}", ok=False, advice=ADVICE)
+    if storage.renames is None:
+        return Finding("storage of runs", text, None, f"unknown; runs need that {WANTED}")
+    return Finding("storage of runs", f"{text}: {WANTED}", ok=True)
 
 
 def _software() -> Iterator[Finding]:
@@ -125,8 +125,8 @@ def _devices() -> Iterator[Finding]:
     yield Finding("memory", f"{memory_bytes('cpu', 1) / GIB:.4g} GiB")
     if not gpus():
         built = torch.version.cuda
-        found = f"none is visible to torch for CUDA {built}" if built else "none: this torch is for the CPU"
-        yield Finding("GPUs", found, None, "workers compute on the CPU")
+        text = f"none is visible to torch for CUDA {built}" if built else "none: this torch is for the CPU"
+        yield Finding("GPUs", text, None, "workers compute on the CPU")
         return
     for index in range(gpus()):
         about = torch.cuda.get_device_properties(index)
@@ -144,25 +144,25 @@ def _transports() -> Iterator[Finding]:
     )
     advice = "install a torch with NCCL" if gpus() and not nccl else ""
     yield Finding(NCCL.name, "there" if nccl else "missing", False if advice else None, advice)
-    taken = (
+    choice = (
         f"{NCCL} for up to {gpus()} workers, {GLOO} for more" if nccl and gpus() else f"{GLOO}, on the CPU"
     )
-    yield Finding("transport auto", taken)
+    yield Finding("transport auto", choice)
 
 
 def _networks() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
-        found = [f"{name} {address}" for address, name in interface.interfaces().items()]
-        yield Finding("networks", ", ".join(found) or "none with an IPv4 address")
-    address = interface.address_of_this_host()
+        addresses = [f"{name} {address}" for address, name in network_interfaces.interfaces().items()]
+        yield Finding("networks", ", ".join(addresses) or "none with an IPv4 address")
+    address = network_interfaces.address_of_this_host()
     name = socket.gethostname()
-    chosen = os.environ.get(interface.CHOICE)
+    chosen = os.environ.get(network_interfaces.CHOICE)
     if chosen is not None:
         known = chosen in {known for _, known in socket.if_nameindex()}
-        advice = "" if known else f"no network has that name; change {interface.CHOICE}"
-        yield Finding(interface.CHOICE, chosen, known, advice)
-    elif interface.is_loopback(address):
-        advice = f"for several machines: set {interface.CHOICE} if they meet over another network"
+        advice = "" if known else f"no network has that name; change {network_interfaces.CHOICE}"
+        yield Finding(network_interfaces.CHOICE, chosen, known, advice)
+    elif network_interfaces.is_loopback(address):
+        advice = f"for several machines: set {network_interfaces.CHOICE} if they meet over another network"
         yield Finding("name of this host", f"{name} leads to {address or 'nothing'}", None, advice)
     else:
         yield Finding("name of this host", f"{name} leads to {address}")
@@ -198,9 +198,9 @@ def _job() -> Iterator[Finding]:
     if started is not None:
         place = f"rank {world.rank()} of {world.world_size()}"
         yield Finding("started by", f"{started}, {place}")
-    given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
-    if given:
-        yield Finding("NCCL settings", " ".join(given))
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
+    if settings:
+        yield Finding("NCCL settings", " ".join(settings))
 
 
 def _read(path: str) -> str:

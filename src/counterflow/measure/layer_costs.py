@@ -1,6 +1,6 @@
 """Costs of layers as the planner's profile: by kinds of layers, at each size of micro-batches.
 
-Layers of one class with weights of the same shapes are one kind; its numbers are the medians over them.
+Layers of times class with weights of the same shapes are times kind; its numbers are the medians over them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.planning.inputs.model import LayerSkip, LayerTie
 from counterflow.planning.inputs.profile import LayerProfile, Profile
-from counterflow.runtime.dtypes import sum_dtype
 
 from .layer_times import AtLengths, AtSize
 from .sequences import Growth
@@ -32,7 +32,7 @@ def assembled(
         date="",
         layers={
             kind: layer_profile(
-                [i for i, other in enumerate(kinds) if other == kind], by_size, layers, at_lengths
+                [i for i, layer_kind in enumerate(kinds) if layer_kind == kind], by_size, layers, at_lengths
             )
             for kind in dict.fromkeys(kinds)
         },
@@ -52,14 +52,14 @@ def layer_profile(
     """A kind's curves, from the layers of that kind."""
 
     def median(of: Callable[[AtSize, int], float]) -> tuple[float, ...]:
-        return tuple(statistics.median(of(one, i) for i in members) for one in by_size)
+        return tuple(statistics.median(of(times, i) for i in members) for times in by_size)
 
     def half(of: Callable[[StageCost], float]) -> tuple[float, ...]:
-        """Seconds as in a step: in proportion to the halves' own times, scaled to the whole backward."""
+        """Seconds as in a step: in proportion to the times of the halves, scaled to the full backward."""
 
-        def seconds(one: AtSize, i: int) -> float:
-            cost = one.costs[i]
-            return one.backward[i] * of(cost) / cost.backward_seconds if cost.backward_seconds else 0.0
+        def seconds(times: AtSize, i: int) -> float:
+            cost = times.costs[i]
+            return times.backward[i] * of(cost) / cost.backward_seconds if cost.backward_seconds else 0.0
 
         return median(seconds)
 
@@ -69,28 +69,32 @@ def layer_profile(
         growth = at_lengths.growth(members, by_size[0].overhead_seconds)
         state_bytes, slice_state_bytes = max(at_lengths.state_bytes[i] for i in members)
     return LayerProfile(
-        samples=tuple(float(one.size) for one in by_size),
-        forward_seconds=median(lambda one, i: one.forward[i]),
-        backward_seconds=median(lambda one, i: one.backward[i]),
-        saved_bytes=median(lambda one, i: one.costs[i].activation_bytes),
+        samples=tuple(float(times.size) for times in by_size),
+        forward_seconds=median(lambda times, i: times.forward[i]),
+        backward_seconds=median(lambda times, i: times.backward[i]),
+        saved_bytes=median(lambda times, i: times.costs[i].activation_bytes),
         weights_bytes=float(largest.costs[members[0]].weight_bytes),
         output_bytes=max(largest.costs[i].output_bytes for i in members) / largest.size,
         input_gradient_seconds=half(lambda cost: cost.input_gradient_seconds),
         weight_gradients_seconds=half(lambda cost: cost.weight_gradients_seconds),
-        kept_bytes=median(lambda one, i: one.costs[i].kept_bytes),
+        kept_bytes=median(lambda times, i: times.costs[i].kept_bytes),
         cast_bytes=float(largest.costs[members[0]].cast_bytes),
         frozen_bytes=float(sum(p.nbytes for p in layers[members[0]].parameters() if not p.requires_grad)),
         kept_input_bytes=median(
-            lambda one, i: one.costs[i].activation_bytes - one.costs[i].beyond_input_bytes
+            lambda times, i: times.costs[i].activation_bytes - times.costs[i].beyond_input_bytes
         ),
-        kept_output_bytes=median(lambda one, i: one.costs[i].workspace.kept_output_bytes),
-        forward_peak_bytes=median(lambda one, i: one.costs[i].workspace.forward_peak_bytes),
-        backward_peak_bytes=median(lambda one, i: one.costs[i].workspace.backward_peak_bytes),
-        input_gradient_peak_bytes=median(lambda one, i: one.costs[i].workspace.input_gradient_peak_bytes),
-        weight_gradients_peak_bytes=median(lambda one, i: one.costs[i].workspace.weight_gradients_peak_bytes),
-        kept_anyway_bytes=median(lambda one, i: one.costs[i].layer_input_bytes - one.costs[i].input_bytes),
-        held_input_bytes=median(lambda one, i: one.costs[i].held_input_bytes),
-        kept_gradient_bytes=median(lambda one, i: one.costs[i].workspace.kept_gradient_bytes),
+        kept_output_bytes=median(lambda times, i: times.costs[i].workspace.kept_output_bytes),
+        forward_peak_bytes=median(lambda times, i: times.costs[i].workspace.forward_peak_bytes),
+        backward_peak_bytes=median(lambda times, i: times.costs[i].workspace.backward_peak_bytes),
+        input_gradient_peak_bytes=median(lambda times, i: times.costs[i].workspace.input_gradient_peak_bytes),
+        weight_gradients_peak_bytes=median(
+            lambda times, i: times.costs[i].workspace.weight_gradients_peak_bytes
+        ),
+        kept_anyway_bytes=median(
+            lambda times, i: times.costs[i].layer_input_bytes - times.costs[i].input_bytes
+        ),
+        held_input_bytes=median(lambda times, i: times.costs[i].held_input_bytes),
+        kept_gradient_bytes=median(lambda times, i: times.costs[i].workspace.kept_gradient_bytes),
         update_peak_bytes=float(max(largest.update.layers[i] for i in members)),
         parameter_bytes=tuple(float(p.nbytes) for p in layers[members[0]].parameters() if p.requires_grad),
         low_precision_bytes=float(
@@ -104,7 +108,7 @@ def layer_profile(
 
 
 def _is_low(parameter: nn.Parameter) -> bool:
-    """Whether its gradient takes twice its bytes."""
+    # Its gradient takes twice its bytes.
     return sum_dtype(parameter.dtype) is not parameter.dtype
 
 
@@ -147,7 +151,7 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
     ['linear', 'layer-norm', 'linear', 'linear-2']
     """
     known: dict[str, list[tuple[object, ...]]] = {}
-    found = []
+    kinds = []
     for layer in layers:
         name = _WORDS.sub("-", type(layer).__name__).lower()
         shapes = tuple(
@@ -157,5 +161,5 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[str]:
         if shapes not in of_class:
             of_class.append(shapes)
         number = of_class.index(shapes) + 1
-        found.append(name if number == 1 else f"{name}-{number}")
-    return found
+        kinds.append(name if number == 1 else f"{name}-{number}")
+    return kinds

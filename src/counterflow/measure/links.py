@@ -1,7 +1,6 @@
 """Durations of messages and all-reduces between workers, measured with the transport that will carry them.
 
-Invariant: the measured time is the one that a worker waits: from the call that begins to the return of the
-wait.
+Invariant: the measured time is that of a worker's wait: from the call that begins to the return of the wait.
 """
 
 from __future__ import annotations
@@ -68,30 +67,30 @@ def _measured(
     transport: Transport, size: int, repeats: int, run: Callable[[torch.Tensor], float | None]
 ) -> Travel:
     tensor = torch.zeros(size // 4, device=transport.device)
-    taken = []
+    durations = []
     for turn in range(repeats + max(2, repeats // 3)):
         transport.gather([0.0])  # all begin together
         seconds = run(tensor)
         if seconds is not None and turn >= max(2, repeats // 3):
-            taken.append(seconds)
-    mine = statistics.median(taken) if taken else 0.0
-    return Travel(size, max(row[0] for row in transport.gather([mine])))
+            durations.append(seconds)
+    median = statistics.median(durations) if durations else 0.0
+    return Travel(size, max(row[0] for row in transport.gather([median])))
 
 
 def _there_and_back(transport: Transport, tensor: torch.Tensor, pair: tuple[int, int]) -> float | None:
     if transport.rank not in pair:
         return None
-    one, other = pair
+    first, second = pair
     begin = time.perf_counter()
-    if transport.rank == one:
-        sent = transport.send([tensor], other, 0)
-        transport.receive([tensor], other, 1).wait()
+    if transport.rank == first:
+        sent = transport.send([tensor], second, 0)
+        transport.receive([tensor], second, 1).wait()
         sent.wait()
     else:
-        transport.receive([tensor], one, 0).wait()
-        transport.send([tensor], one, 1).wait()
+        transport.receive([tensor], first, 0).wait()
+        transport.send([tensor], first, 1).wait()
     _finish(transport)
-    return (time.perf_counter() - begin) / 2 if transport.rank == one else None
+    return (time.perf_counter() - begin) / 2 if transport.rank == first else None
 
 
 def _finish(transport: Transport) -> None:

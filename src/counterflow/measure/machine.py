@@ -29,8 +29,8 @@ def peak_bytes(device: torch.device) -> int:
     """Maximum memory in use: allocated by torch on a GPU, otherwise resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found if sys.platform == "darwin" else 1024 * found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def beside_torch_bytes(device: torch.device) -> int:
@@ -45,7 +45,7 @@ def beside_torch_bytes(device: torch.device) -> int:
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
-def forget_peak_bytes(device: torch.device) -> None:
+def reset_peak_bytes(device: torch.device) -> None:
     """Reset the maximum on a GPU; for a process the system counts it from its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -32,7 +32,7 @@ def reported(parts: Sequence[tuple[str, int]], progress: Progress) -> Iterator[P
         due += [(before + done, part, done, count) for done in range(count + 1)]
         before += count
 
-    def tell(known: int) -> None:
+    def report(known: int) -> None:
         while due and due[0][0] <= known:
             progress(*due.popleft()[1:])
 
@@ -43,14 +43,14 @@ def reported(parts: Sequence[tuple[str, int]], progress: Progress) -> Iterator[P
 
         def watch() -> None:
             while not ended.wait(_POLL_SECONDS):
-                tell(path.stat().st_size)
+                report(path.stat().st_size)
 
         watcher = threading.Thread(target=watch, name="counterflow profile", daemon=True)
-        tell(0)
+        report(0)
         watcher.start()
         try:
             yield path
         finally:
             ended.set()
             watcher.join()
-        tell(before)
+        report(before)

@@ -1,4 +1,4 @@
-"""How seconds grow with the length of a sequence, which slices divide.
+"""Growth of a layer's seconds with the length of a sequence, which slices divide.
 
 A layer takes f + l s + a s² for a share s of a sequence: a fixed part, one for each position, and attention
 of each position to all before it. The three follow from the seconds of a whole sequence, of half and of a
@@ -77,13 +77,13 @@ def positions_of_batch(inputs: Any, targets: Any, batching: Batching) -> int:
     """Positions of a mini-batch's sequences; 0 if inputs and targets have no such dimension, or too few of it
     for their quarter.
     """
-    whole = (1,) * FEWEST
+    slices = (1,) * FEWEST
     try:
-        found = positions_in(inputs, batching.sequence_dims, "inputs", whole)
-        its = positions_in(targets, batching.target_sequence_dims, "targets", whole)
+        positions = positions_in(inputs, batching.sequence_dims, "inputs", slices)
+        of_targets = positions_in(targets, batching.target_sequence_dims, "targets", slices)
     except ConfigError:
         return 0
-    return found if found == its else 0
+    return positions if positions == of_targets else 0
 
 
 def at_lengths(inputs: Any, targets: Any, batching: Batching) -> list[tuple[float, Any, Any]]:
@@ -94,9 +94,10 @@ def at_lengths(inputs: Any, targets: Any, batching: Batching) -> list[tuple[floa
     positions = positions_of_batch(inputs, targets, batching)
     if not positions:
         return [(1.0, inputs, targets)]
-    found = []
+    batches = []
     for share in LENGTHS:
         count = int(share * positions)
-        its = cut(inputs, slice(0, count), batching.sequence_dims)
-        found.append((count / positions, its, cut(targets, slice(0, count), batching.target_sequence_dims)))
-    return found
+        shorter = cut(inputs, slice(0, count), batching.sequence_dims)
+        shorter_targets = cut(targets, slice(0, count), batching.target_sequence_dims)
+        batches.append((count / positions, shorter, shorter_targets))
+    return batches

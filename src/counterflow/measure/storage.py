@@ -75,7 +75,7 @@ def storage_of(folder: Path, mounts: str | None = None) -> Storage:
         except OSError:
             return Storage("", folder)
     where = folder.resolve()
-    found: tuple[Path, list[str]] | None = None
+    mount: tuple[Path, list[str]] | None = None
     for line in mounts.splitlines():
         before, divided, after = line.partition(" - ")
         if not divided:
@@ -83,10 +83,10 @@ def storage_of(folder: Path, mounts: str | None = None) -> Storage:
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
         # The longest mount point contains the folder; of two equal ones the later hides the earlier.
         if where.is_relative_to(point) and (
-            found is None or found[0] == point or point.is_relative_to(found[0])
+            mount is None or mount[0] == point or point.is_relative_to(mount[0])
         ):
-            found = point, after.split()
-    return Storage("", folder) if found is None else _judged(*found)
+            mount = point, after.split()
+    return Storage("", folder) if mount is None else _judged(*mount)
 
 
 def _judged(point: Path, about: list[str]) -> Storage:

@@ -18,7 +18,7 @@ import torch
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.place import Place, place
+from counterflow.runtime.workers.rank_info import RankInfo, rank_info
 from counterflow.runtime.workers.world import current_transport
 
 from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, timed
@@ -83,7 +83,7 @@ def survey(
     """
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    placed = place()
+    placed = rank_info()
     nodes = 1 if placed is None else placed.machines
     here = workers or (torch.cuda.device_count() if on_gpu else cores())
     if placed is not None:
@@ -103,19 +103,18 @@ def survey(
             if here > 2:
                 links = [run(measure_links, repeats, (0, 1), workers=2)[0]]
                 measured = (*measured[:-1], links)
-    by_size, lengths, steps, found = measured
-    inside = found[0] if here > 1 else ((), ())
-    between = found[-1] if nodes > 1 else ((), ())
+    by_size, lengths, steps, links = measured
+    inside = links[0] if here > 1 else ((), ())
+    between = links[-1] if nodes > 1 else ((), ())
     return Survey(device, nodes, here, threads, by_size, *steps, inside, between, lengths)
 
 
 def _pairs(here: int, nodes: int) -> tuple[tuple[int, int], ...]:
-    """Ranks that are measured: two of one node, then two of different nodes."""
     inside = ((0, 1),) if here > 1 else ()
     return (*inside, (0, here)) if nodes > 1 else inside
 
 
-def _workers_of_each_node(placed: Place, wanted: int | None) -> int:
+def _workers_of_each_node(placed: RankInfo, wanted: int | None) -> int:
     here, rest = divmod(placed.world_size, placed.machines)
     if rest:
         raise ConfigError(
@@ -123,7 +122,7 @@ def _workers_of_each_node(placed: Place, wanted: int | None) -> int:
             "start as many on each"
         )
     if wanted not in (None, here):
-        raise ConfigError(f"workers={wanted}: {placed.by} has started {here} on each machine; leave it out")
+        raise ConfigError(f"workers={wanted}: {placed.launcher} has started {here} on each machine; omit it")
     return here
 
 
@@ -135,7 +134,7 @@ def _measured(
     *,
     pairs: Sequence[tuple[int, int]],
 ) -> tuple[list[AtSize], AtLengths | None, tuple[float, float], list[_Travels]]:
-    """Run the measurements on a worker: layers at all sizes and at some lengths, steps, and links.
+    """Run all measurements on a worker: layers at all sizes and at some lengths, steps, and links.
 
     Args:
         subject: the subject of the measurement.

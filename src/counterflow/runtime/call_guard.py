@@ -23,7 +23,7 @@ from .mini_batch.agreement import agreed_call
 from .mini_batch.refusal import Refusal
 from .mini_batch.step_report import CallKind, CallReport
 from .transport.base import Transport
-from .transport.turns import elsewhere, my_worker
+from .transport.rng_lock import current_worker, rng_released
 from .transport.worker_watch import worker_error
 from .workers.lease import Lease
 
@@ -78,7 +78,7 @@ class CallGuard:
 
     def __init__(self, worker: int, transport: Transport, run: Runner, lease: Lease[TransportUser]) -> None:
         self._worker, self._transport, self._run, self._lease = worker, transport, run, lease
-        self._thread = my_worker()
+        self._thread = current_worker()
         self._failure: _Failure | None = None
         self.steps = 0
         """Number of steps that were made."""
@@ -106,7 +106,7 @@ class CallGuard:
         if self._lease.closed:
             raise ConfigError("the pipeline is closed; make another one")
         by_order = self._transport.matching is Matching.ORDER
-        if by_order and any(other.in_flight for other in self._lease.others()):
+        if by_order and any(other.in_flight for other in self._lease.other_owners()):
             raise ConfigError(
                 "another pipeline of these workers has mini-batches in flight, and over "
                 f"{self._transport.kind} its messages would be taken for this one's; flush() it before"
@@ -114,7 +114,7 @@ class CallGuard:
 
     def require_sole_trainer(self, model: PartitionedModel) -> None:
         """Refuse a step where another pipeline has several versions of some layers' weights in use."""
-        for other in self._lease.others():
+        for other in self._lease.other_owners():
             shared = other.layer_in_use(model)
             if shared is not None:
                 raise ConfigError(
@@ -177,12 +177,12 @@ class CallGuard:
         if not taking:
             self.require_stream_consumed()
         try:
-            if my_worker() is not self._thread:
+            if current_worker() is not self._thread:
                 raise ConfigError(
                     "workers are threads, and one's pipeline was called in another thread, for which that "
                     "worker may wait; call it where it was made, or launch processes (transport='gloo')"
                 )
-            with elsewhere(), torch.inference_mode(mode=False):
+            with rng_released(), torch.inference_mode(mode=False):
                 yield
         except Refusal as refusal:
             error = refusal.error

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from counterflow.common.mappings import register_mapping_classes
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.diagnosis.input_cuts import Verdict, compare_units
 
 from .execution.evaluation import EvaluationRunner
 from .execution.step import Workers
-from .messages.mappings import know
 from .mini_batch.batch import Batch
 
 _UNITS = 3
@@ -82,7 +82,7 @@ class CutProbe:
             probe = self._probe(batch, which, way)
             self._evaluation.probe(probe)
             for output in (probe.outputs or {}).values():
-                know(output)
+                register_mapping_classes(output)
                 outputs.append(output)
             sizes.append(probe.total)
             if which == _UNITS - 1 and self._workers.worker == self._judge:

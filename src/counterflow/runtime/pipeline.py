@@ -57,11 +57,11 @@ from .stages.listing import Listing
 from .stages.randomness import RandomStreams
 from .state_dicts import StateDicts
 from .transport.base import Transport
-from .transport.worker_watch import tells_who
+from .transport.worker_watch import raises_worker_error
 from .witness.witness import Witness
-from .workers.arguments import refuse_others
-from .workers.lease import Lease, opened
-from .workers.source_descriptions import details_of_loss, details_of_model, versions
+from .workers.arguments import check_same_arguments
+from .workers.lease import Lease, open_lease
+from .workers.source_descriptions import loss_details, model_details, versions
 
 
 class Pipeline:
@@ -116,7 +116,7 @@ class Pipeline:
     _sealed = False
     """Whether the pipeline is made, and its options are what they are."""
 
-    @tells_who
+    @raises_worker_error
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -161,10 +161,10 @@ class Pipeline:
         )
         its = partition_model(model, loss_function, schedule, list_layers, cuts=cuts, costs=costs)
         self.cuts = its.cuts
-        refuse_others(
+        check_same_arguments(
             transport,
             its.schedule,
-            {"model": details_of_model(model), "loss function": details_of_loss(loss_function)},
+            {"model": model_details(model), "loss function": loss_details(loss_function)},
             **versions(),
             layers=its.layer_count,
             cuts=its.cuts,
@@ -192,7 +192,7 @@ class Pipeline:
         self.replicas: int = len(self.ranks)
         self.replica: int = replica_and_worker(self.ranks, transport.rank)[0]
         refuse_embeddings(its, execution, self.replicas)
-        self._lease: Lease[TransportUser] = opened(transport, self)
+        self._lease: Lease[TransportUser] = open_lease(transport, self)
         name = execution.gradient_compression
         self.gradient_compression = None if name is None else SumCompression(name)
         self.weights = weights_of(

@@ -15,7 +15,7 @@ class Passed:
     """An event of a device that never runs behind its host."""
 
     def query(self) -> bool:
-        """Whether the device has reached the event."""
+        """True if the device has reached the event."""
         return True
 
     def synchronize(self) -> None:

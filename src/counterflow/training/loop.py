@@ -19,7 +19,7 @@ from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.checkpoints.memory_copies import Memory
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
-from counterflow.measure.machine import forget_peak_bytes
+from counterflow.measure.machine import reset_peak_bytes
 from counterflow.measure.stages.timing import measure_stages
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.samples import cut
@@ -187,7 +187,7 @@ class Trainer:
         stages = measure_stages(self.pipeline, *batch, repeats=_REPEATS)
         costs = costs_of(stages, self.config.pipeline.recompute, self.pipeline.replicas)
         self.live = Live(self.pipeline, self.job.schedule, costs, self.folder)
-        forget_peak_bytes(self.pipeline.device)
+        reset_peak_bytes(self.pipeline.device)
         self.recorder.start()
         train, first = self.config.train, self.job.first_step
         sampled = self._sampled()

@@ -20,8 +20,7 @@ from counterflow.checkpoints.memory_copies import forget
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.measure.storage import ADVICE, storage_of
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.children import Tell
-from counterflow.runtime.workers.launch import launch_watched
+from counterflow.runtime.workers.launch import SendSignal, launch_watched
 
 from .callbacks import Callback, Callbacks, loggers
 from .config import RunConfig
@@ -141,7 +140,7 @@ def _config_for_available_workers(config: RunConfig, folder: Path) -> RunConfig:
         return with_fewer(config, processes).to_toml()
 
     limit = config.pipeline.timeout_seconds
-    planned = RunConfig.model_validate(tomllib.loads(world.told_by_first(plan, limit)))
+    planned = RunConfig.model_validate(tomllib.loads(world.text_from_first(plan, limit)))
     if not world.rank():
         event = _fewer_event(planned, processes)
         _LOG.warning("%s", in_words(event))
@@ -313,7 +312,7 @@ def _launched(job: Job, folder: RunFolder, reporter: Callback, attempt: int) -> 
     folder.fence.begin()
     known = len(read(folder.path))
 
-    def look(send_signal: Tell) -> None:
+    def look(send_signal: SendSignal) -> None:
         nonlocal known, first
         events = read(folder.path)[known:] if attempt or job.config.train.resume == AUTO else []
         known += len(events)

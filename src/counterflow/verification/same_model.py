@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.mappings import register_mapping_classes
 from counterflow.errors import ConfigError
-from counterflow.runtime.messages.mappings import know
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.stages.layers import layers_of
 from counterflow.runtime.stages.skip_links import stage_skips
@@ -130,7 +130,7 @@ def same_model(
     """
     listed = layers_of(layers)
     stage_skips(listed, (0, len(listed)))
-    know((inputs, targets, kwargs))
+    register_mapping_classes((inputs, targets, kwargs))
     call = listed[0].call if isinstance(listed[0], CapturedLayer) else None
     subject = Comparison(
         model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from counterflow.runtime.messages.mappings import know
-from counterflow.runtime.torch_private import TorchDispatchMode, drops_nothing
+from counterflow.common.mappings import register_mapping_classes
+from counterflow.common.tensors.torch_private import TorchDispatchMode, drops_nothing
 from counterflow.verification.diagnosis.comparison import difference
 
 
@@ -157,7 +157,7 @@ class TraceRecorder(TorchDispatchMode):
 
 def copied(tree: Any) -> Any:
     """A tree with copies of its tensors, without graphs."""
-    know(tree)
+    register_mapping_classes(tree)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
 

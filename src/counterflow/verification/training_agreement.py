@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.devices import autocast_type
 from counterflow.execution import Batching, Execution, Flat, records
-from counterflow.runtime.devices import autocast_type
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.mini_batch.losses import LossFunction
 from counterflow.runtime.parameters.gradients import real

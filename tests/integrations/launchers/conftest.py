@@ -1,4 +1,4 @@
-"""Runs of two or four small workers under launchers, and what they reach undisturbed."""
+"""Runs of two or four small workers under launchers, and what they reach signals_blocked."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def small(out: Path | None, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def signals_blocked(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("signals_blocked")
     assert run(small(folder / "run", pipeline__transport="local")) is not None
     return losses(folder / "run")
 

@@ -103,7 +103,7 @@ def pods(job: dict[str, Any], port: int, log: Path) -> Iterator[list[subprocess.
                 pod.wait(SECONDS)
 
 
-def test_a_killed_worker(tmp_path: Path, faulty: Callable[..., None], undisturbed: list[float]) -> None:
+def test_a_killed_worker(tmp_path: Path, faulty: Callable[..., None], signals_blocked: list[float]) -> None:
     """torchrun starts the workers of both pods again."""
     faulty((1, 5, signal.SIGKILL))
     config = small(tmp_path / "run")
@@ -114,7 +114,7 @@ def test_a_killed_worker(tmp_path: Path, faulty: Callable[..., None], undisturbe
     with pods(train_job(config, str(tmp_path / "my.toml"), nodes=2), port, log) as started:
         codes = [pod.wait(SECONDS) for pod in started]
     assert codes == [0, 0], log.read_text()
-    assert losses(tmp_path / "run") == undisturbed
+    assert losses(tmp_path / "run") == signals_blocked
     events = {event["event"]: event for event in read(tmp_path / "run")}
     assert events[FAILED]["lost"]
     assert events[RESTARTED]["source"] == "checkpoint"

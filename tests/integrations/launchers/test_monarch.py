@@ -15,7 +15,7 @@ import pytest
 
 from counterflow import ConfigError
 from counterflow.integrations.launchers import monarch as adapter
-from counterflow.runtime.workers.place import Place
+from counterflow.runtime.workers.rank_info import RankInfo
 from counterflow.training.supervision.events import FAILED, RESTARTED, read
 
 from ...training.conftest import losses
@@ -30,7 +30,7 @@ def installed() -> None:
     pytest.importorskip("monarch", reason='Monarch is not installed: pip install "counterflow[monarch]"')
 
 
-def test_a_killed_worker(installed: None, tmp_path: Path, undisturbed: list[float]) -> None:
+def test_a_killed_worker(installed: None, tmp_path: Path, signals_blocked: list[float]) -> None:
     """The example, in a process of its own: Monarch's runtime stays in one until it ends."""
     (tmp_path / "my.toml").write_text(small(None).to_toml())
     planned_faults = json.dumps(faults.faults(tmp_path, (1, 5, signal.SIGKILL)))
@@ -50,8 +50,8 @@ def test_a_killed_worker(installed: None, tmp_path: Path, undisturbed: list[floa
     assert done.returncode == 0, done.stderr
     shown = [line for line in done.stdout.splitlines() if line.startswith(("event: ", "trained "))]
     assert shown[0] == "event: the process this actor was running on failed: Killed(sig=9)"
-    assert shown[-1].startswith(f"trained {len(undisturbed)} steps, loss ")
-    assert losses(tmp_path / "run") == undisturbed
+    assert shown[-1].startswith(f"trained {len(signals_blocked)} steps, loss ")
+    assert losses(tmp_path / "run") == signals_blocked
     events = {event["event"]: event for event in read(tmp_path / "run")}
     assert events[RESTARTED]["attempt"] == 1
     assert FAILED not in events or events[FAILED]["lost"]
@@ -70,5 +70,5 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_places() -> None:
-    first = Place("monarch", 0, 4, 0, "node0", 1, machines=2)
+    first = RankInfo("monarch", 0, 4, 0, "node0", 1, machines=2)
     assert [adapter.place_of(first, rank).local_rank for rank in range(4)] == [0, 1, 0, 1]

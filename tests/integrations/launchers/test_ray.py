@@ -98,19 +98,21 @@ def test_a_killed_worker(
     machine: None,
     run_example: RunExample,
     tmp_path: Path,
-    undisturbed: list[float],
+    signals_blocked: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ray replaces the worker, and gets the last checkpoint."""
     folder = run_example(2, faults.faults(tmp_path, (1, 5, signal.SIGKILL)))
     shown = capsys.readouterr().out
-    assert f"trained {len(undisturbed)} steps, loss {undisturbed[-1]:.3f}" in shown
-    assert f"its last checkpoint is {folder}/checkpoint/step-{len(undisturbed)}" in shown
-    assert losses(folder) == undisturbed
+    assert f"trained {len(signals_blocked)} steps, loss {signals_blocked[-1]:.3f}" in shown
+    assert f"its last checkpoint is {folder}/checkpoint/step-{len(signals_blocked)}" in shown
+    assert losses(folder) == signals_blocked
     assert [event["attempt"] for event in read(folder) if event["event"] == RESTARTED] == [1]
 
 
-def test_a_lost_node(cluster: Any, run_example: RunExample, tmp_path: Path, undisturbed: list[float]) -> None:
+def test_a_lost_node(
+    cluster: Any, run_example: RunExample, tmp_path: Path, signals_blocked: list[float]
+) -> None:
     """The run goes on with the worker that is left; after a while, as Ray looks for the lost one first."""
     gone = tmp_path / "gone"
     planned_faults = faults.faults(tmp_path, (0, 5, signal.SIGKILL), after=gone)
@@ -120,7 +122,7 @@ def test_a_lost_node(cluster: Any, run_example: RunExample, tmp_path: Path, undi
     losing.start()
     folder = run_example(1, planned_faults)
     losing.join()
-    assert losses(folder) == pytest.approx(undisturbed, rel=1e-6, abs=0)
+    assert losses(folder) == pytest.approx(signals_blocked, rel=1e-6, abs=0)
     (resumed,) = [event for event in read(folder) if event["event"] == FEWER]
     assert resumed["workers"] == 1
     assert [event["attempt"] for event in read(folder) if event["event"] == RESTARTED] == [1]

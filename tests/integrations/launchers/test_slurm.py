@@ -69,7 +69,7 @@ def test_a_killed_worker(  # noqa: PLR0917
     script: str,
     tmp_path: Path,
     faulty: Callable[..., None],
-    undisturbed: list[float],
+    signals_blocked: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faulty((1, 5, signal.SIGKILL))
@@ -80,7 +80,7 @@ def test_a_killed_worker(  # noqa: PLR0917
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(len(codes)))
         codes.append(subprocess.run(["/bin/bash", "-c", script], check=False).returncode)
     assert codes == [137, 0]
-    assert losses(tmp_path / "run") == undisturbed
+    assert losses(tmp_path / "run") == signals_blocked
     (failed,) = read(tmp_path / "run")
     assert failed["lost"]
 

@@ -29,7 +29,7 @@ submitit = pytest.importorskip(
 def test_a_job_whose_time_ends_and_which_loses_a_worker(
     tmp_path: Path,
     faulty: Callable[..., None],
-    undisturbed: list[float],
+    signals_blocked: list[float],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -38,8 +38,8 @@ def test_a_job_whose_time_ends_and_which_loses_a_worker(
     (tmp_path / "my.toml").write_text(small(None).to_toml())
     monkeypatch.setattr(sys, "argv", ["submitit_job.py", str(tmp_path / "my.toml"), str(tmp_path / "run")])
     runpy.run_path(str(ROOT / "examples" / "submitit_job.py"), run_name="__main__")
-    assert f"trained {len(undisturbed)} steps, loss " in capsys.readouterr().out
-    assert losses(tmp_path / "run") == undisturbed
+    assert f"trained {len(signals_blocked)} steps, loss " in capsys.readouterr().out
+    assert losses(tmp_path / "run") == signals_blocked
     events = {event["event"]: event for event in read(tmp_path / "run")}
     assert events[STOPPED]["signal"] == "SIGUSR1"
     assert events[FAILED]["lost"]
@@ -109,7 +109,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first is not None
     assert second == replace(first, rank=1, most_restarts=3)
     assert second.restarts == 4
-    assert (second.by, second.world_size) == ("submitit", 2)
+    assert (second.launcher, second.world_size) == ("submitit", 2)
     monkeypatch.setattr(Environment, "num_nodes", 2)
     with pytest.raises(ConfigError, match="executor local has 2 machines"):
         place_of(environment, 60)

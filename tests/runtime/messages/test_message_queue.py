@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.runtime.graphs import pointers
+from counterflow.common.tensors.graphs import pointers
 from counterflow.runtime.messages.message_queue import MessageQueue
 from counterflow.runtime.messages.values import BufferPool, TensorSpec
 from counterflow.runtime.pipeline import Pipeline
@@ -46,18 +46,18 @@ def test_a_buffer_that_somebody_has_is_not_used_again() -> None:
     pool = BufferPool(torch.device("cpu"))
     free, kept = pool.take(spec(4)), pool.take(spec(4))
     alias = kept.detach()[1:]
-    pool.give([kept, free])
+    pool.put([kept, free])
     first, second = pool.take(spec(4)), pool.take(spec(4))
     assert first.data_ptr() == free.data_ptr()
     assert second.data_ptr() != kept.data_ptr() == alias.data_ptr() - 4
-    assert pool.made == 3
+    assert pool.allocations == 3
 
 
 def test_a_pool_has_never_more_bytes_than_were_in_use_at_once() -> None:
     pool = BufferPool(torch.device("cpu"))
-    pool.give([pool.take(spec(100)), pool.take(spec(100))])
+    pool.put([pool.take(spec(100)), pool.take(spec(100))])
     for length in range(1, 200):
-        pool.give([pool.take(spec(length))])
+        pool.put([pool.take(spec(length))])
         free = [buffer for buffers in pool._free.values() for buffer, _ in buffers]
         assert sum(buffer.nbytes for buffer in free) <= 800
         assert len(free) == len({buffer.data_ptr() for buffer in free})
@@ -95,15 +95,15 @@ def test_of_what_went_to_a_worker_the_last_message_is_kept_until_its_gradient_is
 
     def send(number: int, peer: int) -> None:
         envelope: Any = SimpleNamespace(number=number, peer=peer)
-        queue._keep(envelope, sends[number], [tensors[number]])
+        queue._track(envelope, sends[number], [tensors[number]])
 
     send(0, peer=1)
     send(1, peer=2)
     assert not any(one.waited for one in sends)
     send(2, peer=1)
     assert [one.waited for one in sends] == [True, False, False, False]
-    queue._arrived(0)  # long gone
-    queue._arrived(2)
+    queue._release_answered(0)  # long gone
+    queue._release_answered(2)
     send(3, peer=2)
     assert [one.waited for one in sends] == [True, True, True, False]
     tensors.clear()
@@ -117,13 +117,13 @@ def test_what_left_when_it_was_received_is_let_go_of_with_the_next_message() -> 
     queue = MessageQueue(LocalTransport(Hub(3), 0, torch.device("cpu")), None)
     first, tensor = _Sending(), torch.zeros(1)
     alive = weakref.ref(tensor)
-    queue._keep_other(first, [tensor])
+    queue._append_untracked(first, [tensor])
     del tensor
     envelope: Any = SimpleNamespace(number=0, peer=1)
-    queue._keep(envelope, _Sending(), [])
+    queue._track(envelope, _Sending(), [])
     assert alive() is not None
     first.gone = True
-    queue._keep(envelope, _Sending(), [])
+    queue._track(envelope, _Sending(), [])
     assert alive() is None
 
 
@@ -169,7 +169,7 @@ def _made(layers: list[nn.Module], schedule: Schedule, **options: Any) -> list[i
     found = []
     for _ in range(8):
         pipeline.step(torch.ones(16, 4), torch.ones(16, 4))
-        found.append(pipeline._run.interpreter.in_flight.messages._pool.made)
+        found.append(pipeline._run.interpreter.in_flight.messages._pool.allocations)
     pipeline.flush()
     return found
 

@@ -16,10 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from counterflow.errors import ConfigError
 from counterflow.runtime.messages.values import (
     described,
-    put_together,
+    flatten_value,
     read_description,
-    take_apart,
     takes_gradient,
+    unflatten_value,
 )
 from counterflow.runtime.mini_batch.samples import cut, samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
@@ -69,32 +69,32 @@ X, Y = torch.ones(2, 3), torch.zeros(4, dtype=torch.long)
     ],
 )
 def test_a_value_is_the_same_after_a_message(value: Any) -> None:
-    structure, tensors = take_apart(value, "here")
+    structure, tensors = flatten_value(value, "here")
     head = described([structure, structure], [len(tensors)] * 2)
     (found, other), counts = read_description(head, 2)
     assert found == other == structure
     assert list(counts) == [len(tensors)] * 2
-    result = put_together(found, [tensor.clone() for tensor in tensors])
+    result = unflatten_value(found, [tensor.clone() for tensor in tensors])
     assert str(result) == str(value)
     assert type(result) is type(value)
     assert not isinstance(value, Tensor) or not head.numel()
 
 
 def test_a_tensor_goes_once() -> None:
-    structure, tensors = take_apart({"a": X, "b": [X, Y]}, "here")
+    structure, tensors = flatten_value({"a": X, "b": [X, Y]}, "here")
     assert [tensor is other for tensor, other in zip(tensors, (X, Y), strict=True)] == [True, True]
-    found = put_together(structure, tensors)
+    found = unflatten_value(structure, tensors)
     assert found["a"] is found["b"][0]
 
 
 def test_what_cannot_be_handed_on_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stage 3 gives a torch._C.Generator at \['a'\]\[1\]; "):
-        take_apart({"a": [X, torch.Generator()]}, "stage 3")
+        flatten_value({"a": [X, torch.Generator()]}, "stage 3")
 
     class Own(NamedTuple):
         x: Tensor
 
-    structure, tensors = take_apart(Own(X), "here")
+    structure, tensors = flatten_value(Own(X), "here")
     with pytest.raises(ConfigError, match="cannot go to another worker"):
         described([structure], [len(tensors)])
 
@@ -106,11 +106,11 @@ def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def test_a_mask_by_blocks_is_the_same_after_a_message() -> None:
     mask = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
-    structure, tensors = take_apart({"x": X, "masks": [mask]}, "here")
+    structure, tensors = flatten_value({"x": X, "masks": [mask]}, "here")
     assert all(isinstance(t, Tensor) and not takes_gradient(t) for t in tensors[1:])
     (found,), _ = read_description(described([structure], [len(tensors)]), 1)
     assert found == structure
-    (again,) = put_together(found, [tensor.clone() for tensor in tensors])["masks"]
+    (again,) = unflatten_value(found, [tensor.clone() for tensor in tensors])["masks"]
     assert again.mask_mod is causal
     assert (again.seq_lengths, again.BLOCK_SIZE, again.shape) == (
         mask.seq_lengths,
@@ -120,7 +120,7 @@ def test_a_mask_by_blocks_is_the_same_after_a_message() -> None:
     assert torch.equal(again.to_dense(), mask.to_dense())
     torch.testing.assert_close(again.q_indices, mask.q_indices)
     own = create_block_mask(lambda b, h, q, kv: q + b >= kv + h, None, None, 64, 64, "cpu")
-    structure, tensors = take_apart(own, "here")
+    structure, tensors = flatten_value(own, "here")
     with pytest.raises(ConfigError, match="the function of a BlockMask has to be one of a module"):
         described([structure], [len(tensors)])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import counterflow as cf
-from counterflow.runtime.messages.mappings import know
+from counterflow.common.mappings import register_mapping_classes
 from counterflow.runtime.mini_batch.samples import cut, joined, refuse_whole_entries, samples_in
 
 from ...kit import sgd
@@ -384,7 +384,7 @@ def test_an_attribute_that_is_no_item_is_refused() -> None:
     batch: Any = Held({"x": numbers(4, 6)})
     batch.table = numbers(3)
     with pytest.raises(cf.ConfigError, match="an attribute 'table' of type Tensor that is none of its items"):
-        know({"held": [batch]})
+        register_mapping_classes({"held": [batch]})
 
 
 # -- what is not dense

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.errors import ConfigError
-from counterflow.runtime.dtypes import sum_dtype
 from counterflow.runtime.parameters import gradients
 from counterflow.runtime.parameters.gradients import (
     BUCKET_BYTES,

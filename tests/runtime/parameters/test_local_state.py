@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
+from counterflow.common.tensors.dtensors import part_of
 from counterflow.errors import ConfigError
-from counterflow.runtime.dtensors import part_of
 from counterflow.runtime.parameters.local_state import StateName, assembled
 from counterflow.runtime.parameters.weights import Weights
 from counterflow.runtime.transport.base import Transport

@@ -858,7 +858,7 @@ def test_a_training_goes_on_from_its_state_under_any_schedule(schedule: Schedule
 def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -> None:
     layers = linears()
 
-    def undisturbed() -> State:
+    def signals_blocked() -> State:
         pipeline = Pipeline(copy.deepcopy(layers), mean_square, schedule, optimizer=adamw, cuts=(1,), seed=3)
         for number in range(7):
             pipeline.step(*batch(number))
@@ -874,7 +874,7 @@ def test_a_training_without_a_flush_goes_on_from_its_state(schedule: Schedule) -
     with pytest.raises(ConfigError, match=r"has no learning-rate schedule for stage [01] with its 1 group"):
         run(_goes_on, schedule, layers, half, range(3, 7), stepped, workers=schedule.workers)
     resumed = run(_goes_on, schedule, layers, half, range(3, 7), None, workers=schedule.workers)[0]
-    assert_equal(resumed["model"], run(undisturbed, workers=schedule.workers)[0])
+    assert_equal(resumed["model"], run(signals_blocked, workers=schedule.workers)[0])
 
 
 def _statistics(layers: Sequence[nn.Module], x: Tensor) -> State:

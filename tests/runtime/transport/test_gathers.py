@@ -15,7 +15,7 @@ from torch import Tensor
 
 from counterflow.runtime.transport import gathers
 from counterflow.runtime.transport.base import Gathering, Status, TimedOut
-from counterflow.runtime.transport.gathers import Gathers, way_of
+from counterflow.runtime.transport.gathers import Gathers, gather_routes
 
 _SECONDS = 30.0
 
@@ -74,7 +74,7 @@ class End:
     def sent(self, peer: int, works: Sequence[Any]) -> None:
         assert not works
 
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
+    def translate_error(self, error: RuntimeError, peer: int, waited_seconds: float) -> Exception:
         return ConnectionError(f"rank {peer}: {error}")
 
 
@@ -127,7 +127,7 @@ def test_two_rounds_give_what_one_gives(
 
 @pytest.mark.parametrize("world_size", [17, 18, 40, 1_000])
 def test_what_is_sent_is_received(world_size: int) -> None:
-    ways = [way_of(rank, world_size) for rank in range(world_size)]
+    ways = [gather_routes(rank, world_size) for rank in range(world_size)]
     for rank, way in enumerate(ways):
         assert {rank} | {r for ranks in (way.group, *way.sources.values()) for r in ranks} == {
             *range(world_size)

@@ -102,7 +102,7 @@ def holding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
         def call(self: OrderedTransport, *given: Any) -> Any:
             launched = method(self, *given)
-            with self.progress.held(given[1] if isinstance(given[1], int) else -1):
+            with self.progress.host_waiting(given[1] if isinstance(given[1], int) else -1):
                 launched.wait()
                 self.progress.synchronize()
             return launched
@@ -322,7 +322,7 @@ def test_what_a_device_does_is_not_what_its_host_does() -> None:
     assert (progress.status().doing, progress.status().waiting_for) == ("op 2", None)
     progress.synchronize()
     assert progress.status() is status
-    with progress.held(4):
+    with progress.host_waiting(4):
         assert progress.status().waiting_for == 4
     assert progress.status() is status
 

@@ -47,7 +47,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def step(kind: str, folder: str) -> None:
-    """Worker 2 of a chimera has the trouble; three steps."""
+    """Worker 2 of a chimera has the translate_error; three steps."""
     (Path(folder) / f"pid-{os.getpid()}").touch()
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]

@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 
+from counterflow.common.external_signals import end_fork_server
 from counterflow.errors import ConfigError, DeadlockError, WorkerError
 from counterflow.runtime.transport.kinds import GLOO, NCCL
 from counterflow.runtime.workers import children, scratch
-from counterflow.runtime.workers.forking import start_method
 from counterflow.runtime.workers.launch import launch, launch_watched
-from counterflow.runtime.workers.outside import end_server
+from counterflow.runtime.workers.processes import start_method
 from counterflow.runtime.workers.world import Defaults, current_transport
 
 
@@ -210,9 +210,9 @@ def test_interrupted_while_the_process_to_fork_from_still_loads(tmp_path: Path) 
     )
     (tmp_path / "script.py").write_text(
         "import sys\n"
-        "from counterflow.runtime.workers import forking\n"
+        "from counterflow.runtime.workers import processes\n"
         "from counterflow.runtime.workers.launch import launch\n"
-        "forking._IMPORTED.insert(0, 'counterflow_test_interrupts')\n"
+        "processes._IMPORTED.insert(0, 'counterflow_test_interrupts')\n"
         "if __name__ == '__main__':\n"
         "    launch(print, workers=1)\n"
     )
@@ -306,13 +306,13 @@ def test_a_server_that_is_killed_while_it_loads_is_started_again(
 
     def killed(descriptors: list[int]) -> Any:
         connections = connect(descriptors)
-        end_server()
+        end_fork_server()
         return connections
 
     def full(_: list[int]) -> Any:
         raise OSError(errno.EAGAIN, "Try again")
 
-    end_server()
+    end_fork_server()
     for replacement, message in (
         (killed, "the process that starts the workers was killed by SIGKILL; perhaps the machine ran out"),
         (full, "no further process can be started: Try again"),

@@ -110,7 +110,7 @@ def test_losses_count_with_their_arguments() -> None:
     def closed(weight: float) -> Any:
         return lambda output, target: functional.mse_loss(output, target) * weight
 
-    of_loss = source_descriptions.details_of_loss
+    of_loss = source_descriptions.loss_details
     assert of_loss(partial(loss, weight=1.0)) != of_loss(partial(loss, weight=2.0))
     assert of_loss(closed(1.0)) != of_loss(closed(2.0))
     assert of_loss(closed(1.0)) == of_loss(closed(1.0))

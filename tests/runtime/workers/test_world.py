@@ -24,7 +24,7 @@ from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL, TransportKind
 from counterflow.runtime.transport.worker_watch import Failure, Watch, blame, culprit
 from counterflow.runtime.workers import world
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.place import Place, first_host, place
+from counterflow.runtime.workers.rank_info import RankInfo, first_host, rank_info
 from counterflow.runtime.workers.world import current_transport, started_by
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -74,22 +74,22 @@ def test_torchrun(environment: pytest.MonkeyPatch) -> None:
     slurm(environment)  # torchrun may itself run under Slurm
     assert started_by() == "torchrun"
     assert (world.rank(), world.world_size()) == (5, 8)
-    assert place() == Place("torchrun", 5, 8, 1, "node3", 29500)
+    assert rank_info() == RankInfo("torchrun", 5, 8, 1, "node3", 29500)
 
 
 def test_a_place_of_another_launcher(environment: pytest.MonkeyPatch) -> None:
     """It is stated in torchrun's variables; a process that has left it may take another."""
-    first = Place("other", 5, 8, 1, "node3", 29500, 2, restarts=2, most_restarts=3, keeps_store=True)
+    first = RankInfo("other", 5, 8, 1, "node3", 29500, 2, restarts=2, most_restarts=3, hosts_store=True)
     for name in first.variables():
         environment.setenv(name, "")  # so that it is gone after the test
     world.join(first)
-    assert place() == first
+    assert rank_info() == first
     assert (started_by(), world.most_restarts()) == ("other", 3)
     assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"]) == ("4", "1")
     world.leave()
-    second = replace(first, rank=0, world_size=1, machines=1, keeps_store=False)
+    second = replace(first, rank=0, world_size=1, machines=1, hosts_store=False)
     world.join(second)
-    assert place() == second
+    assert rank_info() == second
 
 
 def test_a_number_that_is_none(environment: pytest.MonkeyPatch) -> None:
@@ -103,12 +103,12 @@ def test_slurm(environment: pytest.MonkeyPatch) -> None:
     assert started_by() == "slurm"
     assert (world.rank(), world.world_size()) == (5, 8)
     port = 15_000 + (123456 + 97 * 2) % 15_000
-    assert place() == Place("slurm", 5, 8, 1, "gpu007", port)
+    assert rank_info() == RankInfo("slurm", 5, 8, 1, "gpu007", port)
 
 
 def test_slurm_with_an_address(environment: pytest.MonkeyPatch) -> None:
     slurm(environment, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000", SLURM_STEP_NODELIST="a,b")
-    assert place() == Place("slurm", 5, 8, 1, "10.0.0.1", 4000)
+    assert rank_info() == RankInfo("slurm", 5, 8, 1, "10.0.0.1", 4000)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_a_process_has_the_gpu_of_its_local_rank(
     environment.setattr(torch.cuda, "is_available", lambda: True)
     environment.setattr(torch.cuda, "device_count", lambda: gpus)
     environment.setattr(torch.cuda, "set_device", current.append)
-    here = place()
+    here = rank_info()
     assert here is not None
     given = None if asked is None else torch.device(asked)
-    assert str(world._device(kind, given, here.local_rank)) == found
+    assert str(world._set_device(kind, given, here.local_rank)) == found
     assert [str(device) for device in current] == ([found] if found != "cpu" else [])
 
 
@@ -191,7 +191,7 @@ def test_fewer_gpus_than_local_ranks(environment: pytest.MonkeyPatch) -> None:
     environment.setattr(torch.cuda, "is_available", lambda: True)
     environment.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ConfigError, match="local rank 5, and 4 GPUs"):
-        world._device(NCCL, None, 5)
+        world._set_device(NCCL, None, 5)
 
 
 def test_in_a_thread() -> None:
@@ -213,7 +213,7 @@ def test_in_a_thread() -> None:
 
 SCRIPT = """
 import torch
-from counterflow.runtime.transport.base import Lost
+from counterflow.runtime.transport.base import PeerLost
 from counterflow.runtime.workers.world import current_transport
 
 transport = current_transport(timeout_seconds=60)
@@ -223,7 +223,7 @@ try:
     if transport.rank == 1:
         raise ValueError("of rank 1")
     transport.receive([torch.empty(1)], 1, 2).wait()
-except (Lost, ValueError) as error:
+except (PeerLost, ValueError) as error:
     transport.fail(error)
     print(error)
     raise SystemExit(3)

@@ -208,7 +208,7 @@ def test_fewer_that_torchrun_starts_plan_for_themselves(
     config: Configure, one_is_here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(world, "attempt", lambda _: 0)
-    monkeypatch.setattr(world, "told_by_first", lambda make, _: make())
+    monkeypatch.setattr(world, "text_from_first", lambda make, _: make())
     begun = []
 
     def trainer(job: Any, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.runtime.workers.outside import FROM_OUTSIDE
+from counterflow.common.external_signals import EXTERNAL_SIGNALS
 from counterflow.training.supervision import stopping
 from counterflow.training.supervision.stopping import STOP, Phase, listen, listening
 
@@ -43,7 +43,7 @@ def test_a_signal_is_noted(number: signal.Signals, code: int) -> None:
 @pytest.mark.parametrize("phase", [Phase.LEAVE, Phase.UNWIND, Phase.FINISH])
 def test_after_the_end_of_a_run_a_signal_changes_nothing(phase: Phase) -> None:
     """Until the process is gone, if it is the command's own."""
-    before = {number: signal.getsignal(number) for number in FROM_OUTSIDE}
+    before = {number: signal.getsignal(number) for number in EXTERNAL_SIGNALS}
     try:
         with listening(ends_process=True), STOP.during(phase):
             STOP.ended = True
@@ -87,7 +87,7 @@ def test_ctrl_c_once_more_ends_what_would_be_finished() -> None:
     assert not STOP.early
 
 
-@pytest.mark.parametrize("number", FROM_OUTSIDE)
+@pytest.mark.parametrize("number", EXTERNAL_SIGNALS)
 def test_while_workers_start_a_signal_unwinds(number: signal.Signals) -> None:
     def unwind() -> None:
         with listening(), STOP.during(Phase.UNWIND, then=Phase.FINISH):

@@ -53,12 +53,12 @@ def profile(
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
     from counterflow.planning.inputs import input_files
-    from counterflow.runtime.workers.place import place
+    from counterflow.runtime.workers.rank_info import rank_info
     from counterflow.training import load_config
     from counterflow.training.profiling import SIZES, Profiled, measure
 
     resolved = load_config(config, sets or ())
-    placed = place()
+    placed = rank_info()
     first = placed is None or placed.rank == 0
     with _progress(shown=first and not as_json) as report:
         measured = measure(

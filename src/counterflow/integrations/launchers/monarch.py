@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.place import Place
+from counterflow.runtime.workers.rank_info import RankInfo
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.supervision.restarts import Restarts
@@ -66,7 +66,7 @@ def train(
         )
     address = _HERE if machines == 1 else socket.getfqdn()
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    here = Place("monarch", 0, config.processes, 0, address, store.port, machines, 0, max_restarts, True)
+    here = RankInfo("monarch", 0, config.processes, 0, address, store.port, machines, 0, max_restarts, True)
     for attempt in range(max_restarts + 1):
         with _failures_as_events(actors, callbacks):
             processes = hosts.spawn_procs(per_host={"workers": config.processes // machines})
@@ -115,7 +115,7 @@ def _worker_class() -> Any:
     class Worker(actors.Actor):  # type: ignore[misc, name-defined]
         """Trains as the worker whose rank is that of its actor."""
 
-        def __init__(self, first: Place, config: RunConfig, callbacks: tuple[Callback, ...]) -> None:
+        def __init__(self, first: RankInfo, config: RunConfig, callbacks: tuple[Callback, ...]) -> None:
             self.first, self.config, self.callbacks = first, config, callbacks
 
         @actors.endpoint  # type: ignore[untyped-decorator]
@@ -131,10 +131,10 @@ def _worker_class() -> Any:
     return Worker
 
 
-def place_of(first: Place, rank: int) -> Place:
+def place_of(first: RankInfo, rank: int) -> RankInfo:
     """The place of the actor of a rank, from that of rank 0.
 
-    >>> place_of(Place("monarch", 0, 4, 0, "node0", 1, machines=2), 3).local_rank
+    >>> place_of(RankInfo("monarch", 0, 4, 0, "node0", 1, machines=2), 3).local_rank
     1
     """
     return replace(first, rank=rank, local_rank=rank % (first.world_size // first.machines))

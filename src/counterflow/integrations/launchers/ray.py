@@ -19,7 +19,7 @@ from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.place import place
+from counterflow.runtime.workers.rank_info import rank_info
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.training_report import Numbers
@@ -72,10 +72,10 @@ class Loop:
         """
         train = imported("ray.train", "ray")
         folder = _folder(train)
-        here = place()
+        here = rank_info()
         assert here is not None, "TorchTrainer sets the variables of torchrun"
         restarts = _begun(folder, self.name) if not here.rank else 0
-        here = replace(here, by="ray", restarts=restarts, most_restarts=_RAYS)
+        here = replace(here, launcher="ray", restarts=restarts, most_restarts=_RAYS)
         reports = _Reports(train, folder, self.report_every, first=not here.rank)
         config = self.config.but(train={"out": folder})
         try:

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.place import Place, place
+from counterflow.runtime.workers.rank_info import RankInfo, rank_info
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.supervision.restarts import Restarts
@@ -128,7 +128,7 @@ def join(timeout_seconds: float = 300.0) -> None:
         world.join(here)
 
 
-def place_of(environment: Any, timeout_seconds: float, most_restarts: int = 0) -> Place | None:
+def place_of(environment: Any, timeout_seconds: float, most_restarts: int = 0) -> RankInfo | None:
     """The place of this task among the tasks of its job.
 
     Args:
@@ -144,7 +144,7 @@ def place_of(environment: Any, timeout_seconds: float, most_restarts: int = 0) -
         ConfigError: the job has several machines, and they are not Slurm's.
         WorkerError: rank 0 did not come within the timeout.
     """
-    if place() is not None or environment.num_tasks == 1:
+    if rank_info() is not None or environment.num_tasks == 1:
         return None
     if environment.num_nodes > 1:
         raise ConfigError(
@@ -154,7 +154,7 @@ def place_of(environment: Any, timeout_seconds: float, most_restarts: int = 0) -
     rank = environment.global_rank
     file = Path(environment.paths.folder) / f"{environment.job_id}_meeting.json"
     port, restarts = _hosted(file) if not rank else _rendezvous_of(file, timeout_seconds)
-    return Place(
+    return RankInfo(
         "submitit",
         rank,
         environment.num_tasks,

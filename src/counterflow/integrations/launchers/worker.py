@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.place import Place
+from counterflow.runtime.workers.rank_info import RankInfo
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import RunFolder
@@ -32,7 +32,7 @@ def run_folder(config: RunConfig) -> RunFolder:
 
 
 def trained_at(
-    here: Place | None,
+    here: RankInfo | None,
     config: RunConfig,
     *callbacks: Callback,
     max_restarts: int = 0,

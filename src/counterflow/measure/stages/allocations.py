@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from counterflow.runtime.torch_private import allocations, errors_alone, start_allocations
+from counterflow.common.tensors.torch_private import allocations, errors_alone, start_allocations
 
 
 class Allocated:

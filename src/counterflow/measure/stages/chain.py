@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterflow.common.trees import tensors_in
-from counterflow.runtime.messages.values import Structure, put_together, take_apart, takes_gradient
+from counterflow.runtime.messages.values import Structure, flatten_value, takes_gradient, unflatten_value
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import Output
@@ -94,12 +94,12 @@ class Made:
         place = f"stage {copy.stage}"
 
         def described(value: Any, *, once: bool = False) -> _Described:
-            structure, tensors = take_apart(value, place)
+            structure, tensors = flatten_value(value, place)
             trains = (copy.trains or takes) and not once
             return structure, [(t.shape, t.dtype, trains and takes_gradient(t)) for t in tensors]
 
         def size(value: Any) -> int:
-            return sum(tensor.nbytes for tensor in take_apart(value, place)[1])
+            return sum(tensor.nbytes for tensor in flatten_value(value, place)[1])
 
         skips = copy.skips
         if skips is None or type(output) is not Carried:
@@ -149,7 +149,7 @@ def _input_of(stage: int, made: Sequence[Made], device: torch.device) -> Any:
 
 def _tensors_like(described: _Described, device: torch.device) -> Any:
     structure, tensors = described
-    return put_together(
+    return unflatten_value(
         structure,
         [
             torch.randn(shape, device=device).to(dtype).requires_grad_(grad)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
-from counterflow.runtime.graphs import graph_of, pointers, saved_by
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.passes import PlainPass, SplitPass
 from counterflow.runtime.stages.sample_rows import SampleRows

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
-from counterflow.runtime.graphs import graph_of, pointers, saved_by
-from counterflow.runtime.messages.values import Unit, take_apart
+from counterflow.runtime.messages.values import Unit, flatten_value
 from counterflow.runtime.mini_batch.losses import read_loss
 from counterflow.runtime.mini_batch.samples import samples_in, split_points
 from counterflow.runtime.pipeline import Pipeline
@@ -102,7 +102,7 @@ def _measured(
             with copy.precision.computing(), added_losses() as terms:
                 found = read_loss(pipeline.loss_function(output, target))
                 return [found.with_added(terms).with_added(added).loss]
-        return [t for t in take_apart(output, "a stage")[1] if t.requires_grad]
+        return [t for t in flatten_value(output, "a stage")[1] if t.requires_grad]
 
     subject = StageSubject(pipeline, copy, rows, whole, loss)
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.torch_private import keeps_buffers
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..dtensors import is_dtensor
 from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelize_stages
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
@@ -35,7 +36,6 @@ from ..stages.precision import precision_of
 from ..stages.randomness import RandomStreams
 from ..stages.remote import refuse_remote
 from ..stages.stage import LocalStage
-from ..torch_private import keeps_buffers
 from ..transport.base import Transport
 from .partition import Model, PartitionedModel
 

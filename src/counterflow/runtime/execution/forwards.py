@@ -17,7 +17,7 @@ from counterflow.program.actions import Compute
 from counterflow.schedule.modes import Recompute
 
 from ..messages.arrivals import NONE
-from ..messages.values import Unit, Value, ValueLayout, put_together
+from ..messages.values import Unit, Value, ValueLayout, unflatten_value
 from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
 from ..mini_batch.probes import diagnose_aux
@@ -82,7 +82,7 @@ class RunForward(RunOp):
         else:
             received = self.source.receive(self.units, leaf, as_leaves=batch.training)
             inputs = [
-                ForwardInput(unit, tensors, put_together(structure, tensors), buffers, unit_rows)
+                ForwardInput(unit, tensors, unflatten_value(structure, tensors), buffers, unit_rows)
                 for unit, (structure, tensors, buffers), unit_rows in zip(
                     self.units, received, rows, strict=True
                 )
@@ -153,7 +153,7 @@ class RunForward(RunOp):
             self._in_flight.passes[self.stage, inputs.unit] = unit_pass
             self._in_flight.end_later(unit_pass)
         else:
-            self._messages.give_back(inputs.buffers)
+            self._messages.return_buffers(inputs.buffers)
         return structure, self._outputs.handed_on(tensors)
 
     def _forward_joined(self, batch: Batch, inputs: Sequence[ForwardInput]) -> list[Output] | None:

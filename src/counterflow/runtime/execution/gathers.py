@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from counterflow.common.tensors import devices
 from counterflow.errors import ConfigError
 
-from .. import host_copy
 from ..mini_batch.losses import Losses, added
 from ..mini_batch.step_report import WORKER_WIDTH, LossWeights, WorkerReport
 from ..parameters.gradients import OwnNorm, StageNorm
@@ -50,7 +50,7 @@ class MiniBatch:
     scale: float = 1.0
     norms: list[OwnNorm | StageNorm] = field(default_factory=list)
     used: str = "nothing was updated with it"
-    digests: list[host_copy.HostCopy] = field(default_factory=list)
+    digests: list[devices.HostCopy] = field(default_factory=list)
     loss: float = math.nan
     norm: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)

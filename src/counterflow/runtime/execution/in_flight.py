@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..graphs import pointers
+from counterflow.common.tensors.graphs import pointers
+
 from ..messages.compression import Compression
 from ..messages.message_queue import MessageQueue
 from ..mini_batch.batch import Batch, Key
@@ -92,5 +93,5 @@ class InFlight:
         for unit_pass, buffers in self.ended:
             unit_pass.settle()
             if buffers:
-                self.messages.give_back(buffers)
+                self.messages.return_buffers(buffers)
         self.ended.clear()

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import record_function
 
 from counterflow.api.aux_loss import collecting
+from counterflow.common.tensors.torch_private import profiling
 from counterflow.errors import CounterflowError
 from counterflow.program.actions import Action, Compute, Program, Receive, Send
 from counterflow.program.shifts import shifted, shifted_op
@@ -25,7 +26,6 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction
 from ..stages.saved_bytes import SavedBytes
 from ..stages.stage import LocalStage
-from ..torch_private import profiling
 from ..transport.base import Transport
 from ..transport.worker_watch import worker_error
 from .addresses import Addresses

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from typing_extensions import override
 
+from counterflow.common.tensors.devices import holds_host, module_of
 from counterflow.schedule.ir import Op
-
-from ..devices import module_of
-from ..host_copy import holds_host
 
 
 class Ran(NamedTuple):

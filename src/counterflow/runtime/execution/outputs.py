@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from counterflow.common.tensors.dtensors import full_tensor
 from counterflow.common.trees import each_tensor
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
-from ..dtensors import whole
-from ..messages.values import Unit, take_apart
+from ..messages.values import Unit, flatten_value
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction, LossOutput, divisor_of, elements_in
 from ..mini_batch.probes import loss_probe
@@ -49,7 +49,7 @@ class Outputs:
         """Take a stage's output apart; None: the unit has no samples."""
         place, skips = f"stage {copy.stage}", copy.skips
         if skips is None or not (skips.gives or (skips.carries and self._slices > 1)):
-            return take_apart(output, place)
+            return flatten_value(output, place)
         return output_parts(skips, output, place, ends=self._slices == 1 or unit.part == self._slices - 1)
 
     def handed_on(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -195,4 +195,4 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     # the user's loss, or an update, may change it
-    return whole(tensor.detach()).clone()
+    return full_tensor(tensor.detach()).clone()

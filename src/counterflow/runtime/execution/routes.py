@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from counterflow.schedule.ir import SkipLink
 
-from ..messages.arrivals import NONE, Taken
+from ..messages.arrivals import NONE, Received
 from ..messages.envelope import Of, Place
 from ..messages.message_queue import MessageQueue
 from ..messages.values import Structure, Unit
@@ -34,7 +34,7 @@ class Route(Protocol):
 
     def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
-    ) -> list[Taken]:
+    ) -> list[Received]:
         """Wait for the values of units, and return them as leaves of a graph.
 
         Args:
@@ -78,9 +78,9 @@ class LocalRoute(Route):
     @override
     def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
-    ) -> list[Taken]:
+    ) -> list[Received]:
         del as_leaves  # they are as they were given
-        received: list[Taken] = []
+        received: list[Received] = []
         for unit in units:
             structure, tensors = self.mailbox.pieces.pop((self.place, unit))
             received.append((structure, [leaf(tensor) for tensor in tensors], NONE))
@@ -120,10 +120,10 @@ class SliceRoute(Route):
     @override
     def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
-    ) -> list[Taken]:
+    ) -> list[Received]:
         """In the memory in which it was left: it is saved once."""
         del leaf, as_leaves
-        received: list[Taken] = []
+        received: list[Received] = []
         for unit in units:
             structure, tensors = self.mailbox.pieces.pop(self._key(unit))
             received.append((structure, [t.detach().requires_grad_(t.requires_grad) for t in tensors], NONE))
@@ -161,7 +161,7 @@ class MessageRoute(Route):
     @override
     def receive(
         self, units: Sequence[Unit], leaf: Callable[[Tensor], Tensor], *, as_leaves: bool
-    ) -> list[Taken]:
+    ) -> list[Received]:
         del leaf
         return self.messages.take(self.number, len(units), as_leaves=as_leaves)
 

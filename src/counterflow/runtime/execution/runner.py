@@ -31,6 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
+from counterflow.common.tensors import devices
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.execution import Execution
 from counterflow.program.actions import (
@@ -48,7 +49,6 @@ from counterflow.program.actions import (
 )
 from counterflow.program.segments import Segments, without_update
 
-from .. import host_copy
 from ..mini_batch.batch import Batch
 from ..mini_batch.losses import added, divisor_of
 from ..mini_batch.step_report import CallReport
@@ -214,7 +214,7 @@ class Runner:
         self.weights.detach()
         if self._cut.drains and self._flushes:
             if mini_batch.compared:
-                mini_batch.digests.append(host_copy.HostCopy(self.weights.digests.digests()))
+                mini_batch.digests.append(devices.HostCopy(self.weights.digests.digests()))
             self.interpreter.in_flight.release(batch)  # it stays itself until its slot is needed
         self._by_hand.note(batch.step)
         return self._known.popleft() if self._known else None
@@ -439,9 +439,7 @@ class Runner:
         with copy.versions.unseen():
             self.weights.update(stage, mini_batch.step)
         if mini_batch.compared:
-            mini_batch.digests.append(
-                host_copy.HostCopy(self.weights.digests.digests({stage}, buffers=False))
-            )
+            mini_batch.digests.append(devices.HostCopy(self.weights.digests.digests({stage}, buffers=False)))
         copy.precision.updated(version, frees)
 
     def _of(self, period: int) -> MiniBatch:

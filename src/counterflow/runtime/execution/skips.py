@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Op, SkipLink
 
 from ..messages.message_queue import MessageQueue
-from ..messages.values import Structure, Unit, ValueLayout, put_together, take_apart
+from ..messages.values import Structure, Unit, ValueLayout, flatten_value, unflatten_value
 from ..mini_batch.batch import Batch
 from ..stages.skip_links import StageSkips
 from ..stages.skips import Carried
@@ -148,7 +148,7 @@ class OpSkips:
                 continue
             key = link, self.op.pipe, unit.slot
             value = None if skips is None else {n: skips[n] for n in numbers}
-            structure, tensors = take_apart(value, f"stage {stage}")
+            structure, tensors = flatten_value(value, f"stage {stage}")
             if route.first and unit is self.units[0]:
                 sent_once[key] = None
             sent = sent_once[key]
@@ -183,7 +183,7 @@ class OpSkips:
             assert route.route is not None
             values = route.route.receive(self.units, leaf, as_leaves=batch.training)
             for skip_inputs, (structure, tensors, buffers) in zip(received, values, strict=True):
-                skip_inputs.skips.update(put_together(structure, tensors) or {})
+                skip_inputs.skips.update(unflatten_value(structure, tensors) or {})
                 skip_inputs.tensors += tensors
                 skip_inputs.buffers += buffers
                 skip_inputs.gradients.append(sum(tensor.requires_grad for tensor in tensors))
@@ -193,8 +193,8 @@ class OpSkips:
         key = route.link, self.op.pipe, self.units[0].slot
         if route.route is not None:
             ((structure, tensors, buffers),) = route.route.receive(self.units[:1], _itself, as_leaves=False)
-            self._messages.give_back(buffers)  # they are used again when nobody has their memory
-            self._once.received[key] = put_together(structure, tensors)
+            self._messages.return_buffers(buffers)  # they are used again when nobody has their memory
+            self._once.received[key] = unflatten_value(structure, tensors)
         return self._once.received[key]
 
     # -- backwards
@@ -240,13 +240,15 @@ def output_parts(links_of_stage: StageSkips, output: Carried | None, place: str,
     links += [links_of_stage.carries] if links_of_stage.carries and not ends else []
     plain = not links and not links_of_stage.gives
     if output is None:
-        return take_apart(None, place) if plain else _joined([take_apart(None, place)] * (1 + len(links)))
+        return (
+            flatten_value(None, place) if plain else _joined([flatten_value(None, place)] * (1 + len(links)))
+        )
     value, skips = output
     first = Carried(value, {n: skips[n] for n in links_of_stage.next}) if links_of_stage.next else value
     if plain:
-        return take_apart(first, place)
-    by_skips = (take_apart({n: skips[n] for n in numbers}, place) for numbers in links)
-    return _joined([take_apart(first, place), *by_skips])
+        return flatten_value(first, place)
+    by_skips = (flatten_value({n: skips[n] for n in numbers}, place) for numbers in links)
+    return _joined([flatten_value(first, place), *by_skips])
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..dtypes import sum_dtype
-from ..torch_private import end_fsdp_backward, fsdp_groups, whole_parameter
+from counterflow.common.tensors.dtypes import sum_dtype
+from counterflow.common.tensors.torch_private import end_fsdp_backward, fsdp_groups, whole_parameter
 
 
 class OneSum:

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from counterflow.api.aux_loss import was_added
+from counterflow.common.tensors.dtensors import is_dtensor, settled
+from counterflow.common.tensors.torch_private import children_of, fsdp_groups, whole_parameter
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor, settled
 from ..messages.values import Value
 from ..stages.recomputation import mapped
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
-from ..torch_private import children_of, fsdp_groups, whole_parameter
 from ..transport.base import Transport
 from .one_sum import OneSum
 from .rank_mesh import REPLICA, WORKER, Mesh, RankMesh

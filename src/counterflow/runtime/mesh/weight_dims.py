@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
+from counterflow.common.tensors.dtensors import is_dtensor, local
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor, local
 from ..transport.base import Transport
 from .parallel_dims import REPLICATED, ParallelDims, WeightDims
 from .rank_mesh import REPLICA, WORKER, RankMesh

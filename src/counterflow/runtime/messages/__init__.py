@@ -1,1 +1,1 @@
-"""What travels between stages, how it is packed, and what has been sent and received."""
+"""Messages between stages: their values, how these are packed, and the messages in flight."""

@@ -1,6 +1,6 @@
-"""Receives that are posted, and what comes of them by unit.
+"""Posted receives, and the values that they receive by unit.
 
-Invariant: what was received is in a buffer of its own until nothing refers to it.
+Invariant: a received value has its buffer to itself until nothing refers to it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..transport.base import Described, Pending
 from .envelope import Envelope, MessageForm, Of
 from .values import Shapes, Structure, ValueLayout, read_description
 
-Taken = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
-"""What came for a unit: its structure, its tensors, and the buffers of the pool that they are in."""
+Received = tuple[Structure | None, list[Tensor], Sequence[Tensor]]
+"""Value of a unit: its structure, its tensors, and the buffers of the pool that contain them."""
 NONE: Sequence[Tensor] = ()
 Restore = Callable[[list[Tensor]], list[Tensor]]
 
 
 class PostedReceive:
-    """A posted receive of known shapes; ``restore`` makes tensors of what came in another form."""
+    """A posted receive of known shapes; ``restore`` converts a message in another form back to tensors."""
 
     __slots__ = ("buffers", "form", "pending", "restore")
 
@@ -31,10 +31,10 @@ class PostedReceive:
     ) -> None:
         self.pending, self.buffers, self.form, self.restore = pending, buffers, form, restore
 
-    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
-        """What came, by unit: structure, tensors, and the buffers of the pool that they are in.
+    def take(self, count: int, *, as_leaves: bool) -> list[Received]:
+        """Wait for the message and return its values by unit.
 
-        The tensors are not the buffers: what is asked of a tensor (hooks, a gradient) stays with it.
+        The tensors are not the buffers: hooks and gradients of a tensor do not stay with a reused buffer.
         """
         self.pending.wait()
         buffers, form = self.buffers, self.form
@@ -45,54 +45,56 @@ class PostedReceive:
             if as_leaves and form.specs[0][0].requires_grad:
                 tensor.requires_grad_()
             return [(form.structures[0], [tensor], buffers)]
-        found: list[Taken] = []
+        values: list[Received] = []
         at = 0
         for structure, specs in zip(form.structures, form.specs, strict=True):
-            own = buffers if count == 1 else buffers[at : at + len(specs)]
+            unit_buffers = buffers if count == 1 else buffers[at : at + len(specs)]
             at += len(specs)
-            tensors = [buffer.detach() for buffer in own]
+            tensors = [buffer.detach() for buffer in unit_buffers]
             if as_leaves:
                 for tensor, spec in zip(tensors, specs, strict=True):
                     if spec.requires_grad:
                         tensor.requires_grad_()
-            found.append((structure, tensors, own))
-        return found
+            values.append((structure, tensors, unit_buffers))
+        return values
 
     def take_gradient(self) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """The gradients of one unit, None for those that are missing; and their buffers."""
+        """Wait for the gradients of one unit (None if missing), and return their buffers too."""
         ((_, tensors, buffers),) = self.take(1, as_leaves=False)
-        found: list[Tensor | None] = [*tensors]
+        gradients: list[Tensor | None] = [*tensors]
         form = self.form
         if form.missing:
-            there = iter(tensors)
-            found = [None if place in form.missing else next(there) for place in range(form.gradients)]
-        return found, buffers
+            present = iter(tensors)
+            gradients = [None if place in form.missing else next(present) for place in range(form.gradients)]
+        return gradients, buffers
 
 
 class PostedDescribed:
-    """A posted receive whose shapes come with it."""
+    """A posted receive of unknown shapes."""
 
     __slots__ = ("learnt", "of", "pending")
 
     def __init__(self, pending: Described, envelope: Envelope, learnt: Shapes) -> None:
         self.pending, self.of, self.learnt = pending, envelope.of, learnt
 
-    def take(self, count: int, *, as_leaves: bool) -> list[Taken]:
-        """What came, by unit; in no buffers of the pool. Of activations the layouts are noted."""
-        del as_leaves  # they are as on the sender
+    def take(self, count: int, *, as_leaves: bool) -> list[Received]:
+        """Wait for the message, note its layouts, and return its values by unit, outside of the pool."""
+        del as_leaves  # ``requires_grad`` is as on the sender
         tensors = self.pending.wait()
         structures, counts = read_description(tensors[0], count)
-        found: list[Taken] = []
+        values: list[Received] = []
         at = 1
-        for of, structure, own in zip(self.of, structures, counts, strict=True):
-            taken = tensors[at : at + own]
-            at += own
-            self.learnt[of] = ValueLayout.of(structure, taken)
-            found.append((structure, taken, NONE))
-        return found
+        for of, structure, tensor_count in zip(self.of, structures, counts, strict=True):
+            unit_tensors = tensors[at : at + tensor_count]
+            at += tensor_count
+            self.learnt[of] = ValueLayout.of(structure, unit_tensors)
+            values.append((structure, unit_tensors, NONE))
+        return values
 
     def take_gradient(self) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """The gradients of one unit, None for those that are missing, which are noted; in no buffers."""
+        """Wait for the gradients of one unit, in no buffers of the pool; None for those that are missing
+        (noted).
+        """
         tensors = self.pending.wait()
         missing = frozenset(place for place, tensor in enumerate(tensors) if tensor.dtype is torch.bool)
         note_missing(self.learnt, self.of[0], missing)
@@ -100,6 +102,6 @@ class PostedDescribed:
 
 
 def note_missing(learnt: Shapes, of: Of, missing: frozenset[int]) -> None:
-    """Note which gradients are missing in a mini-batch whose shapes are learnt."""
+    """Note the missing gradients of a mini-batch whose shapes are learnt."""
     if missing and of in learnt:
         learnt[of] = replace(learnt[of], missing=missing)

@@ -30,14 +30,14 @@ _HEAD = torch.int16
 
 
 class Compression:
-    """Makes smaller messages of tensors, and tensors of these; counts bytes.
+    """Compresses tensors to messages and back; counts bytes.
 
     Args:
-        device: where the worker computes: what a GPU's worker has on its host is sent as it is.
+        device: device of the worker's computation; a GPU's worker sends host tensors uncompressed.
 
     Attributes:
-        plain_bytes: of all that was given to be sent.
-        sent_bytes: of what was sent instead.
+        plain_bytes: bytes of all tensors that were sent.
+        sent_bytes: bytes of their messages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,17 +49,19 @@ class Compression:
         return dtype in _BITS and (self._all_on_host or not on_host)
 
     def message(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """What a message of some tensors consists of."""
-        found = []
+        """Tensors of the message of some tensors."""
+        message = []
         converted = 0
         for spec in specs:
             if self._converts(spec.dtype, on_host=spec.on_host):
                 converted += 1
-                found.append(TensorSpec(spec.shape, torch.float16, requires_grad=False, on_host=spec.on_host))
+                message.append(
+                    TensorSpec(spec.shape, torch.float16, requires_grad=False, on_host=spec.on_host)
+                )
             else:
-                found.append(spec)
+                message.append(spec)
         head = TensorSpec(torch.Size((converted,)), _HEAD, requires_grad=False, on_host=self._all_on_host)
-        return [head, *found] if converted else found
+        return [head, *message] if converted else message
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The message of some tensors."""
@@ -83,35 +85,35 @@ class Compression:
     def unpack(
         self, message: Sequence[Tensor], specs: Sequence[TensorSpec], pool: BufferPool
     ) -> list[Tensor]:
-        """The tensors that were packed.
+        """Restore the tensors that were packed.
 
         Args:
-            message: as it was received.
-            specs: of the tensors.
-            pool: where they are taken from; what is not kept of the message is given to it.
+            message: the received message.
+            specs: specs of the tensors.
+            pool: provides their buffers; buffers of the message that are no longer needed return to it.
         """
         if len(message) == len(specs):
             return [*message]
         head, *parts = message
         exponents = iter(head.to(torch.int32).unbind())
-        found = []
+        tensors = []
         done = [head]
         for spec, part in zip(specs, parts, strict=True):
             if not self._converts(spec.dtype, on_host=spec.on_host):
-                found.append(part)
+                tensors.append(part)
                 continue
             first, second = _powers(next(exponents), spec.dtype)
             tensor = pool.take(spec)
             with torch.no_grad():
                 tensor.copy_(part).mul_(first).mul_(second)
-            found.append(tensor)
+            tensors.append(tensor)
             done.append(part)
-        pool.give(done)
-        return found
+        pool.put(done)
+        return tensors
 
 
 def _exponent(tensor: Tensor) -> Tensor:
-    """The exponent of the power of two that a tensor is divided by, where the tensor is.
+    """Exponent of the power of two that a tensor is divided by, on the tensor's device.
 
     >>> _exponent(torch.tensor([1.5, -3.0, float("inf")]))
     tensor(-13, dtype=torch.int32)
@@ -124,7 +126,7 @@ def _exponent(tensor: Tensor) -> Tensor:
 
 
 def _powers(exponent: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two numbers of a type whose product is a power of two that may be none of its own; to the bit.
+    """Two numbers whose product is a power of two that the type may not represent; exact to the bit.
 
     >>> _powers(torch.tensor(140), torch.float32) == (2.0**70, 2.0**70)
     True

@@ -1,4 +1,4 @@
-"""A message as it is known before it travels: its peer, what it is about, and its shapes."""
+"""Envelopes of messages: peer, contents by unit, and shapes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .compression import Compression
 from .values import Shapes, Structure, TensorSpec, Unit
 
 Place = int | SkipLink
-"""What something travels from: a stage whose output the next one takes, or a skip connection."""
+"""Source of a value: a stage whose output the next one takes, or a skip connection."""
 
 Of = tuple[Place, Unit]
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The shapes in which a message comes.
+    """Shapes of a message.
 
     Attributes:
-        known: where they were looked up.
-        structures: of the values that travel, by unit.
-        specs: of their tensors, by unit.
-        flat: of all their tensors.
-        message: of the tensors that are sent.
-        gradients: of a message of gradients, how many tensors take one.
-        missing: the places of those among them that get none.
+        known: the shapes of a mini-batch that they are derived from.
+        structures: structures of the values, by unit.
+        specs: specs of their tensors, by unit.
+        flat: specs of all their tensors.
+        message: specs of the tensors that are sent.
+        gradients: for gradients, the number of tensors that require one.
+        missing: indices of those among them that have none.
     """
 
     known: Shapes
@@ -44,11 +44,11 @@ class Envelope:
     """A message between two stages.
 
     Attributes:
-        number: the same on both sides.
-        peer: the other side's rank.
-        stage: of the op that makes what travels, for errors.
-        of: what it is about, by unit.
-        gradient: whether it has the gradient of what went from there, and not that itself.
+        number: number of the message, the same on both sides.
+        peer: rank of the other side.
+        stage: stage of the op that makes the values, for errors.
+        of: source and unit of each value.
+        gradient: True for the gradients of these values, False for the values.
     """
 
     number: int
@@ -59,21 +59,21 @@ class Envelope:
     _form: MessageForm | None = None
 
     def form(self, known: Shapes, compression: Compression | None) -> MessageForm:
-        """The shapes in which it comes where those of a mini-batch are ``known``."""
-        found = self._form
-        if found is None or found.known is not known:
-            found = self._form = self._looked_up(known, compression)
-        return found
+        """Shapes of the message in a mini-batch of ``known`` shapes."""
+        form = self._form
+        if form is None or form.known is not known:
+            form = self._form = self._look_up(known, compression)
+        return form
 
-    def _looked_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
+    def _look_up(self, known: Shapes, compression: Compression | None) -> MessageForm:
         layouts = [known[of] for of in self.of]
         structures, specs = [layout.structure for layout in layouts], [layout.tensors for layout in layouts]
         gradients, missing = 0, frozenset[int]()
         if self.gradient:
-            wanted, missing = [spec for spec in specs[0] if spec.requires_grad], layouts[0].missing
-            gradients = len(wanted)
+            required, missing = [spec for spec in specs[0] if spec.requires_grad], layouts[0].missing
+            gradients = len(required)
             structures = [None]
-            specs = [[spec for place, spec in enumerate(wanted) if place not in missing]]
+            specs = [[spec for place, spec in enumerate(required) if place not in missing]]
         flat = [spec for unit in specs for spec in unit]
         message = flat if compression is None else compression.message(flat)
         return MessageForm(known, structures, specs, flat, message, gradients, missing)

@@ -1,7 +1,7 @@
-"""Masks by blocks (flex attention) as trees: tensors travel as all others, the function by its name.
+"""Block masks (flex attention) as trees: their tensors are sent as any tensors, the function by its name.
 
-Invariant: a mask is the same on the other side. What a function closes over cannot go to another worker;
-that is refused where the tree is described.
+Invariant: a mask is the same on the other side. The closure of a function cannot be sent to another worker;
+it is refused where the tree is described.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 _FIELDS = [name for name in inspect.signature(BlockMask.__init__).parameters if name != "self"]
-"""A mask is made of its own attributes; which there are depends on torch's version."""
+"""Arguments of a mask, which are its attributes; they depend on torch's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What of a mask is no tensor, its function among it: a leaf."""
+    """Attributes of a mask that are no tensors, such as its function: a leaf."""
 
     fields: tuple[tuple[str, Any], ...]
 
@@ -56,6 +56,6 @@ def _opened(mask: BlockMask) -> Opened:
     return Opened(tensors, Rest(tuple(field for field in fields if field[0] not in tensors)))
 
 
-def _closed(one: Opened) -> BlockMask:
-    fields: dict[str, Any] = {**one.tensors, **dict(one.rest.fields)}
+def _closed(mask: Opened) -> BlockMask:
+    fields: dict[str, Any] = {**mask.tensors, **dict(mask.rest.fields)}
     return BlockMask(**fields)

@@ -1,14 +1,13 @@
-"""One worker's messages between stages: what is posted, what was received, what is being sent.
+"""One worker's messages between stages: posted, received and being sent.
 
-Invariant: what was received is in a buffer of its own until nothing refers to it. Of the messages
-to a worker only the last one is held: the next send waits until it has left, which it has unless the receiver
-is ops behind; a message whose gradient was received has also left. So a worker holds the same
-bytes in each step, however the workers take turns. On a GPU the host is ahead of what leaves, and does not
-wait.
+Invariant: a received value has its buffer to itself until nothing refers to it. At most one send per peer is
+outstanding: the next send waits for it, which takes no time unless the receiver is ops behind; a message
+whose gradient was received is sent too. So a worker holds the same bytes in each step, in whatever order the
+workers proceed. On a GPU the host runs ahead of the sends, and does not wait.
 
-A value that the next stage did not use has no gradient, and what was computed for it alone gets none either,
-as in one process. Which gradients exist is learnt with the shapes, in the first mini-batch of a kind. From
-then on a message has those alone, and where others are missing an error says so: no message is looked into.
+A value that the next stage did not use has no gradient, nor do the tensors that were computed for it alone,
+as in one process. The missing gradients are learnt with the shapes, in the first mini-batch of a kind. From
+then on a message omits them, and any other missing gradient is an error: no message needs a description.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.tensors.graphs import pointers
 from counterflow.errors import ConfigError
 
-from ..graphs import pointers
 from ..transport.base import Pending, Transport
-from .arrivals import PostedDescribed, PostedReceive, Taken, note_missing
+from .arrivals import PostedDescribed, PostedReceive, Received, note_missing
 from .compression import Compression
 from .envelope import Envelope, MessageForm
 from .values import NUMBER, BufferPool, Shapes, Structure, TensorSpec, described
 
 _Sized = tuple[Structure | None, int]
 _MISSING = torch.empty(0, dtype=torch.bool)
-"""Stands for a gradient that there is not: none has this dtype."""
+"""Placeholder of a missing gradient: no gradient has this dtype."""
 
 
 class MessageQueue:
     """Sends and receives messages.
 
     Args:
-        transport: how messages travel.
-        compression: makes messages smaller; None: they go as they are.
+        transport: sends and receives the messages.
+        compression: compresses messages; None: they are sent uncompressed.
     """
 
     def __init__(self, transport: Transport, compression: Compression | None) -> None:
@@ -52,27 +51,29 @@ class MessageQueue:
         self._arrivals: dict[int, PostedReceive | PostedDescribed] = {}
         self._outbox: dict[int, tuple[Sequence[Tensor | None], Sequence[_Sized]]] = {}
         self._waits = transport.device.type == "cpu"
-        """Whether the host waits until the message before has left; it is ahead of a device."""
+        """True if the host waits until the previous message to a rank is sent; it runs ahead of a device."""
         self._last: dict[int, tuple[int, Pending, Sequence[Tensor]]] = {}
         """Last message to each rank, with its number."""
-        self._others: deque[tuple[Pending, Sequence[Tensor]]] = deque()
-        """Messages that leave when they are received, or when a device reaches them."""
+        self._untracked: deque[tuple[Pending, Sequence[Tensor]]] = deque()
+        """Messages that are sent when they are received, or when a device reaches them."""
 
     def put(self, number: int, tensors: Sequence[Tensor | None], structures: Sequence[_Sized] = ()) -> None:
-        """Lay ready what is sent later; of activations also the structure and size of each unit's."""
+        """Enqueue tensors for a later ``send``; of activations also each unit's structure and number of
+        tensors.
+        """
         self._outbox[number] = tensors, structures
 
-    def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[Taken]:
+    def take(self, number: int, count: int, *, as_leaves: bool = False) -> list[Received]:
         """Wait for a message.
 
         Args:
-            number: of the message.
-            count: units it is about.
-            as_leaves: whether gradients are made for those tensors that required them on the sender.
+            number: number of the message.
+            count: number of its units.
+            as_leaves: True to require gradients of those tensors that required them on the sender.
 
         Returns:
-            By unit its structure (of activations), its tensors, and the buffers to be given back when they
-            are needed no more.
+            By unit its structure (of activations), its tensors, and the buffers to return when they are no
+            longer needed.
         """
         self.transport.get_ready()
         return self._arrivals.pop(number).take(count, as_leaves=as_leaves)
@@ -80,60 +81,60 @@ class MessageQueue:
     def take_gradients(
         self, number: int, answers: int | None
     ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        """Wait for the gradients of one unit; None where there is none. And their buffers.
+        """Wait for the gradients of one unit (None for those that are missing), and return their buffers too.
 
-        ``answers`` is the number of the message whose gradients they are, if that may be let go of now.
+        ``answers`` is the number of the message whose gradients they are, if it can be released now.
         """
         self.transport.get_ready()
-        found = self._arrivals.pop(number).take_gradient()
+        gradients = self._arrivals.pop(number).take_gradient()
         if answers is not None:
-            self._arrived(answers)
-        return found
+            self._release_answered(answers)
+        return gradients
 
-    def give_back(self, buffers: Sequence[Tensor]) -> None:
-        """The engine needs what came in these buffers no more."""
+    def return_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Return receive buffers to the pool."""
         if buffers:
-            self._pool.give(buffers)
+            self._pool.put(buffers)
 
     def release(self, memory: AbstractSet[int]) -> None:
-        """Wait until what is sent from some memory (``pointers``) is sent: its owner may change it then."""
+        """Wait for all sends from some memory (``pointers``), after which its owner may change it."""
         for pending, tensors in self._in_flight():
             if not memory.isdisjoint(pointers(tensors)):
                 pending.wait()
 
     def drain(self) -> None:
-        """Wait until all is sent."""
+        """Wait for all sends."""
         for pending, _ in self._in_flight():
             pending.wait()
         self._last.clear()
-        self._others.clear()
+        self._untracked.clear()
 
     def _in_flight(self) -> Iterator[tuple[Pending, Sequence[Tensor]]]:
         yield from ((pending, tensors) for _, pending, tensors in self._last.values())
-        yield from self._others
+        yield from self._untracked
 
     def send(self, envelope: Envelope, known: Shapes | None, learnt: Shapes) -> None:
-        """Begin to send what lies ready.
+        """Begin to send the enqueued tensors of a message.
 
         Args:
-            envelope: the message's.
-            known: the shapes in which it goes; None: nobody knows them yet, and it describes itself.
-            learnt: where it is noted then which gradients are missing.
+            envelope: envelope of the message.
+            known: the shapes of its values; None: the receiver does not know them, so the message has them.
+            learnt: shapes in which missing gradients are noted in that case.
         """
-        laid, structures = self._outbox.pop(envelope.number)
+        enqueued, structures = self._outbox.pop(envelope.number)
         if known is not None:
-            message = self._to_send(envelope, envelope.form(known, self.compression), laid, structures)
-            self._keep(envelope, self.transport.send(message, envelope.peer, envelope.number), message)
+            message = self._to_send(envelope, envelope.form(known, self.compression), enqueued, structures)
+            self._track(envelope, self.transport.send(message, envelope.peer, envelope.number), message)
             return
-        tensors = [_MISSING if tensor is None else tensor for tensor in laid]
+        tensors = [_MISSING if tensor is None else tensor for tensor in enqueued]
         if envelope.gradient:
-            missing = frozenset(place for place, tensor in enumerate(laid) if tensor is None)
+            missing = frozenset(place for place, tensor in enumerate(enqueued) if tensor is None)
             note_missing(learnt, envelope.of[0], missing)
         else:
             parts, counts = zip(*structures, strict=True)
             tensors.insert(0, described(parts, counts))
         pending = self.transport.send_described(tensors, envelope.peer, envelope.number)
-        self._keep_other(pending, tensors)
+        self._append_untracked(pending, tensors)
 
     def receive(self, envelope: Envelope, known: Shapes | None, learnt: Shapes) -> None:
         """Post a receive; arguments as of ``send``."""
@@ -155,55 +156,50 @@ class MessageQueue:
         self,
         envelope: Envelope,
         form: MessageForm,
-        laid: Sequence[Tensor | None],
+        enqueued: Sequence[Tensor | None],
         structures: Sequence[_Sized],
     ) -> Sequence[Tensor]:
-        """A message whose shapes the receiver knows."""
-        tensors: Any = laid
+        tensors: Any = enqueued
         if envelope.gradient:
-            _check_missing(envelope, form, laid)
+            _check_missing(envelope, form, enqueued)
             if form.missing:
-                tensors = [tensor for tensor in laid if tensor is not None]
+                tensors = [tensor for tensor in enqueued if tensor is not None]
         else:
             _check(envelope, form, tensors, structures)
         if self.compression is None:
             return tensors  # type: ignore[no-any-return]
         return self.compression.pack([tensor.detach() for tensor in tensors])
 
-    def _keep(self, envelope: Envelope, pending: Pending, tensors: Sequence[Tensor]) -> None:
-        """Keep what is sent in place of the message before it, which has left by now or is waited for."""
+    def _track(self, envelope: Envelope, pending: Pending, tensors: Sequence[Tensor]) -> None:
         if not self._waits:
-            self._keep_other(pending, tensors)
+            self._append_untracked(pending, tensors)
             return
-        if self._others:
-            self._let_go()
+        if self._untracked:
+            self._release_sent()
         before = self._last.get(envelope.peer)
         self._last[envelope.peer] = envelope.number, pending, tensors
         if before is not None:
             before[1].wait()
 
-    def _arrived(self, number: int) -> None:
-        """Let go of the message of that number, if it is kept: an answer came to it."""
+    def _release_answered(self, number: int) -> None:
         for peer, (last, pending, _) in self._last.items():
             if last == number:
                 pending.wait()
                 del self._last[peer]
                 return
 
-    def _keep_other(self, pending: Pending, tensors: Sequence[Tensor]) -> None:
-        """Keep what is sent until it is, as far as that is known without waiting."""
-        self._let_go()
-        self._others.append((pending, tensors))
+    def _append_untracked(self, pending: Pending, tensors: Sequence[Tensor]) -> None:
+        self._release_sent()
+        self._untracked.append((pending, tensors))
 
-    def _let_go(self) -> None:
-        others = self._others
-        while others and others[0][0].done():
-            others.popleft()
+    def _release_sent(self) -> None:
+        untracked = self._untracked
+        while untracked and untracked[0][0].done():
+            untracked.popleft()
 
 
-def _check_missing(envelope: Envelope, form: MessageForm, laid: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that are missing where they were not, or are there where they were missing."""
-    for place, tensor in enumerate(laid):
+def _check_missing(envelope: Envelope, form: MessageForm, enqueued: Sequence[Tensor | None]) -> None:
+    for place, tensor in enumerate(enqueued):
         if (tensor is None) != (place in form.missing):
             raise ConfigError(
                 f"stage {envelope.stage} has {'no' if tensor is None else 'a'} gradient for input {place} of "
@@ -215,12 +211,11 @@ def _check_missing(envelope: Envelope, form: MessageForm, laid: Sequence[Tensor 
 def _check(
     envelope: Envelope, form: MessageForm, tensors: Sequence[Tensor], structures: Sequence[_Sized]
 ) -> None:
-    """Refuse outputs of other structures and shapes than those that the receiver knows."""
     for (structure, _), known in zip(structures, form.structures, strict=True):
         if structure is not known and structure != known:
             raise ConfigError(
-                f"stage {envelope.stage} gave {_said(structure)} where it gave {_said(known)} for inputs of "
-                "the same shapes before; make the pipeline with dynamic_shapes=True"
+                f"stage {envelope.stage} gave {_described(structure)} where it gave {_described(known)} for "
+                "inputs of the same shapes before; make the pipeline with dynamic_shapes=True"
             )
     expected = form.flat
     if len(tensors) == len(expected):
@@ -235,8 +230,7 @@ def _check(
     )
 
 
-def _said(structure: Structure | None) -> str:
-    """A structure for a message, with the numbers of its tensors."""
+def _described(structure: Structure | None) -> str:
     if structure is None:
         return "a tensor"
     constants = iter(structure.constants)
@@ -247,5 +241,5 @@ def _said(structure: Structure | None) -> str:
     return str(pytree.tree_unflatten(leaves, structure.spec))
 
 
-def _shapes(found: Sequence[Tensor | TensorSpec]) -> str:
-    return ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in found)
+def _shapes(tensors: Sequence[Tensor | TensorSpec]) -> str:
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)

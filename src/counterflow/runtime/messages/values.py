@@ -1,7 +1,7 @@
-"""What travels between stages: any pytree, taken apart into its structure and its tensors.
+"""Values that stages send to each other: any pytree, flattened to its structure and its tensors.
 
-Invariant: a lone tensor has no structure and costs nothing but its message; a structure goes with the first
-message of its kind, and from then on the tensors alone.
+Invariant: a lone tensor has no structure and costs nothing but its message; a structure is sent with the
+first message of its kind, and from then on the tensors alone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import PLAIN, flat_with_paths, register_mapping_classes
+from counterflow.common.tensors.torch_private import storage_uses
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import SkipLink
 
-from ..torch_private import storage_uses
-from .mappings import PLAIN, flat_with_paths, know
 from .masks import Rest, closed, opened
 
 Value = Any
-"""What a stage takes and gives."""
+"""Input or output of a stage."""
 
 
 class Keyworded(NamedTuple):
-    """What the first layer takes by position (None: nothing) and by keyword."""
+    """Arguments of the first layer, by position (None: no such argument) and by keyword."""
 
     positional: Any
     kwargs: dict[str, Any]
@@ -39,13 +39,13 @@ class Keyworded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver has to know of a tensor before it comes.
+    """Facts of a tensor that its receiver needs to post the receive.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of its values.
-        requires_grad: whether a gradient goes back.
-        on_host: whether it is in the host's memory, wherever its worker computes: lengths, numbers.
+        shape: shape of the tensor.
+        dtype: dtype of its values.
+        requires_grad: True if its gradient is sent back.
+        on_host: True if it is in host memory, on whatever device its worker computes: lengths, numbers.
     """
 
     shape: torch.Size
@@ -59,7 +59,7 @@ class TensorSpec:
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device.type == "cpu")
 
     def place(self, device: torch.device) -> torch.device:
-        """Where it is at a worker that computes on a device."""
+        """Device of the tensor on a worker that computes on ``device``."""
         return _HOST if self.on_host else device
 
 
@@ -76,26 +76,26 @@ class Unit(NamedTuple):
 
     @property
     def shape(self) -> Unit:
-        """The unit in whose shapes this one's messages come: that of the first slot."""
+        """The unit whose shapes this one's messages have: that of the first slot."""
         return self if not self.slot else self._replace(slot=0)
 
     def rows(self, samples: int) -> slice:
-        """Its samples among the ``samples`` of its micro-batch."""
+        """Rows of the unit among the ``samples`` of its micro-batch."""
         return slice(samples * self.part // self.parts, samples * (self.part + 1) // self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a value is put together of its tensors.
+    """Structure of a value, which with its tensors makes the value.
 
     Attributes:
-        spec: its tuples, lists, dicts and whatever else torch's pytrees know.
-        at: by leaf the number of its tensor; -1: a constant, -2: a number.
-        constants: their types and values.
-        numbers: types of the ints and floats in it, which may differ from one micro-batch to the next and go
-            as one tensor after the others.
-        flat: tuple or list, if it is one of that many tensors and nothing else.
-        masks: whether there are masks by blocks in it.
+        spec: its tree of tuples, lists, dicts and other containers that torch's pytrees traverse.
+        at: for each leaf, the index of its tensor; -1: a constant, -2: a number.
+        constants: types and values of its constants.
+        numbers: types of its ints and floats, which may differ from one micro-batch to the next and are sent
+            as one tensor after the rest.
+        flat: tuple or list, for a value that is a tuple or list of tensors alone.
+        masks: True if it contains block masks.
     """
 
     spec: pytree.TreeSpec
@@ -112,22 +112,22 @@ class Structure:
 
 
 def _structure(tree: Any, *rest: Any) -> Structure:
-    """The one that is compared in no time, where there is one."""
-    know(tree)
-    found = Structure(pytree.tree_structure(tree), *rest)
-    if found.flat is None or len(found.at) > _LONGEST:
-        return found
-    return _flat.setdefault((found.flat, len(found.at)), found)
+    register_mapping_classes(tree)
+    structure = Structure(pytree.tree_structure(tree), *rest)
+    if structure.flat is None or len(structure.at) > _LONGEST:
+        return structure
+    # One object for all equal structures, so that they are compared by identity.
+    return _flat.setdefault((structure.flat, len(structure.at)), structure)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """What a receiver has to know of a value before it comes.
+    """Facts of a value that its receiver needs to post the receive.
 
     Attributes:
-        structure: None for a lone tensor.
-        tensors: of the value.
-        missing: of those that take a gradient, the ones that got none.
+        structure: its structure; None for a lone tensor.
+        tensors: specs of its tensors.
+        missing: among the tensors that require a gradient, indices of those that have none.
     """
 
     structure: Structure | None
@@ -136,16 +136,16 @@ class ValueLayout:
 
     @classmethod
     def of(cls, structure: Structure | None, tensors: Sequence[Tensor]) -> ValueLayout:
-        """The layout of a value that was taken apart."""
+        """Layout of a flattened value."""
         return cls(structure, [TensorSpec.of(tensor) for tensor in tensors])
 
 
 Shapes = dict[tuple[int | SkipLink, Unit], ValueLayout]
-"""What each stage gives to the next one, or by a skip, by stage or skip and unit (``Unit.shape``)."""
+"""Layouts of outputs and of skip values, by their stage or skip connection and the unit (``Unit.shape``)."""
 
 
 _LEAF = torch.empty(0)
-"""In place of any leaf; classes may ask theirs what only tensors have."""
+"""Placeholder of any leaf; a tensor, since classes may access attributes of tensors."""
 
 _HOST = torch.device("cpu")
 
@@ -158,16 +158,16 @@ _flat: dict[tuple[type, int], Structure] = {}
 _LONGEST = 64
 
 
-def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor]]:
-    """A value's structure and its tensors, each once.
+def flatten_value(value: object, place: str) -> tuple[Structure | None, list[Tensor]]:
+    """Flatten a value to its structure and its tensors, each once.
 
     Args:
-        value: tensors, numbers, texts, None and the like in tuples, lists, dicts and what else is registered
-            with torch's pytrees.
-        place: what gave it, for the message.
+        value: tensors, numbers, texts, None and the like in tuples, lists, dicts and other containers that
+            are registered with torch's pytrees.
+        place: stage or layer that returned it, for the message.
 
     Raises:
-        ConfigError: something else is in it, or a tensor that is not dense.
+        ConfigError: it contains anything else, or a tensor that is not dense.
     """
     if isinstance(value, Tensor):
         return None, [_dense(value, place)]
@@ -175,18 +175,18 @@ def take_apart(value: object, place: str) -> tuple[Structure | None, list[Tensor
     if kind is tuple or kind is list:
         count = len(value)  # type: ignore[arg-type]
         if all(isinstance(v, Tensor) for v in value) and len({id(v) for v in value}) == count:  # type: ignore[attr-defined]
-            found = _flat.get((kind, count))
-            if found is None:
+            structure = _flat.get((kind, count))
+            if structure is None:
                 spec = pytree.tree_flatten(value)[1]
-                found = Structure(spec, tuple(range(count)), flat=kind)
+                structure = Structure(spec, tuple(range(count)), flat=kind)
                 if count <= _LONGEST:
-                    _flat[kind, count] = found
-            return found, [_dense(tensor, place) for tensor in value]  # type: ignore[attr-defined]
-    return _take_apart(value, place)
+                    _flat[kind, count] = structure
+            return structure, [_dense(tensor, place) for tensor in value]  # type: ignore[attr-defined]
+    return _flatten_value(value, place)
 
 
 def _dense(tensor: Tensor, place: str) -> Tensor:
-    """A tensor as others may take it: what inference mode has made is copied outside of it."""
+    """The tensor, or a copy outside of inference mode of a tensor that was made in it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(f"{place} gives {not_dense(tensor)}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -195,7 +195,7 @@ def _dense(tensor: Tensor, place: str) -> Tensor:
 
 
 def not_dense(tensor: Tensor) -> str:
-    """Why a sparse or nested tensor is refused, and what to do."""
+    """Clause of an error about a sparse or nested tensor: the reason, and a remedy."""
     kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     return (
         f"a {kind} tensor; pass on the dense tensors that it is made of (indices and values, values and "
@@ -203,7 +203,7 @@ def not_dense(tensor: Tensor) -> str:
     )
 
 
-def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
+def _flatten_value(value: object, place: str) -> tuple[Structure, list[Tensor]]:
     leaves, spec = pytree.tree_flatten(value)
     masks = any(isinstance(leaf, BlockMask) for leaf in leaves)
     if masks:
@@ -224,8 +224,8 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
         elif isinstance(leaf, (*PLAIN, Rest)):
             at.append(CONSTANT)
             constants.append((type(leaf), leaf))
-        elif know(leaf):
-            return _take_apart(value, place)
+        elif register_mapping_classes(leaf):
+            return _flatten_value(value, place)
         else:
             raise ConfigError(_refused(value, leaf, place))
     kinds = tuple(type(number) for number in numbers)
@@ -235,7 +235,7 @@ def _take_apart(value: object, place: str) -> tuple[Structure, list[Tensor]]:
 
 
 def _refused(value: object, leaf: object, place: str) -> str:
-    path = next(path for path, other in flat_with_paths(value)[0] if other is leaf)
+    path = next(path for path, candidate in flat_with_paths(value)[0] if candidate is leaf)
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     where = f" at {path}" if path else ""
     return (
@@ -245,8 +245,8 @@ def _refused(value: object, leaf: object, place: str) -> str:
     )
 
 
-def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
-    """The value of a structure and its tensors."""
+def unflatten_value(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
+    """Make the value of a structure and its tensors."""
     if structure is None:
         return tensors[0]
     if structure.flat is not None:
@@ -262,15 +262,15 @@ def put_together(structure: Structure | None, tensors: Sequence[Tensor]) -> Any:
             leaves.append(tensors[at])
         else:
             leaves.append(next(constants)[1] if at == CONSTANT else next(kinds)(next(numbers)))
-    found = pytree.tree_unflatten(leaves, structure.spec)
-    return closed(found) if structure.masks else found
+    value = pytree.tree_unflatten(leaves, structure.spec)
+    return closed(value) if structure.masks else value
 
 
 def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> Tensor:
-    """What goes ahead of values of unknown structure: nothing if they are lone tensors.
+    """Description that precedes values of unknown structure; empty if they are lone tensors.
 
     Raises:
-        ConfigError: something in it cannot go to another worker.
+        ConfigError: the structures contain an object that cannot be sent to another worker.
     """
     if all(structure is None for structure in structures):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -286,16 +286,16 @@ def described(structures: Sequence[Structure | None], counts: Sequence[int]) -> 
 
 
 def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | None], Sequence[int]]:
-    """The structures of ``count`` values, and how many tensors each has."""
+    """Structures of ``count`` values, and their numbers of tensors."""
     if not head.numel():
         return (None,) * count, (1,) * count
-    found: tuple[Sequence[Structure | None], Sequence[int]]
-    found = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
-    return found
+    description: tuple[Sequence[Structure | None], Sequence[int]]
+    description = pickle.loads(head.cpu().numpy().tobytes())  # noqa: S301 - from a worker of this run
+    return description
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient can be made for a tensor of this dtype."""
+    """True if a tensor of this dtype can require a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -331,10 +331,10 @@ _TRIES = 3
 
 
 class BufferPool:
-    """Receive buffers that are used again.
+    """Receive buffers for reuse.
 
-    Invariant: what is taken is in nobody's hands, whatever a layer or a hook kept of it. All buffers, in use
-    or free, are together never more bytes than were once in use at once.
+    Invariant: a buffer that ``take`` returns shares memory with nothing that a layer or a hook saved. All
+    buffers, in use or free, never have more bytes than were once in use at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -342,11 +342,11 @@ class BufferPool:
         self._on_host = device.type == "cpu"
         self._free: dict[tuple[torch.Size, torch.dtype, bool], deque[tuple[Tensor, int]]] = {}
         self._free_bytes = self._used_bytes = self._most_bytes = 0
-        self.made = 0
-        """Buffers that were allocated."""
+        self.allocations = 0
+        """Number of buffers that were allocated."""
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """A buffer nobody else has; its content is left over from its last use."""
+        """Get a buffer that shares memory with no other tensor; its content is arbitrary."""
         free = self._free.get((spec.shape, spec.dtype, spec.on_host or self._on_host))
         for _ in range(len(free) if free else 0):
             assert free is not None
@@ -358,10 +358,10 @@ class BufferPool:
                 break
             if tries < _TRIES:
                 free.append((buffer, tries + 1))
-            else:  # other code keeps the buffer and owns it now
+            else:  # other code holds the buffer and owns it now
                 self._free_bytes -= buffer.nbytes
-        else:  # what is left of the free ones is shared: in use
-            self.made += 1
+        else:  # the remaining free ones are shared: in use
+            self.allocations += 1
             buffer = torch.empty(spec.shape, dtype=spec.dtype, device=spec.place(self._device))
             size = buffer.nbytes
             shared = size * (len(free) if free else 0)
@@ -370,8 +370,8 @@ class BufferPool:
         self._most_bytes = max(self._most_bytes, used)
         return buffer
 
-    def give(self, buffers: Sequence[Tensor]) -> None:
-        """Give buffers back that the engine needs no more; what others have of them may live on."""
+    def put(self, buffers: Sequence[Tensor]) -> None:
+        """Return buffers that the engine no longer needs; other code may still hold them."""
         for buffer in buffers:
             key, size = (buffer.shape, buffer.dtype, buffer.is_cpu), buffer.nbytes
             self._used_bytes -= size
@@ -384,7 +384,6 @@ class BufferPool:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Let a buffer go, of the shape that was first given back."""
         key = next(iter(self._free))
         free = self._free[key]
         if free:

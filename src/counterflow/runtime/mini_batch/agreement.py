@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 from counterflow.errors import ConfigError
 
-from ..transport.base import Gathering, Lost, TimedOut, Transport
+from ..transport.base import Gathering, PeerLost, TimedOut, Transport
 from .refusal import Refusal, refusing
 from .step_report import BatchForm, CallKind, CallReport, SampleCounts, refuse_other_calls
 from .user_batch import UserBatch, even
@@ -114,7 +114,7 @@ class Agreement:
             if any(CallReport.unpack(row).begins for row in rows):
                 return error
             self._transport.gather_objects(f"{error}")
-        except (Lost, TimedOut):
+        except (PeerLost, TimedOut):
             return error
         return Refusal(error)
 

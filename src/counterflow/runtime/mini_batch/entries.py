@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import PLAIN, flat_with_paths, names_of
 from counterflow.errors import ConfigError
-
-from ..messages.mappings import PLAIN, flat_with_paths, names_of
 
 
 class Entries(enum.Enum):

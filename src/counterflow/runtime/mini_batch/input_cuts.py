@@ -21,10 +21,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import flat_with_paths
 from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.input_cuts import REASONS, CutLeaf, Verdict, other_ways
 
-from ..messages.mappings import flat_with_paths
 from ..messages.values import Keyworded
 from .samples import Dims, cut_leaves, leaves_of, spread_dims
 from .user_batch import UserBatch

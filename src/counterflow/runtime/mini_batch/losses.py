@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from counterflow.api.loss_sum import LossSum
+from counterflow.common.tensors import devices
+from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 from counterflow.errors import ConfigError
 
-from .. import host_copy
-from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit
 from .step_report import NOTHING, LossWeights, Normaliser, WorkerReport
 
@@ -192,7 +192,7 @@ def read_loss(output: Any) -> LossOutput:
     if not loss.is_floating_point():
         raise ConfigError(f"the loss is of dtype {loss.dtype}; give a real floating-point number")
     if is_dtensor(loss):
-        loss = whole(loss)
+        loss = full_tensor(loss)
         result = result._replace(loss=loss)
     return result if not loss.dim() else result._replace(loss=loss.reshape(()))
 
@@ -355,7 +355,7 @@ class Losses:
     entries: list[UnitLoss] = field(default_factory=list)
     has_graph: bool = False
     graphs_to_come: int = 0
-    _copy: host_copy.HostCopy | None = None
+    _copy: devices.HostCopy | None = None
     _on_host: int = 0
 
     def note_graph(self, loss: Tensor, *, recomputed: bool) -> None:
@@ -369,7 +369,7 @@ class Losses:
     def start_reading(self) -> None:
         """Start copying all losses to the host, so reading them waits for no later op."""
         values = [number for entry in self.entries for number in _device_values(entry)]
-        self._copy = host_copy.HostCopy(_in_a_row(values)) if values else None
+        self._copy = devices.HostCopy(_in_a_row(values)) if values else None
 
     def _read_to_host(self) -> None:
         if self._on_host == len(self.entries):

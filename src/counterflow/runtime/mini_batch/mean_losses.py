@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from counterflow.api.loss_sum import LossSum
+from counterflow.common.tensors.dtensors import full_tensor
+from counterflow.common.tensors.torch_private import LINEAR_CROSS_ENTROPY, whole_call
 
-from ..dtensors import whole
 from ..messages.values import Value
 from ..stages.named_layer import LOSS, NamedLayer
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
-from ..torch_private import LINEAR_CROSS_ENTROPY, whole_call
 from .losses import LossOutput, read_loss
 
 _NOTHING = nullcontext()
@@ -141,12 +141,12 @@ class _MeanRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         weight, total = _DIVISORS[func](arguments), None
         if isinstance(weight, int):  # of no elements their sum, 0, for their mean would not be finite
-            mean = whole(func(*args, **kwargs) if weight else func(**{**arguments, "reduction": "sum"}))
+            mean = full_tensor(func(*args, **kwargs) if weight else func(**{**arguments, "reduction": "sum"}))
         elif weight.requires_grad:  # it is no part of a sum's gradient
             self.weights.append(weight.detach())
             return func(*args, **kwargs)
         else:
-            total, weight = whole(func(**{**arguments, "reduction": "sum"})), whole(weight)
+            total, weight = full_tensor(func(**{**arguments, "reduction": "sum"})), full_tensor(weight)
             mean = total / weight.to(total.dtype)
         setattr(mean, _NAME, _Mean(total, weight))
         self.weights.append(weight)

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import PLAIN
+from counterflow.common.tensors.devices import holds_host, module_of, used_on
 from counterflow.common.trees import tensors_in
 from counterflow.schedule.ir import Schedule
 
-from ..devices import module_of, used_on
-from ..host_copy import holds_host
-from ..messages.mappings import PLAIN
 from .samples import moved
 
 AHEAD = 2

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.verification.diagnosis.aux_means import AuxLayer, AuxMeanDiagnosis, Terms, UnitRows
 from counterflow.verification.diagnosis.graded_losses import LossProbe
 
-from ..dtensors import is_dtensor, whole
 from ..messages.values import Unit, Value
 from ..stages.named_layer import place_of
 from ..stages.sample_rows import SampleRows

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import PLAIN, flat_with_paths, names_of
+from counterflow.common.tensors.torch_private import spread
 from counterflow.errors import ConfigError
 
-from ..messages.mappings import PLAIN, flat_with_paths, names_of
 from ..messages.values import Keyworded
-from ..torch_private import spread
 from .entries import (
     ENTRIES,
     Entries,

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from counterflow.common.mappings import flat_with_paths, register_mapping_classes
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
-from ..messages.mappings import flat_with_paths, know
 from ..messages.values import Keyworded, content_digest, not_dense, number_of, signature
 from .entries import KnownLayouts
 from .samples import Dims, cut, samples_in, split_points
@@ -258,7 +258,7 @@ def _input_dims(dims: tuple[Dims, Dims, Dims], *, keyworded: bool) -> Dims:
 
 def _look_into(tree: Any, name: str, where: str = "") -> None:
     if not isinstance(tree, torch.Tensor):
-        know(tree)
+        register_mapping_classes(tree)
     elif tree.layout is torch.strided and not tree.is_nested:
         return
     for path, leaf in flat_with_paths(tree)[0]:

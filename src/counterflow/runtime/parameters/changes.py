@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
 from ..stages.recomputation import Contents
 from ..stages.stage import LocalStage
 from ..transport.base import Group

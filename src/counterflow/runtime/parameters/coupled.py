@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
 from ..messages.values import number_of
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..dtensors import local
+from counterflow.common.tensors.dtensors import local
 
 _WIDTH = 2**16
 """Values of a row, with a factor each; a worker's cache holds them."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from counterflow.common.tensors.dtensors import like, local, part_of
+from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.errors import ConfigError
 
-from ..dtensors import like, local, part_of
-from ..dtypes import sum_dtype
 from ..transport.base import Transport
 
 

@@ -17,11 +17,11 @@ from math import isfinite, nan
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors import devices
+from counterflow.common.tensors.dtensors import like, local, part_of
+from counterflow.common.tensors.dtypes import sum_dtype
 from counterflow.errors import ConfigError
 
-from .. import host_copy
-from ..dtensors import like, local, part_of
-from ..dtypes import sum_dtype
 from ..mini_batch.losses import added
 from ..transport.base import Group, Pending, Transport
 from .compressed_sums import CompressedSum, SumCompression
@@ -354,7 +354,7 @@ class SquaredNorms:
         every = [norm for its in norms for norm in its]
         self._norms = None if not every else every[0] if len(every) == 1 else torch.stack(every)
         """Norms of all pieces (of one: a single number), on their device; None: there are no pieces."""
-        self._later = None if self._norms is None else host_copy.HostCopy(self._norms)
+        self._later = None if self._norms is None else devices.HostCopy(self._norms)
 
     def not_finite(self) -> Tensor | None:
         """Whether the square of a piece's norm is not finite, on their device; None: there are no pieces."""
@@ -402,7 +402,7 @@ class StageNorm:
     """
 
     def __init__(self, stage: int, counted: Tensor, alive: Tensor) -> None:
-        self._stage, self._later = stage, host_copy.HostCopy(torch.stack([counted, alive.double()]))
+        self._stage, self._later = stage, devices.HostCopy(torch.stack([counted, alive.double()]))
 
     def read(self) -> tuple[float, int | None]:
         """The squared norm that is counted here; the stage, if a gradient was not finite."""

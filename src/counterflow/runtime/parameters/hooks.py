@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import hook_tables
+from counterflow.common.tensors.torch_private import hook_tables
 
 
 class Hooks:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from counterflow.common.tensors.dtensors import full_tensor, is_dtensor, like, part_of
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor, like, part_of, whole
 from ..mesh.parallel_dims import ParallelDims
 from ..stages.stage import LocalStage
 from ..transport.base import Transport
@@ -397,7 +397,7 @@ def assembled(found: Iterable[tuple[StateName, Any]]) -> dict[str, Any]:
 def _kept(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
-    return whole(value).detach().cpu().clone()
+    return full_tensor(value).detach().cpu().clone()
 
 
 def _taken(value: Any, parameter: Tensor, home: torch.device) -> Any:

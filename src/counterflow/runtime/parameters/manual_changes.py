@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from counterflow.common.doubling import is_doubling
+from counterflow.common.tensors.dtensors import local
 from counterflow.errors import ConfigError
 
-from ..dtensors import local
 from ..stages.stage import LocalStage
 from .digest import digest
 from .replica_digests import tensors_of

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
-
-from ..dtensors import is_dtensor
 
 MakeOptimizer = Callable[[Any], Optimizer]
 """A function of a stage's ``Parameters``."""

@@ -12,10 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.owners import pieces
 
-from ..dtensors import is_dtensor
 from ..mesh.parallel_dims import ParallelDims
 from ..messages.values import number_of
 from ..stages.stage import LocalStage

@@ -14,9 +14,9 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
+from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.stage import LocalStage
 

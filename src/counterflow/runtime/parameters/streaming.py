@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..dtensors import is_dtensor, whole
+from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
+
 from ..transport.base import Transport
 
 Entries = Sequence[tuple[Sequence[Any], Any]]
@@ -69,7 +70,7 @@ class Stream:
                 self._seen.update(names)
                 held = None
                 if entries is not None and isinstance(known, _Shape) and source == self._source(rows, tells):
-                    held = whole(entries[number][1]).detach()
+                    held = full_tensor(entries[number][1]).detach()
                 yield from self._given(names, known, held if tells else None, source)
 
     def _source(self, rows: Sequence[object], tells: bool) -> int:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from counterflow.common.tensors.dtensors import local
 from counterflow.errors import ConfigError
 from counterflow.program.actions import StartSync, Summed, SyncAction, WaitSync
 
-from ..dtensors import local
 from ..mesh.parallel_dims import ParallelDims
 from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams

@@ -15,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from counterflow.api.aux_loss import COLLECTED, collecting
+from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 
-from ..dtensors import is_dtensor, whole
 from ..messages.values import Value
 from .sample_rows import SampleRows
 from .skips import Carried
@@ -54,7 +54,7 @@ class AuxLossCollector(StageWrapper):
         self.collects = bool(self.collects or added)
         if not (before or added):
             return output
-        terms = {name: whole(term) if is_dtensor(term) else term for name, term in added.items()}
+        terms = {name: full_tensor(term) if is_dtensor(term) else term for name, term in added.items()}
         for name, term in before.items():
             terms[name] = terms[name] + term if name in terms else term.clone()
         return join_aux_losses(output, dict(sorted(terms.items())))
@@ -66,7 +66,7 @@ def pop_aux_losses() -> dict[str, Tensor]:
     if worker is None or not worker.terms:
         return {}
     terms, worker.terms = worker.terms, {}
-    return {name: whole(term) if is_dtensor(term) else term for name, term in terms.items()}
+    return {name: full_tensor(term) if is_dtensor(term) else term for name, term in terms.items()}
 
 
 def split_aux_losses(value: Value) -> tuple[Value, dict[str, Tensor]]:

@@ -18,11 +18,11 @@ from torch import nn
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses, forgets_added
+from counterflow.common.tensors.torch_private import backend_of, buffers_of, call_of
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
 from ..messages.values import Value
-from ..torch_private import backend_of, buffers_of, call_of
 from .named_layer import NamedLayer, place_of
 from .randomness import RandomStreams
 from .recomputation import Buffers, copied, mapped

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.torch_private import keeps_statistics
 from counterflow.errors import ConfigError
-
-from ..torch_private import keeps_statistics
 
 SUMS = "sums_of_mini_batch"
 """Buffer of a deferred norm: by feature the sums of values and of squares, and the number of values."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from counterflow.common.tensors.graphs import graph_of
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
-from ..graphs import graph_of
 from ..mesh.parallel import gathered_parameters
 from .detach_points import DetachPoints
 from .graph_split import variable

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from ..graphs import pointers, saved_names
+from counterflow.common.tensors.graphs import pointers, saved_names
+
 from .recomputation import Packed
 
 Shape = tuple[Any, ...]

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from counterflow.common.tensors.torch_private import whole_call
+
 from ..messages.values import Value
-from ..torch_private import whole_call
 from .named_layer import LOSS, NamedLayer
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper

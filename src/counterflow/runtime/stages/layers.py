@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from counterflow.common.tensors.torch_private import children_of, hooks_of_module
 from counterflow.errors import ConfigError
-
-from ..torch_private import children_of, hooks_of_module
 
 Activation = Tensor | tuple[Tensor, ...]
 """Output of one layer and input of the next."""

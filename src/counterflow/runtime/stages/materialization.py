@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from counterflow.common.tensors.torch_private import hooks_of
 from counterflow.errors import ConfigError
 
-from ..torch_private import hooks_of
 from .named_layer import NamedLayer
 from .ownership import attach
 from .randomness import RandomStreams

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from counterflow.common.tensors.torch_private import is_loss
 from counterflow.errors import ConfigError
-
-from ..torch_private import is_loss
 
 
 @dataclass(frozen=True, slots=True)

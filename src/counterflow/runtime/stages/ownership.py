@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.torch_private import hooks_of
 from counterflow.errors import ConfigError
 
-from ..torch_private import hooks_of
 from ..transport.base import Transport
 from .remote import leave, tables
 from .twins import Twin

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import override
 
-from ..dtensors import settled
-from ..graphs import graph_of
+from counterflow.common.tensors.dtensors import settled
+from counterflow.common.tensors.graphs import graph_of
+
 from ..messages.values import Value
-from ..transport.base import Lost, TimedOut
+from ..transport.base import PeerLost, TimedOut
 from .detach_points import DetachPoints
 from .graph_check import check_graph
 from .interface import RunnableStage
@@ -192,7 +193,7 @@ class GuardedPass(StagePass):
             return self.head.empty()
         try:
             output = self.stage.forward(value, self.step, self.rows)
-        except (Lost, TimedOut):
+        except (PeerLost, TimedOut):
             raise
         except Exception:  # it is the outcome of the check
             return self.head.empty()

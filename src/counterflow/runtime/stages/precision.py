@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from counterflow.common.tensors.devices import autocast_type
+from counterflow.common.tensors.torch_private import parameters_of, set_version_counters
 from counterflow.errors import ConfigError
 from counterflow.execution import Execution
 
-from ..devices import autocast_type
 from ..messages.values import Value
-from ..torch_private import parameters_of, set_version_counters
 from .named_layer import NamedLayer
 from .recomputation import mapped
 from .sample_rows import SampleRows

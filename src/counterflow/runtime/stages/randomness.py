@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ..messages.values import Value, number_of
 from ..transport.base import TimedOut
-from ..transport.turns import has_turn, process_lock, settle
+from ..transport.rng_lock import holds_rng, process_lock, synchronize_stream
 from .named_layer import NamedLayer
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
@@ -202,10 +202,10 @@ class RandomStreams(StageWrapper):
             TimedOut: another thread kept its turn for too long.
         """
         # The worker's, not the thread's: autograd has threads of its own for devices.
-        if not self.shared or self._has_turn or has_turn():
+        if not self.shared or self._has_turn or holds_rng():
             yield
             return
-        settle()
+        synchronize_stream()
         if not process_lock.acquire(timeout=self.timeout_seconds):
             raise TimedOut(None, self.timeout_seconds)
         self._has_turn = True

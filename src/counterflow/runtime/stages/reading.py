@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import TorchDispatchMode
+from counterflow.common.tensors.torch_private import TorchDispatchMode
 
 
 class Reads(TorchDispatchMode):

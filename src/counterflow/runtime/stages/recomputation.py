@@ -17,12 +17,12 @@ from typing_extensions import override
 
 from counterflow.api.torch_internals import never_compiled
 from counterflow.common.doubling import is_doubling
+from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.torch_private import buffers_of, keeps_statistics, same_memory
 from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
 from ..messages.values import Value
-from ..torch_private import buffers_of, keeps_statistics, same_memory
 from .counters import summed
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper

@@ -16,7 +16,7 @@ from typing_extensions import override
 from counterflow.common.trees import each_tensor, versions
 from counterflow.errors import ConfigError
 
-from ..messages.values import Value, put_together, take_apart, takes_gradient
+from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
 from .recomputation import Contents, First, copied, mapped, other_values, refuse_other, same_tensors
@@ -198,7 +198,7 @@ def forward_joined(
             stage.joins = False
             return None
         try:
-            structure, joined = take_apart(output, f"stage {stage.stage}")
+            structure, joined = flatten_value(output, f"stage {stage.stage}")
         except ConfigError:  # an object, which a loss function may accept
             if not last:
                 raise
@@ -212,7 +212,7 @@ def forward_joined(
             outputs = [run_alone(index) for index in range(len(passes))]
             if last:
                 tensors = [
-                    unit_pass.head(put_together(structure, its_tensors), rerun=True)[1]
+                    unit_pass.head(unflatten_value(structure, its_tensors), rerun=True)[1]
                     for unit_pass, its_tensors in zip(passes, tensors, strict=True)
                 ]
             same = last or all(of_unit == structure for of_unit, _ in outputs)
@@ -228,7 +228,7 @@ def _published(
     unit_pass: RecomputedPass, value: Tensor, contents: Contents, structure: Any, tensors: list[Tensor]
 ) -> Output:
     if unit_pass.stage.last:
-        unit_pass.head(put_together(structure, tensors))
+        unit_pass.head(unflatten_value(structure, tensors))
     source = RecomputeInput(value, versions(value), contents, [])
     return structure, unit_pass.save(source, tensors)
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.torch_private import buffers_of, parameters_of, plain_call, subclassed
 from counterflow.errors import ConfigError
-
-from ..torch_private import buffers_of, parameters_of, plain_call, subclassed
 
 _KNOWN = {
     "__repr__",

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..dtensors import parts
-from ..graphs import pointer, pointers, saved_by
+from counterflow.common.tensors.dtensors import parts
+from counterflow.common.tensors.graphs import pointer, pointers, saved_by
 
 
 class SavedStorage:

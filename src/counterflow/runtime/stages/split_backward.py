@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from typing_extensions import override
 
+from counterflow.common.tensors.graphs import pointers
+from counterflow.common.tensors.torch_private import run_backward
 from counterflow.errors import ConfigError
 
-from ..graphs import pointers
 from ..messages.values import Value
-from ..torch_private import run_backward
 from .detach_points import DetachPoint, DetachPoints, enters
 from .graph_split import (
     GraphPartition,

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.mappings import register_mapping_classes
 from counterflow.common.probe_flag import PROBING
+from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule, fsdp_modules
-from ..messages.mappings import know
 from ..messages.values import Value
 from ..mini_batch.losses import LossOutput
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
-from ..torch_private import buffers_of
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
@@ -446,7 +446,7 @@ class _Mappings(StageWrapper):
     @override
     def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
         output = run(value, step, rows)
-        know(output)
+        register_mapping_classes(output)
         return output
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.torch_private import module_hook_tables, parameters_of
 from counterflow.errors import ConfigError
 
-from ..dtensors import is_dtensor
-from ..torch_private import module_hook_tables, parameters_of
 from .remote import tables
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}

@@ -19,10 +19,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.tensors.dtensors import local
+from counterflow.common.tensors.torch_private import preserve_version_counter, set_version_counters
 from counterflow.errors import ScheduleError
-
-from ..dtensors import local
-from ..torch_private import preserve_version_counter, set_version_counters
 
 
 class Versions:

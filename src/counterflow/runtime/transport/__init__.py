@@ -1,1 +1,1 @@
-"""How tensors travel between workers; ``kinds.py`` lists the ways."""
+"""Messages between workers; ``kinds.py`` lists the transports."""

@@ -1,7 +1,7 @@
-"""What the interpreter asks of a transport.
+"""Interface of a transport: messages and collectives of one rank, and the control plane beside them.
 
-Invariant: messages between two ranks are sent and received in one order, the same on both, whichever way
-they go (``program/lowering.py`` sees to it); a transport may match them by that order or by tag.
+Invariant: messages between two ranks are sent and received in one order, the same on both, in both directions
+(``program/lowering.py`` ensures it); a transport may match them by that order or by tag.
 It knows ranks, tensors and tags, nothing of stages or schedules.
 """
 
@@ -27,7 +27,7 @@ MOST_TAGS = 2**29 - 2
 """Tags are smaller than this."""
 
 
-class Lost(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
+class PeerLost(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
     """Another rank is gone: its connection broke, or it reported a failure."""
 
     def __init__(self, rank: int | None, why: str) -> None:
@@ -35,8 +35,8 @@ class Lost(Exception):  # noqa: N818 - internal: the interpreter turns it into a
         self.rank = rank
 
 
-class Returned(Lost):
-    """A rank that others wait for has returned from its function."""
+class PeerReturned(PeerLost):
+    """A rank has returned from its function while this one waits for it."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class Returned(Lost):
 
 
 class TimedOut(Exception):  # noqa: N818 - internal: the interpreter turns it into a WorkerError
-    """What was waited for did not come within the timeout."""
+    """A wait that exceeded the timeout."""
 
     def __init__(self, rank: int | None, seconds: float) -> None:
         super().__init__(f"nothing came within {seconds:g} s")
@@ -56,11 +56,11 @@ class TimedOut(Exception):  # noqa: N818 - internal: the interpreter turns it in
 
 @dataclass(slots=True)
 class Status:
-    """What a worker is doing, for workers that wait for it too long.
+    """Current activity of a worker, for the error messages of workers that wait for it.
 
     ``str(doing)`` describes its action. ``waiting_for`` is the rank it waits for, -1 if it waits for several
-    (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``. ``returned`` says that
-    its function is over.
+    (a collective), None if it computes. ``since`` is in seconds of ``time.monotonic``. ``returned`` is
+    True once its function has returned.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Status:
     returned: bool = False
 
     def now(self, doing: object) -> None:
-        """Note that the worker begins something that needs nobody else."""
+        """Note that the worker begins something that waits for no other worker."""
         self.doing = doing
         self.waiting_for = None
         self.since = time.monotonic()
@@ -80,29 +80,29 @@ class Pending(Protocol):
     """A send, a receive or a collective in flight."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """True if ``wait`` would return at once."""
 
     def wait(self) -> object:
         """Return when it is done (on a GPU: when later work on the current stream may use it).
 
         Raises:
-            Lost: the other side is gone.
-            TimedOut: it did not come within the transport's timeout.
+            PeerLost: the other side is gone.
+            TimedOut: it took longer than the transport's timeout.
         """
 
 
 class Described(Protocol):
-    """A receive whose shapes come with the data."""
+    """A receive of tensors whose shapes are sent with the data."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors; raises as ``Pending.wait`` does. ``requires_grad`` is as on the sender."""
+        """Return the tensors, with ``requires_grad`` as on the sender; raises as ``Pending.wait`` does."""
 
 
 class Gathering(Protocol):
     """A gather in flight."""
 
     def wait(self) -> list[list[float]]:
-        """Everybody's values by rank; raises as ``Pending.wait`` does."""
+        """Return all ranks' values, by rank; raises as ``Pending.wait`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,9 @@ class Control(ABC):
         """Begin to send tensors together with their shapes, dtypes and whether they require a gradient.
 
         Args:
-            tensors: what to send.
-            peer: to whom.
-            tag: of the message.
+            tensors: tensors to send, of any shapes.
+            peer: rank of the receiver.
+            tag: tag of the message.
         """
 
     @abstractmethod
@@ -154,19 +154,19 @@ class Control(ABC):
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:
-        """Everybody's picklable value by rank, on every rank. Waits; for rare, large or odd things."""
+        """Return all ranks' picklable values, by rank. Waits; for rare or large values."""
 
     @abstractmethod
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large things."""
+        """Overwrite a host tensor by that of rank ``source``, on all ranks; for rare and large tensors."""
 
     def get_ready(self) -> None:
-        """Do ahead what makes later gathers quicker: called where a worker is likely to wait."""
+        """Post receives of later gathers ahead: called where a worker is likely to wait."""
         return  # most have nothing to do
 
     @abstractmethod
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
-        """What an error of torch.distributed means: a worker failed, was too slow, or is gone.
+    def translate_error(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """Error that explains one of torch.distributed: a worker failed, was too slow, or is gone.
 
         Raises:
             RuntimeError: the error itself, if it means nothing more.
@@ -174,12 +174,12 @@ class Control(ABC):
 
     @property
     def fails_first(self) -> bool:
-        """Whether no other worker's failure came before this one's, as far as is known here."""
+        """True if no other worker's failure is known to precede this one's."""
         return True
 
     @abstractmethod
     def statuses(self) -> list[Status | None]:
-        """What every rank does as far as is known; for messages about a worker that hangs."""
+        """Last known status of every rank; None if unknown. For messages about a worker that hangs."""
 
     def has_returned(self) -> None:
         """Report to the other ranks that this one's function has returned: it sends nothing more."""
@@ -190,27 +190,27 @@ class Control(ABC):
         """Report to the other ranks that this one cannot continue; only the first failure counts."""
 
     def close(self) -> None:
-        """Give back what was opened. What others opened (a process group) stays."""
+        """Release what this rank opened, but not a process group that the caller opened."""
         return  # most have opened nothing
 
 
 class Transport(ABC):
-    """Messages and collectives of one rank: a data plane of its own, beside a control plane.
+    """Messages and collectives of one rank: a data plane with a control plane.
 
     Args:
         control: the control plane.
-        device: where this worker computes, and where the tensors it sends and receives are.
+        device: device of this worker's computation, and of the tensors that it sends and receives.
 
     Attributes:
-        kind: which transport this is.
-        rank: see ``Control``, as for all that is not said here.
-        world_size: how many workers there are.
-        timeout_seconds: how long anything is waited for.
-        status: what this worker does.
-        shares_process: whether other workers are threads of the same process.
-        matching: whether two ranks' messages are matched by their order, whichever way they go, or by tags.
-        record_folder: where is kept what is known of a failure.
-        launches_hold: whether what is launched holds its host until it is over.
+        kind: the transport's entry in ``kinds``.
+        rank: number of this worker among all, from 0.
+        world_size: number of workers.
+        timeout_seconds: maximum time of any wait.
+        status: current activity of this worker.
+        shares_process: True if the workers are threads of one process.
+        matching: how two ranks' messages are matched: by their order in both directions, or by tags.
+        record_folder: folder for records of a failure.
+        launches_hold: True if each launch holds its host until the launched work is done.
     """
 
     kind: TransportKind
@@ -225,12 +225,12 @@ class Transport(ABC):
         self.timeout_seconds, self.status = control.timeout_seconds, control.status
 
     def running(self) -> AbstractContextManager[None]:
-        """Around all that a worker does that is a thread."""
+        """Context of a worker's whole run, for workers that are threads."""
         return nullcontext()
 
     def wait_at_most(self, seconds: float) -> None:
-        """Wait for anything so long, where a pipeline says it first and the transport was made before."""
-        del seconds  # processes make theirs with it
+        """Set the maximum time of a wait, if the transport was made before a pipeline chose it."""
+        del seconds  # processes construct their transport with it
 
     # The data plane
 
@@ -260,7 +260,7 @@ class Transport(ABC):
         """Begin to receive into ``buffers``; does not wait."""
 
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Pending:
-        """Call ``Control.send_described``; transports of devices accept their tensors too."""
+        """Call ``Control.send_described``; transports of devices also accept device tensors."""
         return self.control.send_described(tensors, peer, tag)
 
     def receive_described(self, peer: int, tag: int) -> Described:
@@ -272,8 +272,8 @@ class Transport(ABC):
         """A group for collectives. All ranks of the world call this with the same ranks, in one order."""
 
     def release(self, groups: Iterable[Group]) -> None:
-        """Give groups back that no rank uses any more; all ranks call it."""
-        del groups  # of most transports they are nothing but names
+        """Release groups that no rank uses any more; all ranks call it."""
+        del groups  # most transports hold no resources for them
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
@@ -291,11 +291,11 @@ class Transport(ABC):
         """Overwrite ``tensor`` by that of rank ``source``, on all ranks of a group."""
 
     def computed(self) -> None:
-        """Note that an op was launched, where the device runs behind its host."""
+        """Note that an op was launched, for devices that run behind their host."""
         return  # most devices have ended it by now
 
     def stay_near(self) -> None:
-        """Wait until the device is no more than a few ops behind its host: before the next one."""
+        """Wait until the device is no more than a few ops behind its host; called before each op."""
         return
 
     # The control plane; see ``Control``
@@ -305,7 +305,7 @@ class Transport(ABC):
         return self.control.start_gather(values)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's ``values`` by rank, on every rank. Waits."""
+        """Return all ranks' ``values``, by rank. Waits."""
         return self.start_gather(values).wait()
 
     def gather_objects(self, value: object) -> list[object]:
@@ -313,7 +313,7 @@ class Transport(ABC):
         return self.control.gather_objects(value)
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Over the control plane, whatever the data plane is."""
+        """Call ``Control.spread``: host tensors use the control plane, whatever the data plane is."""
         self.control.spread(tensor, source)
 
     def get_ready(self) -> None:

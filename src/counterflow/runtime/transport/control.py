@@ -24,15 +24,24 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import PrefixStore
 from typing_extensions import override
 
+from counterflow.common.tensors.torch_private import default_store, gloo_lane, unnoted
 from counterflow.errors import CounterflowError
 
-from ..torch_private import default_store, gloo_lane, unnoted
-from .base import Control, Lost, Status, TimedOut
+from .base import Control, PeerLost, Status, TimedOut
 from .gathers import Gathers
-from .headers import HEADER_WORDS, announced, as_bytes, describe
-from .pending import Transfer, all_over
+from .headers import (
+    BREAK_TAG,
+    DESCRIBED,
+    HEADER,
+    HEADER_WORDS,
+    MORE_HEADER,
+    announced,
+    as_bytes,
+    describe,
+    lane_tag,
+)
+from .pending import Transfer, all_completed
 from .staging import CopyOut, PendingSend, SendReaper, Stager, cuda_copy_out
-from .tags import BREAK_TAG, DESCRIBED, HEADER, MORE_HEADER, lane_tag
 from .worker_watch import Watch
 
 _T = TypeVar("_T")
@@ -54,28 +63,28 @@ class DevicePlane(Protocol):
     """A data plane whose device may be behind its host."""
 
     def device_status(self) -> Status:
-        """What the device does."""
+        """Return the status of the device."""
 
     def look_at_device(self) -> CounterflowError | None:
-        """Whether the device waits too long; in the watch's thread. A host's waits see it themselves."""
+        """Return the error of a device that waits too long; called in the watch's thread."""
 
     def abort(self) -> None:
-        """End what the device waits for, from another thread."""
+        """End the device's waits; called from another thread."""
 
 
 class ProcessControl(Control):
     """One process's control plane over Gloo. All ranks make one at the same time.
 
     Args:
-        device: where this worker computes.
-        timeout_seconds: how long anything is waited for.
-        copy_out: how tensors are copied to the host if they are staged; None: as the device needs it.
+        device: device of this worker's computation.
+        timeout_seconds: maximum time of any wait.
+        copy_out: begins copies of staged tensors to the host; None: chosen by the device.
     """
 
     plane: DevicePlane | None = None
     """The data plane, if its device may be behind its host."""
     late: TimedOut | None = None
-    """That the device waited for too long, if the watch has seen it."""
+    """Error of a device that waited too long, once the watch has seen it."""
 
     def __init__(
         self, device: torch.device, timeout_seconds: float, *, copy_out: CopyOut | None = None
@@ -98,14 +107,14 @@ class ProcessControl(Control):
             device_status=lambda: self.status if self.plane is None else self.plane.device_status(),
         )
         try:
-            made = self.new_group(range(self.world_size), "gloo")
+            group = self.new_group(range(self.world_size), "gloo")
         except BaseException:
             self.stop_watch()
             raise
-        assert made is not None
-        self._group = made
-        self._watch.all_are_here()
-        lane = gloo_lane(made)
+        assert group is not None
+        self._group = group
+        self._watch.start_clock()
+        lane = gloo_lane(group)
         self._send, self._recv = lane.send, lane.recv
         self.pinned = device.type == "cuda"
         if copy_out is None and self.pinned:
@@ -122,7 +131,7 @@ class ProcessControl(Control):
 
     @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
-        """It has lanes of its own."""
+        """A header precedes the tensors, under other tags."""
         described = describe(tensors)
         preface = [(described[:HEADER_WORDS], lane_tag(tag, HEADER))]
         if len(described) > HEADER_WORDS:
@@ -130,8 +139,8 @@ class ProcessControl(Control):
         if self.stager is not None:
             return self.carry(tensors, peer, lane_tag(tag, DESCRIBED), preface)
         works: list[Work] = []
-        for part, own in preface:
-            works += self.post((part,), peer, own)
+        for part, part_tag in preface:
+            works += self.post((part,), peer, part_tag)
         works += self.post(tensors, peer, lane_tag(tag, DESCRIBED))
         return self.sent(peer, works)
 
@@ -142,7 +151,6 @@ class ProcessControl(Control):
         return self.in_flight(works, peer).then(lambda _: self._receive_after(header, peer, tag))
 
     def _receive_after(self, header: Tensor, peer: int, tag: int) -> list[Tensor]:
-        """Receive the tensors that a header announces."""
         words = int(header[0])
         if words > HEADER_WORDS:
             more = torch.empty(words - HEADER_WORDS, dtype=torch.int64, device="cpu")
@@ -157,14 +165,16 @@ class ProcessControl(Control):
 
     def post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
         """Begin to send host tensors over Gloo."""
-        return self.each(self._send, tensors, peer, tag)
+        return self.post_all(self._send, tensors, peer, tag)
 
     def accept(self, buffers: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
         """Begin to receive host tensors over Gloo."""
-        return self.each(self._recv, buffers, peer, tag)
+        return self.post_all(self._recv, buffers, peer, tag)
 
-    def each(self, call: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
-        """What a lane's ``send`` or ``recv`` begins."""
+    def post_all(
+        self, call: Callable[..., Any], tensors: Sequence[Tensor], peer: int, tag: int
+    ) -> list[Work]:
+        """Call a lane's ``send`` or ``recv`` for each tensor that is not empty."""
         works = []
         try:
             with unnoted():
@@ -172,7 +182,7 @@ class ProcessControl(Control):
                     if tensor.numel():
                         works.append(call([as_bytes(tensor)], peer, tag))  # noqa: PERF401 - a call less
         except RuntimeError as error:
-            raise self.trouble(error, peer, 0.0) from error
+            raise self.translate_error(error, peer, 0.0) from error
         return works
 
     def carry(
@@ -188,14 +198,14 @@ class ProcessControl(Control):
         return self.stager.send(filled, peer, tag, preface)
 
     def sent(self, peer: int, works: Sequence[Work]) -> PendingSend:
-        """Look after a message that was posted over Gloo."""
+        """Pass a posted message to the reaper, which waits until it is sent."""
         send = PendingSend(peer, self._wait_sent, works)
-        self._reaper.give(send)
+        self._reaper.put(send)
         return send
 
     def in_flight(self, works: Sequence[Work], peer: int) -> Transfer[None]:
-        """Works of torch.distributed with a peer, -1 for a collective's."""
-        return Transfer(lambda: self.wait(works, peer), all_over(works))
+        """Combine works of torch.distributed with a peer (-1: a collective)."""
+        return Transfer(lambda: self.wait(works, peer), all_completed(works))
 
     def _post_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         with unnoted():
@@ -224,14 +234,14 @@ class ProcessControl(Control):
         self.collective(lambda: dist.broadcast(tensor, source, group=self._group))
 
     def collective(self, call: Callable[[], _T]) -> _T:
-        """What a call of torch.distributed with all of a group gives; raises as ``wait`` does."""
+        """Result of a collective call of torch.distributed; raises as ``wait`` does."""
         began = time.monotonic()
         self.status.waiting_for = -1
         try:
             with unnoted():
                 result = call()
         except RuntimeError as error:
-            raise self.trouble(error, -1, time.monotonic() - began) from error
+            raise self.translate_error(error, -1, time.monotonic() - began) from error
         self.status.waiting_for = None
         return result
 
@@ -249,7 +259,7 @@ class ProcessControl(Control):
             # A group bound to a device has one NCCL stream for all its messages, where a receive posted early
             # holds up sends to other peers; one that is not has a stream for each pair.
             world.bound_device_id = None
-            made = self.collective(
+            group = self.collective(
                 lambda: dist.new_group(
                     list(ranks), timeout=timeout or self._timeout, backend=backend, pg_options=options
                 )
@@ -258,9 +268,9 @@ class ProcessControl(Control):
             world.bound_device_id = bound
         if self.rank not in ranks:
             return None
-        assert isinstance(made, ProcessGroup)
-        self._groups.append(made)
-        return made
+        assert isinstance(group, ProcessGroup)
+        self._groups.append(group)
+        return group
 
     def end_group(self, group: ProcessGroup) -> None:
         """End a group that ``new_group`` made; all its ranks call it."""
@@ -270,10 +280,10 @@ class ProcessControl(Control):
     # Waiting and failing
 
     def wait(self, works: Sequence[Work], peer: int) -> None:
-        """Wait for work with a peer, -1 for a collective's.
+        """Wait for works with a peer (-1: a collective).
 
         Raises:
-            Lost: the peer is gone, or another worker failed.
+            PeerLost: the peer is gone, or another worker failed.
             TimedOut: it took longer than the timeout.
         """
         began = time.monotonic()
@@ -282,11 +292,10 @@ class ProcessControl(Control):
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.trouble(error, peer, time.monotonic() - began) from error
+            raise self.translate_error(error, peer, time.monotonic() - began) from error
         self.status.waiting_for = None
 
     def _wait_sent(self, send: PendingSend) -> None:
-        """Wait until a message is sent; raises as ``wait`` does."""
         began = time.monotonic()
         self.status.waiting_for = send.peer
         if send.lock.acquire(timeout=self.timeout_seconds):
@@ -295,33 +304,33 @@ class ProcessControl(Control):
         else:
             send.error = RuntimeError("gloo: a message was not sent in time")
         if send.error is not None:
-            raise self.trouble(send.error, send.peer, time.monotonic() - began) from send.error
+            raise self.translate_error(send.error, send.peer, time.monotonic() - began) from send.error
         self.status.waiting_for = None
 
     @override
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
-        """What the watch saw first counts."""
+    def translate_error(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+        """A failure that the watch has seen takes precedence."""
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _BROKEN):
             raise error
         late = waited_seconds >= 0.95 * self.timeout_seconds
         # A worker that fails says so before its connections close; the news may still be in flight.
         failure = self._watch.failure(0.0 if late else _ROOT_CAUSE_SECONDS)
-        self._watch.told = True
+        self._watch.error_raised = True
         if (known := self.late or self._watch.returned) is not None:
             return known
         if failure is not None:
-            return Lost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
+            return PeerLost(failure.rank, f"worker of rank {failure.rank} failed: {failure.why}")
         if self._watch.device_error is not None:
-            return Lost(self.rank, str(self._watch.device_error))
+            return PeerLost(self.rank, str(self._watch.device_error))
         if late:
             return TimedOut(peer if peer >= 0 else None, self.timeout_seconds)
         if peer >= 0:
-            return Lost(peer, f"the connection to rank {peer} broke")
-        return Lost(None, "a connection broke during a collective")
+            return PeerLost(peer, f"the connection to rank {peer} broke")
+        return PeerLost(None, "a connection broke during a collective")
 
     def _break_waits(self) -> None:
-        """End all waits, from another thread: the device's, and then those on Gloo."""
+        """End the device's waits and then those on Gloo; called from another thread."""
         if self.plane is not None:
             self.plane.abort()
         for group in tuple(self._groups):
@@ -331,8 +340,8 @@ class ProcessControl(Control):
 
     @property
     def failed(self) -> bool:
-        """Whether this worker has met an error of the transport, or reported one of its own."""
-        return self._watch.told
+        """True if this worker has met an error of the transport, or reported an error."""
+        return self._watch.error_raised
 
     @property
     @override
@@ -354,13 +363,13 @@ class ProcessControl(Control):
         self._watch.post_failure(error)
 
     def leave(self, *, hosts_store: bool) -> None:
-        """Before the end of the process: who hosts the store waits until the others are there too."""
+        """Note the end of the process; the rank that hosts the store waits for the end of all."""
         if not self.closed and not self.failed:
             self._watch.leave(hosts=hosts_store)
 
     @override
     def close(self) -> None:
-        """After a failure the groups stay: what they wait for may never come."""
+        """After a failure the groups are not destroyed, which might wait for a lost worker."""
         if self.closed:
             return
         self.closed = True

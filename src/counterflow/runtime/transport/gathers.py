@@ -1,10 +1,10 @@
 """Gathers of a few numbers by rank, over the control plane.
 
-Few workers send each other their rows directly. Of many each has a place in a grid: it sends its row to those
-of its group, whose ranks follow each other, and their rows together to one or more of each other group. So
-each sends and receives about twice the square root of the workers' number of messages, in two rounds.
+Few workers send each other their rows directly. Many form a grid of groups of successive ranks: a worker
+sends its row to its group, and the group's rows to one or more workers of every other group. So each sends
+and receives about twice the square root of the number of workers of messages, in two rounds.
 
-Invariant: a gather ends when all have started it; nobody has to wait for it before others can.
+Invariant: a gather ends when all have started it; no worker has to wait for it before others can.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from .base import Status, TimedOut
+from .headers import GATHER_TAG
 from .pending import Transfer
 from .side_thread import SideThread
-from .tags import GATHER_TAG
 
 _FEW_WORKERS = 16
 """Maximum number of workers that send gathered values to each other directly."""
@@ -36,12 +36,12 @@ _GATHERS_AHEAD = 4
 """Number of gathers whose receives are posted ahead: two a step, and what the step's caller gathers."""
 
 
-class Way(NamedTuple):
-    """Whom a worker sends rows to, and from whom it receives.
+class GatherRoutes(NamedTuple):
+    """Sources and targets of the rows that a worker sends and receives.
 
     Attributes:
         group: the ranks of its group, itself among them.
-        sources: by rank of another group that sends that group's rows, these.
+        sources: rows (of a group) by the rank outside of the group that sends them.
         targets: the ranks of other groups to which it sends its group's rows.
     """
 
@@ -50,24 +50,24 @@ class Way(NamedTuple):
     targets: Sequence[int]
 
 
-def way_of(rank: int, world_size: int) -> Way:
-    """The way of a worker's rows.
+def gather_routes(rank: int, world_size: int) -> GatherRoutes:
+    """Routes of a worker's rows.
 
-    >>> way_of(3, 4)
-    Way(group=range(0, 4), sources={}, targets=[])
-    >>> way_of(3, 18)
-    Way(group=range(0, 4), sources={7: range(4, 9), 12: range(9, 13), 16: range(13, 18)}, targets=[7, 12, 16])
+    >>> gather_routes(3, 4)
+    GatherRoutes(group=range(0, 4), sources={}, targets=[])
+    >>> gather_routes(3, 18).sources
+    {7: range(4, 9), 12: range(9, 13), 16: range(13, 18)}
     """
     count = 1 if world_size <= _FEW_WORKERS else round(math.sqrt(world_size))
     edges = [number * world_size // count for number in range(count + 1)]
     groups = [range(*pair) for pair in itertools.pairwise(edges)]
-    mine = next(group for group in groups if rank in group)
-    others = [group for group in groups if group is not mine]
-    place = rank - mine.start
-    return Way(
-        mine,
-        {group[place % len(group)]: group for group in others},
-        [peer for group in others for peer in group if (peer - group.start) % len(mine) == place],
+    near = next(group for group in groups if rank in group)
+    far = [group for group in groups if group is not near]
+    place = rank - near.start
+    return GatherRoutes(
+        near,
+        {group[place % len(group)]: group for group in far},
+        [peer for group in far for peer in group if (peer - group.start) % len(near) == place],
     )
 
 
@@ -103,26 +103,26 @@ class RowTransport(Protocol):
         ...
 
     def sent(self, peer: int, works: Sequence[Work]) -> object:
-        """Look after messages that were posted."""
+        """Wait for posted messages in the background."""
         ...
 
     def wait(self, works: Sequence[Work], peer: int) -> None:
         """Wait for work with a peer."""
         ...
 
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+    def translate_error(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
         """The error to raise for an error of torch.distributed."""
         ...
 
 
 class Rows:
-    """Rows of a gather in flight or to come.
+    """Rows of a gather whose receives are posted.
 
     Attributes:
-        rows: their place.
-        near: by peer of the group what brings its row.
-        far: by peer of another group what brings that group's rows.
-        over: set when all are there, or ``error`` is; of many workers.
+        rows: tensor of all rows, by rank.
+        near: receives of the rows of the group, by peer.
+        far: receives of other groups' rows, by the peer that sends them.
+        over: set when all rows are received, or ``error`` is set; only with several groups.
     """
 
     __slots__ = ("error", "far", "near", "over", "rows")
@@ -139,40 +139,40 @@ class Gathers:
     """The gathers of one transport.
 
     Args:
-        transport: whose they are.
+        transport: sends and receives the rows.
     """
 
     def __init__(self, transport: RowTransport) -> None:
         self._transport = transport
-        self._way = way_of(transport.rank, transport.world_size)
+        self._routes = gather_routes(transport.rank, transport.world_size)
         self._expected: deque[Rows] = deque()
-        """The gathers to come whose receives are posted; their messages come in this order."""
+        """Later gathers whose receives are posted; their messages are received in this order."""
         self._passing: SideThread[Rows] | None = None
-        """Thread that passes rows among many workers, which may wait for something else meanwhile."""
+        """Thread that passes rows on between groups, as the worker may wait for something else meanwhile."""
 
     def start(self, values: Sequence[float]) -> Transfer[list[list[float]]]:
-        """Begin one.
+        """Begin a gather.
 
-        Of few workers the last one to start has all the rows at once, and the others have its row after one
-        message, where Gloo's ring takes one after another; of many, after two.
+        With few workers the last one to start has all rows at once, and the rest have its row after one
+        message, where Gloo's ring takes one after another; with many workers, after two.
         """
         transport, width = self._transport, len(values)
         parts = []
         for at in range(0, max(width, 1), _ROW_WORDS):
             piece = values[at : at + _ROW_WORDS]
-            mine = torch.tensor(
+            row = torch.tensor(
                 [*piece, *[0.0] * (_ROW_WORDS - len(piece))], dtype=torch.float64, device="cpu"
             )
             part = self._expected.popleft() if self._expected else self._expect()
-            part.rows[transport.rank] = mine
+            part.rows[transport.rank] = row
             works: list[Work] = []
             for peer in part.near:
-                works += transport.post((mine,), peer, GATHER_TAG)
+                works += transport.post((row,), peer, GATHER_TAG)
             transport.sent(-1, works)
             if part.far:
                 if self._passing is None:
                     self._passing = SideThread("counterflow gathers", self._pass_on)
-                self._passing.give(part)
+                self._passing.put(part)
             parts.append(part)
         return Transfer(lambda: self._finish(parts, width))
 
@@ -183,8 +183,8 @@ class Gathers:
             else:
                 for peer, works in part.near.items():
                     self._transport.wait(works, peer)
-        whole = parts[0].rows if len(parts) == 1 else torch.cat([p.rows for p in parts], 1)
-        gathered: list[list[float]] = whole[:, :width].tolist()
+        rows = parts[0].rows if len(parts) == 1 else torch.cat([p.rows for p in parts], 1)
+        gathered: list[list[float]] = rows[:, :width].tolist()
         return gathered
 
     def _wait_far(self, part: Rows) -> None:
@@ -193,22 +193,21 @@ class Gathers:
         if not part.over.wait(transport.timeout_seconds):
             raise TimedOut(None, transport.timeout_seconds)
         if isinstance(part.error, RuntimeError):
-            raise transport.trouble(part.error, -1, time.monotonic() - began) from part.error
+            raise transport.translate_error(part.error, -1, time.monotonic() - began) from part.error
         if part.error is not None:
             raise part.error
         transport.status.waiting_for = None
 
     def expect(self) -> None:
-        """Post receives ahead: a row that is asked for only when it is needed comes a way later."""
+        """Post receives of later gathers: a receive that is posted only when needed delays its row."""
         while len(self._expected) < _GATHERS_AHEAD:
             self._expected.append(self._expect())
 
     def close(self, within_seconds: float) -> bool:
-        """Let the thread end after what it was given; whether it did so in time."""
+        """End the thread after the items in its queue; return True if it ended in time."""
         return self._passing is None or self._passing.close(within_seconds)
 
     def _expect(self) -> Rows:
-        """Post the receives of a gather's rows."""
         transport = self._transport
         rows = torch.empty(transport.world_size, _ROW_WORDS, dtype=torch.float64, device="cpu")
 
@@ -216,17 +215,18 @@ class Gathers:
             return transport.accept((rows[ranks.start : ranks.stop],), peer, GATHER_TAG)
 
         near = {
-            peer: from_(peer, range(peer, peer + 1)) for peer in self._way.group if peer != transport.rank
+            peer: from_(peer, range(peer, peer + 1)) for peer in self._routes.group if peer != transport.rank
         }
-        return Rows(rows, near, {peer: from_(peer, ranks) for peer, ranks in self._way.sources.items()})
+        return Rows(rows, near, {peer: from_(peer, ranks) for peer, ranks in self._routes.sources.items()})
 
     def _pass_on(self, part: Rows) -> None:
-        """Send the rows of this worker's group to the others', when they are there."""
-        transport, way = self._transport, self._way
+        transport, routes = self._transport, self._routes
         try:
             _await(part.near)
-            ours = part.rows[way.group.start : way.group.stop]
-            works = [work for peer in way.targets for work in transport.post((ours,), peer, GATHER_TAG)]
+            group_rows = part.rows[routes.group.start : routes.group.stop]
+            works = [
+                work for peer in routes.targets for work in transport.post((group_rows,), peer, GATHER_TAG)
+            ]
             transport.sent(-1, works)
             _await(part.far)
         except Exception as error:  # raised where the worker waits

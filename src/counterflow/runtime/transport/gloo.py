@@ -17,18 +17,18 @@ from counterflow.program.actions import Matching
 
 from .base import Group, Transport, member
 from .control import ProcessControl
+from .headers import PAYLOAD, lane_tag
 from .kinds import GLOO
-from .pending import DONE, Transfer, by_way_of, contiguously
+from .pending import DONE, Transfer, call_contiguous, receive_via
 from .staging import CopyOut, PendingSend
-from .tags import PAYLOAD, lane_tag
 
 
 class GlooTransport(Transport):
     """One process's transport over Gloo; all ranks make one at the same time.
 
     Args:
-        device: where this worker computes.
-        timeout_seconds: how long anything is waited for.
+        device: device of this worker's computation.
+        timeout_seconds: maximum time of any wait.
         copy_out: see ``ProcessControl``.
     """
 
@@ -42,7 +42,7 @@ class GlooTransport(Transport):
         super().__init__(ProcessControl(device, timeout_seconds, copy_out=copy_out), device)
         self._spare: dict[tuple[int, ...], list[Group]] = defaultdict(list)
         self._exchanges: Counter[Group] = Counter()
-        """Exchanges of each group so far: all its ranks begin them in one order."""
+        """Number of exchanges of each group so far: all its ranks begin them in one order."""
 
     @override
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> PendingSend:
@@ -59,18 +59,18 @@ class GlooTransport(Transport):
             return control.in_flight(control.accept(targets, peer, lane_tag(tag, PAYLOAD)), peer)
 
         if control.stager is not None:
-            return by_way_of(buffers, begin, torch.device("cpu"), pinned=control.pinned)
+            return receive_via(buffers, begin, torch.device("cpu"), pinned=control.pinned)
         for buffer in buffers:
             if not buffer.is_contiguous():
-                return by_way_of(buffers, begin, self.device)
+                return receive_via(buffers, begin, self.device)
         return begin(buffers)
 
     @override
     def group(self, ranks: Sequence[int]) -> Group:
-        """Two groups of the same ranks are two: their collectives may cross.
+        """Groups of the same ranks are distinct: their collectives may cross.
 
-        One that was given back is taken again: torch keeps a name, a list and keys in its store for each
-        group that a process ever made.
+        A released group is reused, because torch stores a name, a list and keys for each group that a process
+        ever made.
         """
         spare = self._spare[tuple(ranks)]
         if spare:
@@ -105,13 +105,13 @@ class GlooTransport(Transport):
             assert work is not None
             return self.control.in_flight((work,), -1)
         place = group.ranks.index(self.rank)
-        others = [rank for rank in range(len(group.ranks)) if rank != place]
+        peers = [rank for rank in range(len(group.ranks)) if rank != place]
         tag = self._exchanges[group] = self._exchanges[group] + 1
         received[place].copy_(sent[place])
 
         def begin() -> list[dist.Work]:
-            receives = [handle.recv([received[rank]], rank, tag) for rank in others]
-            return receives + [handle.send([sent[rank]], rank, tag) for rank in others]
+            receives = [handle.recv([received[rank]], rank, tag) for rank in peers]
+            return receives + [handle.send([sent[rank]], rank, tag) for rank in peers]
 
         return self.control.in_flight(self.control.collective(begin), -1)
 
@@ -120,7 +120,7 @@ class GlooTransport(Transport):
         if len(group.ranks) > 1:
             handle = member(group)
 
-            def begin(whole: Tensor) -> None:
-                self.control.collective(lambda: dist.broadcast(whole, source, group=handle))
+            def begin(dense: Tensor) -> None:
+                self.control.collective(lambda: dist.broadcast(dense, source, group=handle))
 
-            contiguously(tensor, begin, takes=self.rank != source)
+            call_contiguous(tensor, begin, update=self.rank != source)

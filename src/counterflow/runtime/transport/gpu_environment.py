@@ -1,6 +1,6 @@
-"""Environment variables that CUDA and NCCL read at start: set to suitable values, with warnings about others.
+"""Environment variables that CUDA and NCCL read at start: set to suitable values, with warnings.
 
-Invariant: a user's choice stays, as far as it can be distinguished from what a launcher of torch set.
+Invariant: a user's choice stays, as far as it can be distinguished from a value that torch's launcher set.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 _MOST_QUEUES = 32
-"""Queues between host and GPU: each stream has its own while there are enough; CUDA has 8 if nobody asks. A
-worker has a stream for its ops, one for each direction to each neighbour, and one for each group of sums."""
+"""Queues between host and GPU: each stream has its own while there are enough; CUDA's default is 8. A worker
+has a stream for its ops, one for each direction to each neighbour, and one for each group of sums."""
 
 _FEW_QUEUES = 8
 
@@ -26,7 +26,7 @@ _CLEAN_UP = "2"
 """A group whose peer is gone ends its operations but not the process: the watch reports it."""
 
 _TEAR_DOWN = "1"
-"""What torch's elastic agent puts into each worker's environment, if its own has nothing."""
+"""Value that torch's elastic agent sets in each worker's environment if its own environment has none."""
 
 
 def of_workers() -> dict[str, str]:
@@ -41,16 +41,18 @@ def before_cuda() -> None:
 
 
 def before_nccl() -> None:
-    """Choose how NCCL's groups take errors, which they read as they are made; warn of what holds hosts."""
-    given = os.environ.get(ERRORS)
-    if given is None:
+    """Choose how NCCL's groups handle errors, which they read as they are made; warn of variables that block
+    hosts.
+    """
+    value = os.environ.get(ERRORS)
+    if value is None:
         os.environ[ERRORS] = _CLEAN_UP
-    elif given == _TEAR_DOWN and "TORCHELASTIC_RUN_ID" in os.environ:
+    elif value == _TEAR_DOWN and "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[ERRORS] = _CLEAN_UP
         _LOG.info(
             "%s=%s, as torchrun sets it, would end this process before it reports an error: it is %s now",
             ERRORS,
-            given,
+            value,
             _CLEAN_UP,
         )
     if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":  # one worker a machine
@@ -59,12 +61,11 @@ def before_nccl() -> None:
 
 
 def _warnings() -> Iterator[str]:
-    """Warnings about the environment before training begins, a sentence each."""
     queues = os.environ.get(QUEUES)
     if queues is None or (queues.isdigit() and int(queues) < _FEW_QUEUES):
-        found = "is not set, and CUDA began before it could be" if queues is None else f"is {queues}"
+        state = "is not set, and CUDA began before it could be" if queues is None else f"is {queues}"
         yield (
-            f"{QUEUES} {found}: ops may wait behind messages in the few queues that streams share; set it to "
+            f"{QUEUES} {state}: ops may wait behind messages in the few queues that streams share; set it to "
             f"{_MOST_QUEUES} before the program starts"
         )
     if launches_hold():
@@ -80,7 +81,7 @@ def _warnings() -> Iterator[str]:
 
 
 def launches_hold() -> bool:
-    """Whether whatever is launched on a GPU holds its host until it is over."""
+    """True if each launch on a GPU blocks its host until the launched work is done."""
     return _is_set("CUDA_LAUNCH_BLOCKING")
 
 

@@ -1,6 +1,8 @@
-"""How tensors are laid out for torch.distributed: as plain memory, and what a header says of them.
+"""Wire format over torch.distributed: tensors as plain memory, the header that describes them, and tags.
 
-Nothing here sends.
+Gloo matches messages by tag. A message's tag is multiplied by the lanes: its parts never match another part's
+receive. The tensors of one message share a tag; Gloo matches equal tags in the order in which they were
+posted. Nothing here sends.
 """
 
 from __future__ import annotations
@@ -9,6 +11,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .base import MOST_TAGS
+
+_LANES = 4
+assert MOST_TAGS * _LANES < 2**31 - 2
+PAYLOAD, HEADER, DESCRIBED, MORE_HEADER = range(_LANES)
+
+BREAK_TAG = 2**31 - 1
+"""A tag nothing is ever sent under."""
+
+GATHER_TAG = BREAK_TAG - 1
 
 HEADER_WORDS = 64
 """A header is this many int64; a longer description has the rest in a second message."""
@@ -33,23 +46,23 @@ _DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-"""A dtype's place here is its number in a header."""
+"""A dtype's index here is its number in a header."""
 
 _NATIVE = frozenset(_DTYPES[:6]) | {torch.int8, torch.uint8, torch.bool}
-"""What every backend sends as it is; the others are sent as bytes."""
+"""Dtypes that every backend sends; the rest are sent as bytes."""
 
 
 _NEEDS, _ON_HOST = 1, 2
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor as a lane takes it, which looks at its memory only: contiguous, of a type it knows."""
-    as_it_is = tensor.dtype in _NATIVE and tensor.is_contiguous() and not tensor.is_neg()
-    return tensor if as_it_is else as_plain(tensor.resolve_neg())
+    """View or copy of a tensor that a lane accepts, which reads memory only: contiguous, native dtype."""
+    is_native = tensor.dtype in _NATIVE and tensor.is_contiguous() and not tensor.is_neg()
+    return tensor if is_native else as_plain(tensor.resolve_neg())
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """A tensor as the backends take it: contiguous, no gradient, of a type they know."""
+    """View or copy of a tensor that the backends accept: contiguous, no gradient, of a native dtype."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -58,9 +71,9 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def describe(tensors: Sequence[Tensor]) -> Tensor:
-    """The header: its length, how many tensors; of each the dtype, flags, the shape.
+    """Header of tensors: its length and their number; for each its dtype, flags, dimensions and shape.
 
-    The flags say whether it needs a gradient, and whether it is on the host.
+    The flags are set if a tensor requires a gradient, and if it is on the host.
     """
     words = [0, len(tensors)]
     for tensor in tensors:
@@ -77,10 +90,10 @@ def _flags(tensor: Tensor) -> int:
 def announced(
     words: list[int], *, pinned: bool = False, device: torch.device | None = None
 ) -> tuple[list[Tensor], list[bool], list[bool]]:
-    """What a header announces.
+    """Tensors that a header announces.
 
     Returns:
-        Empty tensors, on the host or a device; which of them need a gradient; which the host had.
+        Empty tensors, on the host or a device; for each, if it requires a gradient; if it was on the host.
     """
     tensors, needing, on_host = [], [], []
     place = 2
@@ -92,3 +105,9 @@ def announced(
         needing.append(bool(flags & _NEEDS))
         on_host.append(bool(flags & _ON_HOST))
     return tensors, needing, on_host
+
+
+def lane_tag(tag: int, lane: int) -> int:
+    """Tag of a message's part."""
+    assert 0 <= tag < MOST_TAGS, tag
+    return tag * _LANES + lane

@@ -1,7 +1,7 @@
-"""The transports: a row for each, and the only list of them.
+"""The transports: a record for each, and the only list of them.
 
-Invariant: whatever else asks which transports exist, or what one of them needs, reads these rows. A transport
-of an upper room or of a user is registered: `counterflow.testing` does so. Nothing here imports torch.
+Invariant: whatever lists the transports, or needs a fact of one, reads these records. A transport of an upper
+room or of a user is registered: `counterflow.testing` does so. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["GLOO", "LOCAL", "NCCL", "TransportKind", "kind_of", "kinds", "regist
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """What a transport is, as far as one chooses by it.
+    """Facts by which a transport is chosen.
 
     Attributes:
-        name: how users ask for it.
-        about: what it is, in a few words.
+        name: name in options and commands.
+        about: description in a few words.
         home: ``module:class`` that makes it. Of threads this is their hub, called with the number of workers
             and ``timeout_seconds``; of processes the transport, called with its device and the timeout.
-        threads: whether the workers are threads of one process.
-        gpu_each: whether each worker needs a GPU of its own.
-        trains: whether a run may choose it; others are instruments for tests.
-        backend: of the process group that is begun for it, in torch's words.
+        threads: True if the workers are threads of one process.
+        gpu_each: True if each worker needs its own GPU.
+        trains: True if a run may choose it; the rest are instruments for tests.
+        backend: torch's name of the backend of its process group.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TransportKind:
     backend: str = "gloo"
 
     def load(self) -> Any:
-        """The class that makes it; its module is imported here."""
+        """Import the class that makes it."""
         module, _, name = self.home.partition(":")
         return getattr(import_module(module), name)
 
@@ -75,7 +75,7 @@ def kinds(*, trains: bool | None = None) -> tuple[TransportKind, ...]:
     """The transports, in the order in which they were registered.
 
     Args:
-        trains: only those that a run may choose, or only the others.
+        trains: only those that a run may choose (True), or may not choose (False).
     """
     return tuple(kind for kind in _KINDS.values() if trains in (None, kind.trains))
 
@@ -84,7 +84,7 @@ def kind_of(name: str) -> TransportKind:
     """The transport of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such transport.
     """
     if name not in _KINDS:
         raise ConfigError(f'unknown transport "{name}"; there are {", ".join(_KINDS)}')

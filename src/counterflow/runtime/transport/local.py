@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from counterflow.program.actions import Matching
 
-from .base import Control, Group, Lost, Returned, Status, TimedOut, Transport
+from .base import Control, Group, PeerLost, PeerReturned, Status, TimedOut, Transport
 from .kinds import LOCAL
 from .pending import DONE, Transfer
-from .turns import elsewhere
+from .rng_lock import rng_released
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -30,16 +30,16 @@ U = TypeVar("U")
 _HOST = torch.device("cpu")
 
 _POLL_SECONDS = 0.05
-"""How soon a waiting thread sees that another one failed."""
+"""Interval at which a waiting thread checks for failures of other threads."""
 
 
 class Waited(NamedTuple):
-    """What a thread waits for.
+    """Wait of a thread for other ranks.
 
     Attributes:
-        rank: the rank that sends it; -1: several.
-        seconds: how long it is waited for.
-        missing: the ranks of which something is missing.
+        rank: the rank that it waits for; -1: several.
+        seconds: maximum time of the wait.
+        missing: returns the ranks that have not taken part yet.
     """
 
     rank: int
@@ -48,16 +48,16 @@ class Waited(NamedTuple):
 
 
 class Hub:
-    """What the threads share: open messages, open collectives, and who failed.
+    """State that the threads share: open messages, open collectives, statuses and the first failure.
 
     Args:
         world_size: number of workers.
-        timeout_seconds: how long anything is waited for.
+        timeout_seconds: maximum time of any wait.
     """
 
     kind = LOCAL
     strict = False
-    """Whether sends block until their receive is posted, and pairs must keep one order."""
+    """True if sends block until their receive is posted, and each pair must use one order."""
 
     def __init__(self, world_size: int, *, timeout_seconds: float = 300.0) -> None:
         self.world_size = world_size
@@ -72,33 +72,33 @@ class Hub:
         """Ranks whose function has returned: they send nothing more."""
 
     def transport(self, rank: int, device: torch.device | str = "cpu") -> Transport:
-        """The transport of worker ``rank``; call it once for each."""
+        """Make the transport of worker ``rank``; call it once for each."""
         return LocalTransport(self, rank, torch.device(device))
 
     def ended(self) -> None:
-        """All workers have ended, and none has failed."""
+        """Called once all workers have ended and none has failed."""
 
     def message(self, sender: int, receiver: int, tag: int) -> _Message:
-        """The open message, made by whichever side comes first."""
+        """Open message of this key; the first of its two sides makes it."""
         key = sender, receiver, tag
         with self.lock:
-            found = self.messages.get(key)
-            if found is None:
-                found = self.messages[key] = _Message()
+            message = self.messages.get(key)
+            if message is None:
+                message = self.messages[key] = _Message()
             else:
                 del self.messages[key]  # both sides have it now
-            return found
+            return message
 
     def wait(self, event: threading.Event, status: Status, waited: Waited) -> None:
         """Wait for an event on behalf of a worker.
 
         Raises:
-            Lost: another worker failed, or one that is waited for has returned.
+            PeerLost: another worker failed, or an awaited one has returned.
             TimedOut: it took longer than the timeout.
         """
         if event.is_set():
             return
-        with elsewhere():
+        with rng_released():
             self._wait(event, status, waited)
 
     def _wait(self, event: threading.Event, status: Status, waited: Waited) -> None:
@@ -107,16 +107,16 @@ class Hub:
         while not event.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.failed is not None:
                 failed, error = self.failed
-                raise Lost(failed, f"worker of rank {failed} failed: {error}")
+                raise PeerLost(failed, f"worker of rank {failed} failed: {error}")
             gone = self.returned & set(waited.missing())
             if gone and not event.is_set():  # what they sent before was there
-                raise Returned(min(gone))
+                raise PeerReturned(min(gone))
             if time.monotonic() >= deadline:
                 raise TimedOut(waited.rank if waited.rank >= 0 else None, waited.seconds)
         status.waiting_for = None
 
-    def keep_order(self, me: int, peer: int, entry: tuple[int, int, int]) -> None:
-        """Check that both sides of a pair go through its messages in one order."""
+    def check_order(self, me: int, peer: int, entry: tuple[int, int, int]) -> None:
+        """Check that both sides of a pair begin its messages in one order."""
         with self.lock:
             ahead = self.pairs.setdefault((peer, me), [])  # what the peer has done and I have not
             if ahead:
@@ -136,7 +136,7 @@ def _shown(entry: tuple[int, int, int]) -> str:
 
 
 class _Message:
-    """One message: the sender passes tensors, the receiver buffers; the second of them makes the copy."""
+    """A message: the sender provides tensors, the receiver buffers; the later of the two copies."""
 
     __slots__ = ("buffers", "delivered", "lock", "posted", "tensors")
 
@@ -149,25 +149,25 @@ class _Message:
 
 
 class _Collective:
-    """One collective: everybody brings a value; the last one to come works the result out."""
+    """A collective: each rank contributes a value; the last one computes the result."""
 
-    __slots__ = ("came", "done", "left", "result", "values")
+    __slots__ = ("done", "joined", "remaining", "result", "values")
 
     def __init__(self, size: int) -> None:
-        self.came: set[int] = set()
+        self.joined: set[int] = set()
         self.values: dict[int, object] = {}
         self.result: object = None
-        self.left = size
+        self.remaining = size
         self.done = threading.Event()
 
 
 class ThreadControl(Control):
-    """One thread's end of a ``Hub``: all that goes by it.
+    """One thread's control plane, over a ``Hub``.
 
     Args:
-        hub: what the threads share.
-        rank: this one's number.
-        device: where it computes.
+        hub: state that the threads share.
+        rank: number of this worker.
+        device: device of its computation.
     """
 
     def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
@@ -175,7 +175,7 @@ class ThreadControl(Control):
         self.world_size = hub.world_size
         self.timeout_seconds = hub.timeout_seconds
         self.limit: float | None = None
-        """How long this thread waits; None: as long as its launch says."""
+        """Maximum time of this thread's waits; None: its launch's."""
         self.status = hub.statuses[rank]
         self._calls: dict[tuple[int, ...], int] = {}
 
@@ -183,9 +183,9 @@ class ThreadControl(Control):
 
     @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """In strict mode it waits until the receive is posted."""
+        """In strict mode it blocks until the receive is posted."""
         if self.hub.strict:
-            self.hub.keep_order(self.rank, peer, (self.rank, peer, tag))
+            self.hub.check_order(self.rank, peer, (self.rank, peer, tag))
         message = self.hub.message(self.rank, peer, tag)
         if self.hub.strict:
             self._wait(message.posted, peer)
@@ -209,14 +209,14 @@ class ThreadControl(Control):
             else:
                 message.buffers = buffers
         message.posted.set()
-        return self._coming(message.delivered, peer)
+        return self._transfer(message.delivered, peer)
 
     @override
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
         message = self._expected(peer, tag)
         message.posted.set()
 
-        def here(_: None) -> list[Tensor]:
+        def on_device(_: None) -> list[Tensor]:
             assert message.tensors is not None
             for place, tensor in enumerate(message.tensors):
                 if tensor.device not in (self.device, _HOST):  # threads may have a GPU each
@@ -224,17 +224,16 @@ class ThreadControl(Control):
                     message.tensors[place] = moved.requires_grad_(tensor.requires_grad)
             return message.tensors
 
-        return self._coming(message.delivered, peer).then(here)
+        return self._transfer(message.delivered, peer).then(on_device)
 
     def _expected(self, peer: int, tag: int) -> _Message:
         if self.hub.strict:
-            self.hub.keep_order(self.rank, peer, (peer, self.rank, tag))
+            self.hub.check_order(self.rank, peer, (peer, self.rank, tag))
         return self.hub.message(peer, self.rank, tag)
 
-    def _coming(
+    def _transfer(
         self, event: threading.Event, rank: int, missing: Callable[[], Collection[int]] | None = None
     ) -> Transfer[None]:
-        """What has come when an event is set, by a rank or (-1) several."""
         return Transfer(lambda: self._wait(event, rank, missing), event.is_set)
 
     def _wait(
@@ -255,23 +254,22 @@ class ThreadControl(Control):
 
     @override
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Who has it waits until all others have taken it."""
-        mine = tensor if self.rank == source else None
-        found = self._join_all(mine).wait()[source]
-        if found is not None and self.rank != source:
-            tensor.copy_(found)
+        """The source waits until all ranks have copied it."""
+        shared = self._join_all(tensor if self.rank == source else None).wait()[source]
+        if shared is not None and self.rank != source:
+            tensor.copy_(shared)
         self._join_all(None).wait()
 
     def _join_all(self, value: T) -> Transfer[list[T]]:
         return self.join(Group(tuple(range(self.world_size)), 0), value, list)
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """A group whose handle keeps its collectives apart from other groups'."""
+        """Group whose handle distinguishes its collectives from those of groups of the same ranks."""
         number = self._calls[()] = self._calls.get((), 0) + 1
         return Group(tuple(ranks), number)
 
     def join(self, group: Group, value: T, reduce: Callable[[list[T]], U]) -> Transfer[U]:
-        """Bring a value to a group's next collective; what comes is what the last to come makes of all."""
+        """Contribute a value to a group's next collective; the last rank reduces all values to the result."""
         assert isinstance(group.handle, int)
         count = self._calls[group.handle, *group.ranks] = self._calls.get((group.handle, *group.ranks), 0) + 1
         key = (group.handle, *group.ranks), count
@@ -280,27 +278,27 @@ class ThreadControl(Control):
             if collective is None:
                 collective = self.hub.collectives[key] = _Collective(len(group.ranks))
             collective.values[self.rank] = value
-            collective.came.add(self.rank)
-            collective.left -= 1
-            last = not collective.left
+            collective.joined.add(self.rank)
+            collective.remaining -= 1
+            last = not collective.remaining
             if last:
                 del self.hub.collectives[key]
         if last:
             collective.result = reduce([cast("T", collective.values[rank]) for rank in group.ranks])
             collective.values.clear()
             collective.done.set()
-        missing = partial(set(group.ranks).difference, collective.came)
-        return self._coming(collective.done, -1, missing).then(lambda _: cast("U", collective.result))
+        missing = partial(set(group.ranks).difference, collective.joined)
+        return self._transfer(collective.done, -1, missing).then(lambda _: cast("U", collective.result))
 
     # Failing
 
     @override
-    def trouble(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
+    def translate_error(self, error: RuntimeError, peer: int, waited_seconds: float = 0.0) -> Exception:
         del peer, waited_seconds
         if self.hub.failed is None:
             raise error
         failed, why = self.hub.failed
-        return Lost(failed, f"worker of rank {failed} failed: {why}")
+        return PeerLost(failed, f"worker of rank {failed} failed: {why}")
 
     @override
     def statuses(self) -> list[Status | None]:
@@ -320,7 +318,7 @@ class ThreadControl(Control):
 
 
 class LocalTransport(Transport):
-    """One thread's transport: all goes by its end of a ``Hub``."""
+    """One thread's transport: its data plane too is a ``Hub``."""
 
     shares_process = True
     control: ThreadControl
@@ -361,19 +359,21 @@ class LocalTransport(Transport):
         place = group.ranks.index(self.rank)
 
         def take(rows: list[Tensor]) -> None:
-            for row, each in zip(received, rows, strict=True):
-                row.copy_(each[place])
+            for row, sender_rows in zip(received, rows, strict=True):
+                row.copy_(sender_rows[place])
 
         return self.control.join(group, sent, list).then(take)
 
     @override
     def broadcast(self, tensor: Tensor, source: int, group: Group) -> None:
-        # A copy, because the source may change its tensor before the others have looked.
-        mine = tensor.detach().clone() if self.rank == source else None
-        found = self.control.join(group, mine, lambda values: next(v for v in values if v is not None)).wait()
+        # A copy, because the source may change its tensor before the other ranks have copied it.
+        copy = tensor.detach().clone() if self.rank == source else None
+        shared = self.control.join(
+            group, copy, lambda values: next(v for v in values if v is not None)
+        ).wait()
         if self.rank != source:
             with torch.no_grad():
-                tensor.copy_(found)
+                tensor.copy_(shared)
 
 
 def _copy(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from counterflow.common.tensors.torch_private import abort, flight_record, nccl_options
 from counterflow.errors import CounterflowError
 
-from ..torch_private import abort, flight_record, nccl_options
 from .base import Group, Status, TimedOut, member
 from .control import DevicePlane, ProcessControl
 from .gpu_environment import before_nccl, launches_hold
@@ -32,10 +32,10 @@ from .worker_watch import worker_error
 _LOG = logging.getLogger(__name__)
 
 _RECORDED = "2000"
-"""Operations that NCCL's flight recorder keeps."""
+"""Number of operations in NCCL's flight recorder."""
 
 _ABORT_SECONDS = 5.0
-"""How long is waited for communicators that are aborted."""
+"""Maximum time to wait for communicators that are aborted."""
 
 
 _MESSAGE_CTAS = 4
@@ -73,8 +73,8 @@ class NcclTransport(OrderedTransport, DevicePlane):
     """One process's transport over NCCL; all ranks make one at the same time.
 
     Args:
-        device: where this worker computes.
-        timeout_seconds: how long anything is waited for.
+        device: device of this worker's computation.
+        timeout_seconds: maximum time of any wait.
     """
 
     kind = NCCL
@@ -93,7 +93,7 @@ class NcclTransport(OrderedTransport, DevicePlane):
             raise
 
     def make_data_plane(self) -> None:
-        """Make the groups that tensors of known shapes travel over."""
+        """Make the groups that carry tensors of known shapes."""
         before_nccl()
         self.launches_hold = launches_hold()
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its former name
@@ -104,19 +104,19 @@ class NcclTransport(OrderedTransport, DevicePlane):
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
         del name
         options = message_options(_LONG) if messages and self.backend == NcclTransport.backend else None
-        made = self.control.new_group(ranks, self.backend, _LONG, options)
-        if made is not None:
-            self._data_groups.append(made)
-        return made
+        group = self.control.new_group(ranks, self.backend, _LONG, options)
+        if group is not None:
+            self._data_groups.append(group)
+        return group
 
     @override
     def release(self, groups: Iterable[Group]) -> None:
-        mine = [member(group) for group in groups if group.handle is not None]
-        if mine:
+        handles = [member(group) for group in groups if group.handle is not None]
+        if handles:
             self.progress.synchronize()  # nothing is in flight on them
-        for group in mine:
-            self._data_groups.remove(group)
-            self.control.end_group(group)
+        for handle in handles:
+            self._data_groups.remove(handle)
+            self.control.end_group(handle)
 
     @override
     def device_status(self) -> Status:
@@ -138,7 +138,7 @@ class NcclTransport(OrderedTransport, DevicePlane):
         """The host continues with undefined data, and gets the error at the
         next agreement of the workers.
         """
-        self.keep_flight_record()
+        self.write_flight_record()
         # Each in a thread: even here NCCL may wait for ever, and the aborting thread has more to do.
         threads = [Thread(target=_aborted, args=(group,), daemon=True) for group in self._data_groups]
         for thread in threads:
@@ -147,16 +147,16 @@ class NcclTransport(OrderedTransport, DevicePlane):
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def keep_flight_record(self) -> None:
-        """Write what NCCL's flight recorder noted, once: what was launched, and what of it never ran."""
-        found, self._recorded = None if self._recorded else flight_record(), True
-        if found is not None:
+    def write_flight_record(self) -> None:
+        """Write NCCL's flight record, once: operations that were launched, and those that never ran."""
+        record, self._recorded = None if self._recorded else flight_record(), True
+        if record is not None:
             begin = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
             if begin is None:
                 begin = str(self.record_folder / "nccl_trace_rank_")  # as torch names them
             path = Path(f"{begin}{self.rank}")
             with contextlib.suppress(OSError):  # there is already a failure to report
-                path.write_bytes(found)
+                path.write_bytes(record)
                 _LOG.warning("worker %d: what NCCL had launched is in %s; see torchfrtrace", self.rank, path)
 
     @override

@@ -1,10 +1,10 @@
 """Tensors of known shapes over process groups with NCCL's rules; the rest over a control plane.
 
-NCCL matches the messages of two ranks by their order alone; a wait lets later work on the stream wait, and
-the host goes on. Messages to higher ranks have one process group and those to lower ranks another: messages
+NCCL matches the messages of two ranks by their order alone; a wait blocks receive work on the stream, not
+the host. Messages to higher ranks have one process group and those to lower ranks another: messages
 that cross never wait for each other, and none is grouped with others, which would need all to take part.
 
-Invariant: every communicator is made in ``connect``, by all that it has, in one order. So no later call waits
+Invariant: every communicator is made in ``connect``, by all its ranks, in one order. So no receive call waits
 for a host. The control plane, over which all workers meet at the end of each step, explains errors.
 ``nccl.py`` and ``strict_nccl/`` choose the process groups and the control plane.
 """
@@ -25,18 +25,18 @@ from counterflow.program.actions import Matching
 
 from .base import Control, Group, Transport, member
 from .headers import announced, as_bytes, describe
-from .pending import DONE, Transfer, all_over, both, by_way_of, contiguously
+from .pending import DONE, Transfer, all_completed, both, call_contiguous, receive_via
 from .progress import Event, Progress
 
 T = TypeVar("T")
 
 
-class _Later(Generic[T]):
-    """A receive from a peer that is posted when those before it are.
+class _QueuedReceive(Generic[T]):
+    """A receive that is posted after all earlier ones from the same peer.
 
     Args:
         begin: posts it.
-        known: whether it can be posted without receiving shapes first.
+        known: True if its shapes are known, so they need not be received first.
     """
 
     __slots__ = ("begin", "known", "posted")
@@ -46,7 +46,6 @@ class _Later(Generic[T]):
         self.posted: Transfer[T] | None = None
 
     def post(self) -> None:
-        """Post it."""
         self.posted = self.begin()
 
     def done(self) -> bool:
@@ -58,14 +57,15 @@ class OrderedTransport(Transport):
     """Base of transports that send data over process groups with NCCL's rules.
 
     The control plane announces the shapes of tensors with unknown shapes, which are then sent over the same
-    group as all others. Their receive, and later ones from the same rank, are posted after the announcement.
+    group as all others. Their receive, and receive ones from the same rank, are posted after the
+    announcement.
     """
 
     matching = Matching.ORDER
 
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control, device)
-        self._behind: defaultdict[int, deque[_Later[Any]]] = defaultdict(deque)
+        self._queues: defaultdict[int, deque[_QueuedReceive[Any]]] = defaultdict(deque)
         self.progress = Progress(self.status, self.record_event)
 
     def make_groups(self) -> None:
@@ -80,31 +80,32 @@ class OrderedTransport(Transport):
 
     @abstractmethod
     def data_group(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> ProcessGroup | None:
-        """A process group, None if this rank is not in it; all ranks of the world call it in one order.
+        """Process group of some ranks, None if this rank is not in it; all ranks of the world call it in one
+        order.
 
-        ``messages``: whether it carries messages of two ranks, not collectives.
+        ``messages``: True if it carries messages between two ranks, False for collectives.
         """
 
     @abstractmethod
     def record_event(self) -> Event:
-        """An event at the end of the current stream."""
+        """Record an event at the end of the current stream."""
 
     # Messages
 
     @override
     def connect(self, peers: Iterable[int], groups: Iterable[Group] = ()) -> None:
-        """The communicators of the groups first, then those of pairs, in one order that all workers have: the
-        first that is not made is the next one of all its members. Pairs of neighbours are made side by side.
+        """Make the communicators of the groups, then those of pairs, in one order on all workers: the first
+        that is missing is the next one of all its members. Pairs of neighbours are made concurrently.
         """
         for group in groups:
             if self.rank in group.ranks and len(group.ranks) > 1:
-                with self.progress.held(-1):
+                with self.progress.host_waiting(-1):
                     self.all_reduce(self._token(), group).wait()
                     self.progress.synchronize()
         pairs = {(min(self.rank, peer), max(self.rank, peer)) for peer in peers}
         for low, high in sorted(pairs, key=lambda pair: (pair[0] % 2, pair)):
             for source, target in ((low, high), (high, low)):
-                with self.progress.held(high if self.rank == low else low):
+                with self.progress.host_waiting(high if self.rank == low else low):
                     if self.rank == source:
                         self.send((self._token(),), target, 0).wait()
                     else:
@@ -116,15 +117,14 @@ class OrderedTransport(Transport):
 
     @override
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        """Tensors that are on the host go beside, over the control plane."""
-        there, hosts = self._apart(tensors)
+        """Host tensors are sent over the control plane."""
+        on_device, hosts = self._by_device(tensors)
         group = self._to_higher if peer > self.rank else self._to_lower
-        plain = [as_bytes(tensor) for tensor in there if tensor.numel()]
+        plain = [as_bytes(tensor) for tensor in on_device if tensor.numel()]
         launched = self._launched(lambda: [group.send([tensor], peer, 0) for tensor in plain], peer)
         return both(self.control.send_described(hosts, peer, tag), launched) if hosts else launched
 
-    def _apart(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The tensors of a message that are on the device, and those that are on the host."""
+    def _by_device(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         for tensor in tensors:
             if tensor.device != self.device:
                 break
@@ -137,25 +137,25 @@ class OrderedTransport(Transport):
 
     @override
     def receive(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
-        there, hosts = self._apart(buffers)
-        told = self.control.receive_described(peer, tag) if hosts else None
-        if self._behind[peer]:
-            receiving = self._queued(peer, lambda: self.post_receive(there, peer), known=True)
+        on_device, hosts = self._by_device(buffers)
+        host_receive = self.control.receive_described(peer, tag) if hosts else None
+        if self._queues[peer]:
+            receiving = self._enqueue(peer, lambda: self.post_receive(on_device, peer), known=True)
         else:
-            receiving = self.post_receive(there, peer)
-        if told is None:
+            receiving = self.post_receive(on_device, peer)
+        if host_receive is None:
             return receiving
 
         def finish() -> None:
             receiving.wait()
             with torch.no_grad():
-                for buffer, tensor in zip(hosts, told.wait(), strict=True):
+                for buffer, tensor in zip(hosts, host_receive.wait(), strict=True):
                     buffer.copy_(tensor)
 
         return Transfer(finish)  # the waiting caller already knows what it sends
 
     def post_receive(self, buffers: Sequence[Tensor], peer: int) -> Transfer[None]:
-        """Post a receive of known shapes after all that was posted before."""
+        """Post a receive of known shapes."""
         group = self._to_higher if peer < self.rank else self._to_lower
 
         def begin(targets: Sequence[Tensor]) -> Transfer[None]:
@@ -164,7 +164,7 @@ class OrderedTransport(Transport):
 
         if all(buffer.is_contiguous() for buffer in buffers):
             return begin(buffers)
-        return by_way_of(buffers, begin, self.device)
+        return receive_via(buffers, begin, self.device)
 
     @override
     def send_described(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Transfer[None]:
@@ -172,64 +172,64 @@ class OrderedTransport(Transport):
         payload = [tensor for place, tensor in enumerate(tensors) if place not in places]
         words = describe(payload)
         hosts = [tensors[place] for place in places]
-        told = self.control.send_described(
+        announcement = self.control.send_described(
             [words, torch.tensor(places, dtype=torch.int64, device="cpu"), *hosts], peer, tag
         )
-        return both(told, self.send(payload, peer, tag))
+        return both(announcement, self.send(payload, peer, tag))
 
     @override
     def receive_described(self, peer: int, tag: int) -> Transfer[list[Tensor]]:
-        told = self.control.receive_described(peer, tag)
+        announcement = self.control.receive_described(peer, tag)
 
         def begin() -> Transfer[list[Tensor]]:
-            words, places, *hosts = told.wait()
+            words, places, *hosts = announcement.wait()
             tensors, needing, _ = announced(words.tolist(), device=self.device)
 
-            def whole(_: None) -> list[Tensor]:
+            def with_host_tensors(_: None) -> list[Tensor]:
                 for tensor, need in zip(tensors, needing, strict=True):
                     tensor.requires_grad_(need)
                 for place, host in zip(places.tolist(), hosts, strict=True):
                     tensors.insert(place, host)
                 return tensors
 
-            return self.post_receive(tensors, peer).then(whole)
+            return self.post_receive(tensors, peer).then(with_host_tensors)
 
-        receiving = self._queued(peer, begin, known=False)
+        receiving = self._enqueue(peer, begin, known=False)
         if self.launches_hold:  # its sender is held until it is posted
-            self._post_until(self._behind[peer][-1], peer)
+            self._post_until(self._queues[peer][-1], peer)
         return receiving
 
-    def _queued(self, peer: int, begin: Callable[[], Transfer[T]], *, known: bool) -> Transfer[T]:
-        later = _Later(begin, known=known)
-        self._behind[peer].append(later)
-        return Transfer(lambda: self._post_until(later, peer).wait(), later.done)
+    def _enqueue(self, peer: int, begin: Callable[[], Transfer[T]], *, known: bool) -> Transfer[T]:
+        receive = _QueuedReceive(begin, known=known)
+        self._queues[peer].append(receive)
+        return Transfer(lambda: self._post_until(receive, peer).wait(), receive.done)
 
-    def _post_until(self, later: _Later[T], peer: int) -> Transfer[T]:
-        """Post what was to be received from a rank, in its order, up to ``later`` and what is known."""
-        behind = self._behind[peer]
-        while later.posted is None:
-            behind[0].post()
-            behind.popleft()
-        while behind and behind[0].known:
-            behind.popleft().post()
-        return later.posted
+    def _post_until(self, receive: _QueuedReceive[T], peer: int) -> Transfer[T]:
+        """Post the queued receives from a rank up to ``receive``, and later ones of known shapes."""
+        queue = self._queues[peer]
+        while receive.posted is None:
+            queue[0].post()
+            queue.popleft()
+        while queue and queue[0].known:
+            queue.popleft().post()
+        return receive.posted
 
     def _launched(self, launch: Callable[[], Sequence[Work]], peer: int) -> Transfer[None]:
         try:
             works = launch()
         except RuntimeError as error:
-            raise self.control.trouble(error, peer) from error
-        return Transfer(lambda: self.let_stream_wait(works, peer), all_over(works))
+            raise self.control.translate_error(error, peer) from error
+        return Transfer(lambda: self.let_stream_wait(works, peer), all_completed(works))
 
     def let_stream_wait(self, works: Sequence[Work], peer: int) -> None:
-        """Let the current stream wait for what was launched."""
+        """Let the current stream wait for works."""
         if works:
-            self.progress.waits(all_over(works), peer)
+            self.progress.waits(all_completed(works), peer)
             try:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                raise self.control.trouble(error, peer) from error
+                raise self.control.translate_error(error, peer) from error
 
     @override
     def computed(self) -> None:
@@ -237,14 +237,14 @@ class OrderedTransport(Transport):
 
     @override
     def stay_near(self) -> None:
-        """What a host launched ahead, and its outputs, are in memory."""
+        """Launched ops and their outputs occupy memory."""
         self.progress.stay_near()
 
     # Collectives
 
     @override
     def group(self, ranks: Sequence[int]) -> Group:
-        """Two groups of the same ranks are two."""
+        """Groups of the same ranks are distinct."""
         alone = len(ranks) == 1
         return Group(tuple(ranks), None if alone else self.data_group(ranks, "sums"))
 
@@ -263,10 +263,10 @@ class OrderedTransport(Transport):
         if len(group.ranks) > 1:
             root = group.ranks.index(source)
 
-            def begin(whole: Tensor) -> None:
-                self._collective(lambda handle: handle.broadcast(whole, root), group).wait()
+            def begin(dense: Tensor) -> None:
+                self._collective(lambda handle: handle.broadcast(dense, root), group).wait()
 
-            contiguously(tensor, begin, takes=self.rank != source)
+            call_contiguous(tensor, begin, update=self.rank != source)
 
     def _collective(self, call: Any, group: Group) -> Transfer[None]:
         handle = member(group)

@@ -1,4 +1,4 @@
-"""What is in flight on a transport, and what is worked out when it has come."""
+"""Messages and collectives in flight, and computations on their results."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ class Transfer(Pending, Generic[T]):
     """A message or a collective in flight: ``Pending``, ``Described`` or ``Gathering``.
 
     Args:
-        finish: waits for it, and gives what came; called once, by the first wait that it lets return.
-        over: whether a wait would return at once.
+        finish: waits for it and returns its result; called until it returns once.
+        is_done: returns True if a wait would return at once.
     """
 
-    __slots__ = ("_came", "_finish", "_over")
+    __slots__ = ("_finish", "_is_done", "_result")
 
-    def __init__(self, finish: Callable[[], T], over: Callable[[], bool] = _never) -> None:
+    def __init__(self, finish: Callable[[], T], is_done: Callable[[], bool] = _never) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._over = over
+        self._is_done = is_done
 
     @override
     def done(self) -> bool:
-        return self._over()
+        return self._is_done()
 
     @override
     def wait(self) -> T:
         if self._finish is not None:
-            self._came: T = self._finish()
-            self._finish, self._over = None, _always  # what they refer to may go
-        return self._came
+            self._result: T = self._finish()
+            self._finish, self._is_done = None, _always  # what they refer to may go
+        return self._result
 
     def then(self, call: Callable[[T], U]) -> Transfer[U]:
-        """What ``call`` makes of what comes."""
-        return Transfer(lambda: call(self.wait()), self._over)
+        """Transfer of the result of ``call`` on this one's result."""
+        return Transfer(lambda: call(self.wait()), self._is_done)
 
 
 DONE = Transfer(lambda: None, _always)
-"""What was over before it began."""
+"""A transfer that has nothing to send."""
 
 
 def both(first: Pending, second: Pending) -> Transfer[None]:
-    """A message in two parts."""
+    """Transfer of a message in two parts."""
 
     def finish() -> None:
         first.wait()
@@ -68,25 +68,25 @@ def both(first: Pending, second: Pending) -> Transfer[None]:
     return Transfer(finish, lambda: first.done() and second.done())
 
 
-def all_over(works: Sequence[Work]) -> Callable[[], bool]:
-    """Whether works of torch.distributed are over; Gloo reports a receive only when it is waited for."""
+def all_completed(works: Sequence[Work]) -> Callable[[], bool]:
+    """Predicate: all works are completed. Gloo reports that of a receive only when it is waited for."""
     return lambda: all(work.is_completed() for work in works)
 
 
-def by_way_of(
+def receive_via(
     buffers: Sequence[Tensor],
     begin: Callable[[Sequence[Tensor]], Transfer[None]],
     device: torch.device,
     *,
     pinned: bool = False,
 ) -> Transfer[None]:
-    """A receive into buffers that cannot be received into directly.
+    """Receive into contiguous temporary tensors and copy them into the buffers.
 
     Args:
-        buffers: of any layout.
-        begin: begins to receive into others, which are contiguous.
-        device: that of the others.
-        pinned: whether their memory is pinned.
+        buffers: tensors of any layout.
+        begin: begins to receive into the temporary tensors.
+        device: device of the temporary tensors.
+        pinned: True to pin their memory.
     """
     targets = [torch.empty(b.shape, dtype=b.dtype, device=device, pin_memory=pinned) for b in buffers]
 
@@ -98,10 +98,10 @@ def by_way_of(
     return begin(targets).then(move)
 
 
-def contiguously(tensor: Tensor, call: Callable[[Tensor], object], *, takes: bool) -> None:
-    """Call something with a tensor's contiguous memory; one that ``takes`` has what is there then."""
+def call_contiguous(tensor: Tensor, call: Callable[[Tensor], object], *, update: bool) -> None:
+    """Call a function with a contiguous view or copy of a tensor; ``update`` copies the result back."""
     plain = tensor.detach()
-    whole = plain.contiguous()
-    call(whole)
-    if takes and whole is not plain:
-        plain.copy_(whole)
+    dense = plain.contiguous()
+    call(dense)
+    if update and dense is not plain:
+        plain.copy_(dense)

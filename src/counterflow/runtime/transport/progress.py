@@ -2,9 +2,9 @@
 
 A GPU's host only launches: it does not see what the device waits for, and would launch a whole step, with all
 that step's outputs in memory. So each op records an event and each wait for a message its work; the first of
-them that is not over shows what the device does.
+them that is not over is the device's current activity.
 
-Invariant: one thread notes, another may look at any time.
+Invariant: one thread adds entries, another may read the status at any time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ OPS_AHEAD = 2
 
 
 class Event(Protocol):
-    """A place in a device's stream, as ``torch.cuda.Event``."""
+    """A point in a device's stream, as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """True if the stream has reached it."""
 
     def synchronize(self) -> None:
-        """Hold the host until it comes."""
+        """Block the host until the stream reaches it."""
 
 
 @dataclass(slots=True)
-class _Noted:
-    """Something on the stream: whether it is over, what it is part of, and for whom it waits."""
+class _Entry:
+    """Work on the stream: if it is over, the host's action that launched it, the rank it waits for."""
 
     over: Callable[[], bool]
     doing: object
@@ -43,68 +43,68 @@ class _Noted:
 
 
 class Progress:
-    """One worker's.
+    """Work of one worker's device that is launched and not over.
 
     Args:
-        status: what its host does.
-        record: an event at the end of the current stream.
+        status: status of its host.
+        record: returns an event at the end of the current stream.
     """
 
     def __init__(self, status: Status, record: Callable[[], Event]) -> None:
         self._status = status
         self._record = record
-        self._noted: deque[_Noted] = deque()
+        self._entries: deque[_Entry] = deque()
         self._ends: deque[Event] = deque()
         self._lock = threading.Lock()
         self._head_since = 0.0
 
     def waits(self, over: Callable[[], bool], peer: int) -> None:
-        """The stream waits for a rank, -1 for several."""
-        self._note(_Noted(over, self._status.doing, peer))
+        """Note that the stream waits for a rank (-1: several)."""
+        self._note(_Entry(over, self._status.doing, peer))
 
     def computed(self) -> None:
-        """An op was launched."""
+        """Note that an op was launched."""
         event = self._record()
-        self._note(_Noted(event.query, self._status.doing, None))
+        self._note(_Entry(event.query, self._status.doing, None))
         self._ends.append(event)
 
     def stay_near(self) -> None:
-        """Hold the host until no more than ``OPS_AHEAD`` ops are launched and not over."""
+        """Block the host until at most ``OPS_AHEAD`` ops are launched and not over."""
         while len(self._ends) > OPS_AHEAD:
             self._ends.popleft().synchronize()
 
     @contextmanager
-    def held(self, peer: int) -> Iterator[None]:
-        """Around what holds the host until others come: -1 for several."""
-        begun = [True]
-        self._note(_Noted(lambda: not begun, self._status.doing, peer))
+    def host_waiting(self, peer: int) -> Iterator[None]:
+        """Note that the host is blocked until a rank (-1: several) takes part."""
+        waiting = [True]
+        self._note(_Entry(lambda: not waiting, self._status.doing, peer))
         try:
             yield
         finally:
-            begun.clear()
+            waiting.clear()
 
     def synchronize(self) -> None:
-        """Hold the host until the stream has come to its end."""
+        """Block the host until all launched work is over."""
         self._ends.clear()
         self._record().synchronize()
 
-    def _note(self, noted: _Noted) -> None:
+    def _note(self, entry: _Entry) -> None:
         with self._lock:
             self._drop_what_is_over()
-            if not self._noted:
+            if not self._entries:
                 self._head_since = time.monotonic()
-            self._noted.append(noted)
+            self._entries.append(entry)
 
     def _drop_what_is_over(self) -> None:
-        while self._noted and self._noted[0].over():
-            self._noted.popleft()
+        while self._entries and self._entries[0].over():
+            self._entries.popleft()
             self._head_since = time.monotonic()
 
     def status(self) -> Status:
-        """What the device does; the host, if that has nothing to do."""
+        """Status of the device, or of the host if the device is idle."""
         with self._lock:
             self._drop_what_is_over()
-            if not self._noted:
+            if not self._entries:
                 return self._status
-            head = self._noted[0]
+            head = self._entries[0]
             return Status(self._status.rank, head.doing, head.waiting_for, self._head_since)

@@ -1,7 +1,7 @@
 """Workers that wait for one whose function has returned: it sends nothing more, and they would wait in vain.
 
 Only what starts workers and keeps their processes says that one has returned. Its messages may still be on
-their way, so a worker has to wait a while; and where it waits for several, all others have to wait as well.
+their way, so a worker has to wait a while; and where it waits for several, the rest have to wait as well.
 
 Invariant: a worker that somebody who computes may still serve is never said to wait in vain.
 """
@@ -35,22 +35,22 @@ class Posted:
     returned: bool = False
 
     def continues(self, earlier: Posted) -> bool:
-        """Whether the worker is still in the wait that an earlier post reports."""
+        """True if the worker is still in the wait that an earlier post reports."""
         same = (self.doing, self.waiting_for) == (earlier.doing, earlier.waiting_for)
         return same and self.waiting_for is not None and abs(self.since - earlier.since) < 0.1
 
 
 class Returns:
-    """One worker's look at those that have returned.
+    """Detection of a wait for workers that have returned, by one worker.
 
     Args:
         rank: this worker.
 
-    >>> mine = Returns(0)
+    >>> returns = Returns(0)
     >>> waiting = Posted("Forward F0.0", 1, since=1.0, at=2.0)
     >>> ended = Posted("its end", None, since=1.0, at=1.0, returned=True)
-    >>> mine.awaited({0: waiting, 1: ended})
-    >>> mine.awaited({0: Posted("Forward F0.0", 1, since=1.0, at=7.0), 1: ended})
+    >>> returns.awaited({0: waiting, 1: ended})
+    >>> returns.awaited({0: Posted("Forward F0.0", 1, since=1.0, at=7.0), 1: ended})
     1
     """
 
@@ -73,12 +73,12 @@ class Returns:
         waiting_for = posted[self._rank].waiting_for
         if waiting_for is None or not returned:
             return None
-        others = {rank for rank in posted if rank not in returned} if waiting_for < 0 else {self._rank}
+        waiting = {rank for rank in posted if rank not in returned} if waiting_for < 0 else {self._rank}
         if waiting_for >= 0 and waiting_for not in returned:
             return None
-        if any(posted[rank].waiting_for is None for rank in others):
+        if any(posted[rank].waiting_for is None for rank in waiting):
             return None
-        since = max(self._first[rank].at for rank in others)
-        if min(posted[rank].at for rank in others) - since < _GRACE_SECONDS:
+        since = max(self._first[rank].at for rank in waiting)
+        if min(posted[rank].at for rank in waiting) - since < _GRACE_SECONDS:
             return None
         return waiting_for if waiting_for >= 0 else min(returned)

@@ -1,6 +1,6 @@
-"""A thread beside a worker, which handles what it is given, one thing after another.
+"""A background thread of a worker with a queue of items, which it handles one after another.
 
-Invariant: what was handled is let go of before the next thing is waited for.
+Invariant: it releases an item before it waits for the next one.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ class SideThread(Generic[T]):
 
     Args:
         name: of the thread.
-        handle: called in the thread with each thing; an error would end the thread.
+        handle: called in the thread with each item; an error would end the thread.
     """
 
     def __init__(self, name: str, handle: Callable[[T], None]) -> None:
         self._handle = handle
-        self._given: SimpleQueue[T | None] = SimpleQueue()
+        self._queue: SimpleQueue[T | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, thing: T) -> None:
-        """Let the thread handle something, after all that it was given before."""
-        self._given.put(thing)
+    def put(self, item: T) -> None:
+        """Enqueue an item."""
+        self._queue.put(item)
 
     @property
-    def waits(self) -> bool:
-        """Whether nothing is left to handle but what is handled now."""
-        return self._given.empty()
+    def is_drained(self) -> bool:
+        """True if the queue is empty; the last item may still be handled."""
+        return self._queue.empty()
 
     def close(self, within_seconds: float = 0.0) -> bool:
-        """Let the thread end after what it was given; whether it did so in time."""
-        self._given.put(None)
+        """End the thread after the items in its queue; return True if it ended in time."""
+        self._queue.put(None)
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (thing := self._given.get()) is not None:
-            self._handle(thing)
-            del thing
+        while (item := self._queue.get()) is not None:
+            self._handle(item)
+            del item

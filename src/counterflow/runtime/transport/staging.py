@@ -1,4 +1,4 @@
-"""Two threads beside the worker, for sends over Gloo: one copies and posts them, one sees them done.
+"""Two background threads for sends over Gloo: one copies and posts them, one waits until they are sent.
 
 The stager takes CUDA tensors through pinned host memory. The reaper exists because Gloo reports that
 a send is done only to a thread that waits for it, and a worker returns memory without waiting.
@@ -40,12 +40,12 @@ _LONG = timedelta(days=30)
 
 
 class PendingSend(Pending):
-    """A message on its way. Who holds the lock posts it, or waits for its works.
+    """A message in flight. The holder of the lock posts it, or waits for its works.
 
     Args:
-        peer: to whom it goes.
-        wait: waits until all of it has left.
-        works: what was posted of it.
+        peer: rank of its receiver.
+        wait: waits until it is sent.
+        works: its sends that were posted.
     """
 
     __slots__ = ("_wait", "error", "lock", "over", "peer", "works")
@@ -60,7 +60,7 @@ class PendingSend(Pending):
 
     @override
     def done(self) -> bool:
-        """Whether all has left, as far as was seen."""
+        """True if the message was seen to be sent."""
         return self.over and self.error is None
 
     @override
@@ -84,9 +84,9 @@ class StagedSend(PendingSend):
     """A message that the stager posts.
 
     Attributes:
-        tensors: what is posted, with its ``tags``; host tensors.
-        sources: what some of them are copies of.
-        copied: waits until these are made.
+        tensors: host tensors to post, with their ``tags``.
+        sources: device tensors that some of them are copies of.
+        copied: waits until these copies are made.
     """
 
     __slots__ = ("copied", "sources", "tags", "tensors")
@@ -116,7 +116,7 @@ class SendReaper(SideThread[PendingSend]):
             time.sleep(_NAP_SECONDS)
         with send.lock:
             send.finish(_LONG)
-        self._naps = self.waits
+        self._naps = self.is_drained
 
 
 class Stager(SideThread[StagedSend]):
@@ -124,9 +124,9 @@ class Stager(SideThread[StagedSend]):
 
     Args:
         post: begins to send one host tensor.
-        wait: waits until a message has left.
+        wait: waits until a message is sent.
         copy_out: begins to copy tensors to the host.
-        reaper: looks after what was posted.
+        reaper: waits for the sends that were posted.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class Stager(SideThread[StagedSend]):
     def send(
         self, tensors: Sequence[Tensor], peer: int, tag: int, preface: Sequence[tuple[Tensor, int]] = ()
     ) -> PendingSend:
-        """Take device tensors to be sent, after a preface of host tensors with tags of their own."""
+        """Enqueue device tensors to be sent after a preface of host tensors, each with a tag of its own."""
         send = StagedSend(peer, self._wait)
         send.lock.acquire()  # the stager releases it
         send.sources = tensors
         copies, send.copied = self._copy_out(tensors)
         send.tensors = [*(tensor for tensor, _ in preface), *copies]
-        send.tags = [*(own for _, own in preface), *([tag] * len(copies))]
-        self.give(send)
+        send.tags = [*(part_tag for _, part_tag in preface), *([tag] * len(copies))]
+        self.put(send)
         return send
 
     def _post_copies(self, send: StagedSend) -> None:
@@ -162,11 +162,11 @@ class Stager(SideThread[StagedSend]):
         send.sources = ()
         send.works = works
         send.lock.release()
-        self._reaper.give(send)
+        self._reaper.put(send)
 
 
 def cuda_copy_out(device: torch.device) -> CopyOut:
-    """Copies on a stream of their own, into pinned memory, beside the worker's computation."""
+    """Copies into pinned memory, on a separate stream, concurrent with the worker's computation."""
     stream = torch.cuda.Stream(device)
 
     def copy_out(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:

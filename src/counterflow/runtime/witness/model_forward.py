@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from counterflow.api.aux_loss import add_loss, added_losses
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.tensors.torch_private import intercepted
 from counterflow.common.trees import tensors_in
 
 from ..messages.values import Keyworded
 from ..stages.attributes import restored_attributes
 from ..stages.precision import Precision
 from ..stages.remote import tables
-from ..torch_private import intercepted
 from .owner import ModuleCall, ModuleResult, Owner
 from .rounds import Rounds
 from .sketches import CallKey

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.capture.layer import CapturedLayer
+from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.common.trees import version_of
 
 from ..messages.values import Value
@@ -27,7 +28,6 @@ from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
 from ..stages.stage import LocalStage
 from ..stages.stage_wrappers import Run, StageWrapper
-from ..torch_private import buffers_of
 from .sketches import CallKey, CallSketch, Sketch, sketches_of
 from .state import Repeats
 

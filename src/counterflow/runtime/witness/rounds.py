@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from counterflow.common.mappings import register_mapping_classes
 from counterflow.errors import WorkerError
 
-from ..messages.mappings import know
 from ..transport.base import Pending, Transport
 
 
@@ -160,7 +160,7 @@ class RemoteError(WorkerError):
 
 def packed(tree: Any) -> Any:
     """Return a tree whose tensors can travel between processes."""
-    know(tree)
+    register_mapping_classes(tree)
     return pytree.tree_map_only(Tensor, _packed, tree)
 
 
@@ -177,5 +177,5 @@ def unpacked(tree: Any, device: torch.device) -> Any:
         # A copy is no leaf: layers may change it in place.
         return tensor.requires_grad_().clone() if leaf.requires_grad else tensor
 
-    know(tree)
+    register_mapping_classes(tree)
     return pytree.tree_map_only(Packed, unpack, tree)

@@ -13,18 +13,18 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.mappings import register_mapping_classes
+from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.common.trees import version_of
 from counterflow.schedule.ir import Schedule
 from counterflow.verification.diagnosis.comparison import difference
 from counterflow.verification.diagnosis.tolerances import MODELS
 
-from ..messages.mappings import know
 from ..messages.values import Value
 from ..stages.named_layer import NamedLayer, place_of
 from ..stages.sample_rows import SampleRows
 from ..stages.stage_wrappers import Run, StageWrapper
-from ..torch_private import buffers_of
-from ..transport.turns import RandomStates
+from ..transport.rng_lock import RandomStates
 from .rounds import packed, unpacked
 
 
@@ -100,7 +100,7 @@ class Repeats(StageWrapper):
                 second = run(copies, step, rows)
         finally:
             after.restore()
-        know(output)
+        register_mapping_classes(output)
         dtypes = [
             t.dtype for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
         ]

@@ -40,7 +40,7 @@ from ..stages.randomness import RandomStreams
 from ..stages.remote import RemoteTensorError
 from ..stages.skips import Carried
 from ..stages.stage import LocalStage, evaluating
-from ..transport.base import Lost, TimedOut
+from ..transport.base import PeerLost, TimedOut
 from .comparison import Comparison, Result, same
 from .model_forward import ModelForward
 from .owner import Owner, StageResult, StageRun
@@ -282,7 +282,7 @@ class Witness:
         try:
             output, terms = forward.run(pytree.tree_map_only(Tensor, copied, value), tensors)
             loss = self._loss(comparison, output, terms)
-        except (Lost, TimedOut):
+        except (PeerLost, TimedOut):
             raise
         except (RemoteError, RemoteTensorError, torch.OutOfMemoryError) as error:
             return Result(undecided=str(error))
@@ -313,7 +313,7 @@ class Witness:
             loss = None if repeats else self._loss(comparison, output, terms)
             output = pytree.tree_map_only(Tensor, copied, output)
             return Result(output, loss, result.draws, stateful=result.stateful)
-        except (Lost, TimedOut):
+        except (PeerLost, TimedOut):
             raise
         except Exception as error:  # the step reports an error of its layers
             return Result(undecided=f"{type(error).__name__}: {error}")

@@ -1,8 +1,7 @@
-"""What all workers have to give their pipelines alike: compared before anything is made of it.
+"""Comparison of the arguments that all workers must pass to their pipelines, before anything is made of them.
 
-Invariant: what differs would train another model in silence (cuts, a loss), or leave a worker waiting
-(orders).
-What may differ (devices, compilers, patience) is not looked at.
+Invariant: a difference that would silently train another model (cuts, a loss), or block a worker (orders), is
+an error. Arguments that may differ (devices, compilers, timeouts) are not compared.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ from ..transport.base import Transport
 _V = TypeVar("_V")
 
 _MOST, _MOST_RANKS = 80, 8
-"""Letters that are shown of a value, and ranks."""
+"""Maximum characters of a value, and number of ranks, in a message."""
 
 _MORE = {
     "cuts": "; costs that each worker measures for itself differ: let one worker measure, and send them",
 }
 
 
-def refuse_others(
+def check_same_arguments(
     transport: Transport,
     schedule: Schedule,
     details: Mapping[str, Mapping[str, str]] | None = None,
-    **given: object,
+    **arguments: object,
 ) -> None:
-    """Compare what this worker was given with what the others were; all workers call it.
+    """Compare this worker's arguments with those of all workers; all workers call it.
 
     Args:
-        transport: how to reach them.
+        transport: exchanges the arguments.
         schedule: compared by its form in a file.
-        details: by the name of what is compared, its parts in words; those that differ are named.
-        given: the rest, by name, compared as it is shown.
+        details: for an argument of several parts, a description of each; the error names the part that
+            differs.
+        arguments: all other arguments by name, compared by their ``repr``.
 
     Raises:
-        ConfigError: a worker was given something else.
+        ConfigError: a worker passed another argument.
     """
     details = details or {}
     digest = hashlib.blake2b(dumps(schedule).encode(), digest_size=16).hexdigest()
-    mine = {"schedule": (digest, str(schedule))} | {name: _shown(value) for name, value in given.items()}
-    mine |= {name: (_digest(repr(sorted(parts.items()))), "") for name, parts in details.items()}
-    rows = cast("list[Mapping[str, tuple[str, str]]]", transport.gather_objects(mine))
+    row = {"schedule": (digest, str(schedule))} | {name: _shown(value) for name, value in arguments.items()}
+    row |= {name: (_digest(repr(sorted(parts.items()))), "") for name, parts in details.items()}
+    rows = cast("list[Mapping[str, tuple[str, str]]]", transport.gather_objects(row))
     for name, (first, shown) in rows[0].items():
-        if all(row[name][0] == first for row in rows):
+        if all(r[name][0] == first for r in rows):
             continue
         if name in details:
             parts = cast("list[Mapping[str, str]]", transport.gather_objects(details[name]))
-            raise _other_part(name, parts)
-        raise _other(name, [row[name] for row in rows], shown)
+            raise _part_difference(name, parts)
+        raise _difference(name, [r[name] for r in rows], shown)
 
 
-def _other(name: str, values: Sequence[tuple[str, str]], first: str) -> ConfigError:
-    """The error about an argument that ranks were given differently: by rank what is compared, and shown."""
-    ranks, shown = _ranks_apart(values)
+def _difference(name: str, values: Sequence[tuple[str, str]], first: str) -> ConfigError:
+    ranks, shown = _first_difference(values)
     return ConfigError(
         f"rank 0 was given {name} = {first}, and {ranks} "
         + (f"{name} = {shown[1]}" if shown[1] != first else "another one")
@@ -69,23 +68,21 @@ def _other(name: str, values: Sequence[tuple[str, str]], first: str) -> ConfigEr
     )
 
 
-def _other_part(name: str, parts: Sequence[Mapping[str, str]]) -> ConfigError:
-    """The error about something of which a part differs by rank; ``parts`` by rank."""
-    every = dict.fromkeys(key for row in parts for key in row)
-    key = next(key for key in every if len({row.get(key) for row in parts}) > 1)
-    ranks, shown = _ranks_apart([row.get(key) for row in parts])
+def _part_difference(name: str, parts: Sequence[Mapping[str, str]]) -> ConfigError:
+    keys = dict.fromkeys(key for row in parts for key in row)
+    key = next(key for key in keys if len({row.get(key) for row in parts}) > 1)
+    ranks, shown = _first_difference([row.get(key) for row in parts])
     return ConfigError(
         f"{f'{key} of ' if key else ''}the {name} is {parts[0].get(key, 'missing')} on rank 0, and "
         f"{shown or 'missing'} on {ranks}; give all workers the same"
     )
 
 
-def _ranks_apart(values: Sequence[_V]) -> tuple[str, _V]:
-    """The ranks whose value is the first that is not rank 0's, in words, and that value."""
-    other = next(value for value in values if value != values[0])
-    ranks = [str(rank) for rank, value in enumerate(values) if value == other]
+def _first_difference(values: Sequence[_V]) -> tuple[str, _V]:
+    value = next(value for value in values if value != values[0])
+    ranks = [str(rank) for rank, rank_value in enumerate(values) if rank_value == value]
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_MOST_RANKS])}{more}", other
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_MOST_RANKS])}{more}", value
 
 
 def _digest(text: str) -> str:
@@ -93,7 +90,7 @@ def _digest(text: str) -> str:
 
 
 def _shown(value: object) -> tuple[str, str]:
-    """What two values differ in, and what is shown of one: of a long table its beginning."""
+    """Compared form of a value, and its form in messages: of a long value the beginning."""
     text = repr(str(value) if isinstance(value, StrEnum) else value)
     if len(text) <= _MOST:
         return text, text

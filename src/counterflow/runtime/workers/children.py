@@ -1,4 +1,4 @@
-"""The processes of a launch: started together, watched until they end, and none left behind.
+"""The processes of a launch: started together, supervised until they end, none orphaned.
 
 torch's elastic launch waits for ever if a process ends without a report and with exit code 0, as its own
 wrapper of a process does after an interrupt. Here a process that ends before it is released has failed,
@@ -22,40 +22,45 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from counterflow.common.external_signals import (
+    end_fork_server,
+    fork_server_failure,
+    safe_path,
+    signals_blocked,
+)
 from counterflow.errors import WorkerError
 
-from .outside import end_server, safe_path, server_end, undisturbed
+SendSignal = Callable[[int], None]
+"""Sends each worker process a signal, once; threads get none."""
 
-Tell = Callable[[int], None]
-"""Sends each worker a signal, once; to threads nothing."""
-
-Meanwhile = Callable[[Tell], None]
-"""What a launch calls about ten times a second while its workers run; what it raises ends them all."""
+Supervisor = Callable[[SendSignal], None]
+"""Called by a launch about ten times a second while its workers run; an error that it raises ends them
+all."""
 
 _MOMENT_SECONDS = 3.0
 """Time for processes to end before those that still run are reported."""
 
 _KILLED_SECONDS = 5.0
-"""How long a process that was killed is waited for: one that a device holds may never go."""
+"""Maximum time to wait for a killed process: one that a device blocks may never end."""
 
 
 class Children:
     """Processes, by rank.
 
     Args:
-        method: how they are started.
+        method: start method of ``multiprocessing``.
     """
 
     def __init__(self, method: Literal["forkserver", "spawn"]) -> None:
         self._context = multiprocessing.get_context(method)
         self._forked = method == "forkserver"
-        self._every: list[BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         self._ended: set[int] = set()
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._reads, self._writes = self._context.Pipe(duplex=False)
 
     def start(self, work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
-        """Start a process for each tuple of arguments; each gets also the line for ``stay``.
+        """Start a process for each tuple of arguments, which gets also the connection for ``stay``.
 
         The process that workers are forked from may still be loading: this waits for it, unless it is
         interrupted.
@@ -63,20 +68,19 @@ class Children:
         Raises:
             WorkerError: that process is gone, or the machine has no room for another one.
         """
-        for rank, given in enumerate(arguments):
+        for rank, process_arguments in enumerate(arguments):
             process = self._context.Process(  # type: ignore[attr-defined]
-                target=work, args=(*given, self._reads), name=f"counterflow worker {rank}"
+                target=work, args=(*process_arguments, self._reads), name=f"counterflow worker {rank}"
             )
-            with safe_path(), contextlib.nullcontext() if self._forked else undisturbed():
+            with safe_path(), contextlib.nullcontext() if self._forked else signals_blocked():
                 try:
                     process.start()
                 except (EOFError, OSError) as error:
                     raise self._failed_start(error) from error
-            self._every.append(process)
+            self._processes.append(process)
 
     def _failed_start(self, error: EOFError | OSError) -> BaseException:
-        """The error to raise if a process cannot be started."""
-        end = server_end() if self._forked and isinstance(error, EOFError | ConnectionError) else ""
+        end = fork_server_failure() if self._forked and isinstance(error, EOFError | ConnectionError) else ""
         if end:
             failed = WorkerError(f"the process that starts the workers {end}")
         elif isinstance(error, OSError) and error.errno in {errno.EAGAIN, errno.ENOMEM}:
@@ -87,26 +91,26 @@ class Children:
         return failed
 
     def ended(self, within_seconds: float) -> dict[int, int]:
-        """Exit codes of those that have ended since the last call, by rank; waits so long for one."""
-        running = {p.sentinel: rank for rank, p in enumerate(self._every) if rank not in self._ended}
-        found = {}
+        """Exit codes of processes that have ended since the last call, by rank; waits so long for one."""
+        running = {p.sentinel: rank for rank, p in enumerate(self._processes) if rank not in self._ended}
+        codes = {}
         for sentinel in connection.wait(list(running), within_seconds):
             assert isinstance(sentinel, int)
             rank = running[sentinel]
-            self._every[rank].join()
+            self._processes[rank].join()
             self._ended.add(rank)
-            found[rank] = self._every[rank].exitcode or 0
-        return found
+            codes[rank] = self._processes[rank].exitcode or 0
+        return codes
 
-    def tell(self, number: int) -> None:
-        """Send each process one signal, and never another."""
-        for process in self._every:
-            if process.pid is not None and process.pid not in self._told:
-                self._told.add(process.pid)
+    def signal_once(self, number: int) -> None:
+        """Send each process that received no signal this one."""
+        for process in self._processes:
+            if process.pid is not None and process.pid not in self._signalled:
+                self._signalled.add(process.pid)
                 _send(process, number)
 
-    def let_go(self) -> None:
-        """Let those end that have done their work; see ``stay``."""
+    def release(self) -> None:
+        """Let processes end whose work is done; see ``stay``."""
         self._writes.close()
 
     def end(
@@ -115,57 +119,55 @@ class Children:
         number: int | None = None,
         late: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """Wait until all have ended; those that have not in time are killed.
+        """Wait until all processes have ended; kill those that have not in time.
 
         Args:
-            within_seconds: how long they may take.
-            number: the signal that asks them to; None: they end by themselves.
+            within_seconds: maximum time.
+            number: signal to send first; None: they end by themselves.
             late: called with the ranks of those that have not ended after a moment.
         """
-        self.let_go()
-        with undisturbed():
+        self.release()
+        with signals_blocked():
             deadline = time.monotonic() + within_seconds
-            for process in self._every:
+            for process in self._processes:
                 if number is not None:
                     _send(process, number)
             moment = min(within_seconds, _MOMENT_SECONDS)
             self._join(time.monotonic() + moment)
-            running = [rank for rank, process in enumerate(self._every) if process.is_alive()]
+            running = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
             if late is not None and running:
                 late(running)
                 for rank in running:
-                    if _is_stopped(self._every[rank]):  # it handles no other signal
-                        _send(self._every[rank], signal.SIGKILL)
+                    if _is_stopped(self._processes[rank]):  # it handles no other signal
+                        _send(self._processes[rank], signal.SIGKILL)
             self._join(deadline)
-            for process in self._every:
+            for process in self._processes:
                 _send(process, signal.SIGKILL)
-            for process in self._every:
+            for process in self._processes:
                 process.join(_KILLED_SECONDS)
 
     def _join(self, deadline: float) -> None:
-        """Wait for all until this time of ``time.monotonic``."""
-        for process in self._every:
+        for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
 
     def abandon(self) -> None:
-        """End all at once, also what would fork one that nobody here knows of yet."""
+        """Terminate all processes, and the fork server, so that no late process starts."""
         self.end(0.0)
         if self._forked:
-            end_server()
+            end_fork_server()
 
 
-def stay(line: Connection) -> None:
-    """Wait in a process whose work is done until all are done, as others may still need this process.
+def stay(connection: Connection) -> None:
+    """Wait in a process whose work is done until all are done, as they may still need this process.
 
     Args:
-        line: connection from ``Children``.
+        connection: connection from ``Children``.
     """
     with contextlib.suppress(EOFError, OSError):
-        line.recv()
+        connection.recv()
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    """Whether a signal has stopped a process; False where the system does not say."""
     try:
         text = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
 """Starts workers on this machine: processes, or threads of this process.
 
-Invariant: whatever happens, ``launch`` returns or raises with nothing left running but, for threads, those
-that do not come back; and what it raises is the cause, not what follows from it. It does not restart
-workers and knows one machine only; torchrun and Slurm start workers on several.
+Invariant: whatever happens, ``launch`` returns or raises with no worker running but threads that do not
+respond; and it raises the cause, not a consequence. It does not restart workers and knows one machine only;
+torchrun and Slurm start workers on several.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import TypeVar
 
 import torch
 
-from counterflow.errors import ConfigError
+from counterflow.errors import ConfigError, CounterflowError
 
 from ..transport.kinds import GLOO, kind_of
 from . import world
-from .children import Meanwhile
+from .children import SendSignal, Supervisor
+from .failures import describe_failure
 from .processes import ProcessLaunch, check_processes, pickled
 from .threads import ThreadLaunch
+
+__all__ = ["SendSignal", "Supervisor", "launch", "launch_error", "launch_watched"]
 
 _T = TypeVar("_T")
 
 _MOST_WORKERS = 1_024
-"""On one machine, whatever it is."""
+"""Maximum on one machine."""
 
 
 def launch(
@@ -52,18 +55,18 @@ def launch(
             ``if __name__ == "__main__":``; its arguments and result are pickled.
         *args: its arguments.
         **kwargs: its arguments by name.
-        workers: how many, at least 1.
-        transport: the name of what carries messages: ``gloo`` or ``nccl`` of processes, ``local`` of threads
-            of this process, or an instrument of `counterflow.testing` (``strict-nccl``, threads with NCCL's
-            rules: what would hang on GPUs is reported).
-        device: where the workers compute; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
-        timeout_seconds: how long a worker waits for another.
-        threads: what torch may use in each worker; None: this machine's cores, divided.
+        workers: number of workers, at least 1.
+        transport: name of a transport: ``gloo`` or ``nccl`` of processes, ``local`` of threads of this
+            process, or an instrument of `counterflow.testing` (``strict-nccl``, threads with NCCL's rules: a
+            program that would hang on GPUs is reported).
+        device: device of the workers; ``"cuda"`` is a GPU each. None: that for nccl, else the CPU.
+        timeout_seconds: maximum time that a worker waits for another.
+        threads: number of torch's threads in each worker; None: this machine's cores, divided.
 
     Raises:
         ConfigError: the request is wrong, or a worker raised it.
-        WorkerError: a worker died, hung or raised; the message names it. Threads that do not come back
-            within the timeout (at most 5 s) after a failure are left behind as daemons.
+        WorkerError: a worker died, hung or raised; the message names it. Threads that do not end
+            within the timeout (at most 5 s) after a failure remain as daemons.
     """
     return launch_watched(
         None,
@@ -79,7 +82,7 @@ def launch(
 
 
 def launch_watched(
-    meanwhile: Meanwhile | None,
+    supervisor: Supervisor | None,
     function: Callable[..., _T],
     *args: object,
     workers: int,
@@ -89,19 +92,20 @@ def launch_watched(
     threads: int | None = None,
     **kwargs: object,
 ) -> list[_T]:
-    """``launch``, and look after the workers in between.
+    """``launch`` with a supervisor of the workers.
 
     Args:
-        meanwhile: called about ten times a second, from here. What it raises ends all workers at once. The
-            function lets signals through by itself then, when it has its handlers. None: as ``launch``.
-        function: see ``launch``, as for all that is not said here.
+        supervisor: called about ten times a second, in this thread. An error that it raises ends all workers
+            at once. The function has to unblock signals itself then, once it has its handlers. None: as
+            ``launch``.
+        function: see ``launch``.
         *args: its arguments.
         **kwargs: its arguments by name.
-        workers: how many.
-        transport: what carries messages.
-        device: where the workers compute.
-        timeout_seconds: how long a worker waits for another.
-        threads: what torch may use in each worker.
+        workers: number of workers.
+        transport: name of a transport.
+        device: device of the workers.
+        timeout_seconds: maximum time that a worker waits for another.
+        threads: number of torch's threads in each worker.
 
     Raises:
         ConfigError: see ``launch``.
@@ -124,8 +128,13 @@ def launch_watched(
 
     if kind.threads:
         hub = kind.load()(workers, timeout_seconds=timeout_seconds)
-        return ThreadLaunch(hub, call, torch.device(device or "cpu"), threads, meanwhile).run()
+        return ThreadLaunch(hub, call, torch.device(device or "cpu"), threads, supervisor).run()
     check_processes(workers, kind)
     task = pickled((function, args, kwargs), function)
     defaults = world.Defaults(kind, None if device is None else torch.device(device), timeout_seconds)
-    return ProcessLaunch(workers, task, defaults, threads, meanwhile).run()
+    return ProcessLaunch(workers, task, defaults, threads, supervisor).run()
+
+
+def launch_error(error: BaseException) -> CounterflowError:
+    """Make the error that a launch raises for an error of this worker."""
+    return describe_failure(error, world.rank() or 0, world.existing_transport()).error()

@@ -1,7 +1,7 @@
-"""What pipelines hold of a transport that several of them share: tags of messages, groups for collectives.
+"""Resources of a transport that several pipelines share: tags of messages, groups for collectives.
 
-Invariant: all workers open, close and find the leases of their pipelines gone in one order, because all make
-the same calls; what the collector of garbage does when is asked for, never assumed.
+Invariant: all workers open and close their pipelines' leases in one order, because all make the same calls;
+the pipelines that the garbage collector has ended are agreed upon, never assumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _open: weakref.WeakKeyDictionary[Transport, list[Lease[object]]] = weakref.WeakK
 
 @dataclass(eq=False, slots=True)
 class Lease(Generic[Owner]):
-    """One pipeline's; make it with ``opened``."""
+    """Resources of one pipeline; make it with ``open_lease``."""
 
     transport: Transport
     number: int
@@ -28,15 +28,15 @@ class Lease(Generic[Owner]):
     groups: list[Group] = field(default_factory=list)
     closed: bool = False
 
-    def others(self) -> Iterator[Owner]:
-        """The other pipelines that are alive and not closed."""
+    def other_owners(self) -> Iterator[Owner]:
+        """All other pipelines that are alive and not closed."""
         for lease in _open[self.transport]:
             owner = lease.owner()
             if lease is not self and owner is not None:
                 yield cast("Owner", owner)
 
     def close(self) -> None:
-        """Give all back; all workers call it, when nothing is in flight."""
+        """Release all resources; all workers call it, when nothing is in flight."""
         if not self.closed:
             self.transport.gather([])  # a group is not ended while somebody still waits on it
             self._end()
@@ -48,14 +48,14 @@ class Lease(Generic[Owner]):
         _open[self.transport].remove(cast("Lease[object]", self))
 
 
-def opened(transport: Transport, owner: Owner) -> Lease[Owner]:
-    """A pipeline's lease; all workers call it. Ends those of pipelines that are gone on every worker."""
+def open_lease(transport: Transport, owner: Owner) -> Lease[Owner]:
+    """Open a pipeline's lease; all workers call it. Ends those of pipelines that are gone on every worker."""
     leases = _open.setdefault(transport, [])
     if leases:
         gone = {lease.number for lease in leases if lease.owner() is None}
         everywhere = set.intersection(*cast("list[set[int]]", transport.gather_objects(gone)))
         for lease in [lease for lease in leases if lease.number in everywhere]:
             lease._end()  # noqa: SLF001 - of this module
-    made = Lease(transport, leases[-1].number + 1 if leases else 0, weakref.ref(owner))
-    leases.append(cast("Lease[object]", made))
-    return made
+    new = Lease(transport, leases[-1].number + 1 if leases else 0, weakref.ref(owner))
+    leases.append(cast("Lease[object]", new))
+    return new

@@ -1,4 +1,4 @@
-"""Folders in the system's temporary folder, and those that killed processes left there.
+"""Folders in the system's temporary folder, and the removal of those of killed processes.
 
 A process locks a file in each of its folders. The operating system ends the lock with the process, so a
 folder whose file is not locked is abandoned: the next launch of this user removes it.
@@ -28,7 +28,7 @@ _locks: dict[Path, int] = {}
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """A folder of one launch; abandoned ones are removed first."""
+    """Make the folder of one launch; abandoned ones are removed first."""
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix="counterflow-") as name:
         lock(Path(name))
@@ -39,7 +39,7 @@ def launch_folder() -> Iterator[Path]:
 
 
 def lock(folder: Path) -> None:
-    """Mark a folder as one of this process until it ends; a second call does nothing."""
+    """Mark a folder as used by this process until it ends; a second call does nothing."""
     if folder in _locks:
         return
     draft = folder / f"{_LOCK}.draft"

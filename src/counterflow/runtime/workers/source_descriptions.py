@@ -1,10 +1,10 @@
-"""Descriptions of functions, classes and modules that are equal in every process that was given the same.
+"""Descriptions of functions, classes and modules that are equal in every process that has the same ones.
 
-Two workers compare them: what Python runs (its code objects, without lines, comments and paths), the
-constants and functions it reads, and what a module says of itself. What may differ by worker is left out:
-numbers that count, devices, paths, and tensors.
+Workers compare them: code objects (without lines, comments and paths), the constants and functions that they
+read, and the attributes of modules. Values that may differ by worker are omitted: counters, devices, paths,
+and tensors.
 
-Invariant: nothing of the user's runs, and nothing is imported.
+Invariant: none of the user's code runs, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 _MOST_FUNCTIONS: Final = 2000
-"""Functions and classes whose code is followed for one digest."""
+"""Maximum number of functions and classes of one digest."""
 
 _OF_WORKERS: Final = re.compile(
     r"(?:^|_)(?:device|host|hostname|id|local|pid|port|rank|seed|time|worker|world)(?:_|$)", re.IGNORECASE
@@ -37,7 +37,7 @@ _ROOMS: Final = ("capture", "models", "program", "runtime", "schedule")
 
 
 def versions() -> dict[str, object]:
-    """What this worker runs: the versions of Python, torch and Counterflow, and a digest of its source."""
+    """Versions of Python, torch and Counterflow on this worker, and a digest of Counterflow's source."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__.partition("+")[0],
@@ -46,13 +46,13 @@ def versions() -> dict[str, object]:
 
 
 def _package() -> ModuleType:
-    """Counterflow itself, which contains what its rooms may not import."""
+    """The package ``counterflow``, which its rooms may not import."""
     return sys.modules[__name__.partition(".")[0]]
 
 
 @cache
 def own_source() -> str:
-    """Digest of the source that workers execute; empty where there is none to read."""
+    """Digest of the source that workers execute; empty if it cannot be read."""
     root = Path(str(_package().__file__)).parent
     digest = hashlib.blake2b(digest_size=4)
     try:
@@ -65,7 +65,7 @@ def own_source() -> str:
 
 
 def described(value: object) -> str | None:
-    """A value in words that are equal on all workers; None if it may differ.
+    """Description of a value that is equal on all workers; None if it may differ.
 
     >>> described(0.1), described("tanh"), described("cuda:1"), described(partial(sorted, reverse=True))
     ('0.1', "'tanh'", None, 'partial(builtins.sorted, reverse=True)')
@@ -78,7 +78,7 @@ def described(value: object) -> str | None:
         case str():
             return None if re.search(r"[\d/\\:]", value) else repr(value)
         case tuple() | list():
-            parts = [described(each) for each in value]
+            parts = [described(item) for item in value]
             return None if None in parts else f"({', '.join(map(str, parts))})"
         case Tensor():
             return described(value.item()) if value.numel() == 1 and not value.is_meta else None
@@ -87,9 +87,9 @@ def described(value: object) -> str | None:
 
 def _described_callable(value: Any) -> str | None:
     if isinstance(value, partial):
-        given = [described(each) for each in value.args]
-        given += [f"{name}={described(each)}" for name, each in sorted(value.keywords.items())]
-        return f"partial({', '.join([str(described(value.func)), *map(str, given)])})"
+        arguments = [described(argument) for argument in value.args]
+        arguments += [f"{name}={described(argument)}" for name, argument in sorted(value.keywords.items())]
+        return f"partial({', '.join([str(described(value.func)), *map(str, arguments)])})"
     if isinstance(value, nn.Module):
         parts = hashlib.blake2b(repr(details_of(value)).encode(), digest_size=4).hexdigest()
         return f"{source_of_name(type(value))} (parts {parts})"
@@ -102,32 +102,32 @@ def _described_callable(value: Any) -> str | None:
 
 
 def details_of(module: nn.Module) -> dict[str, str]:
-    """What each part of a module is, by its place and attribute, where all workers have the same.
+    """Descriptions of a module's parts that are equal on all workers, by name of the part and attribute.
 
     Args:
         module: the module; its weights count by their shapes, and by whether they are trained.
     """
-    found: dict[str, str] = {}
+    details: dict[str, str] = {}
     for place, part in module.named_modules():
         kind, prefix = type(part), f"{place}." if place else ""
-        found[place] = source_of_name(kind)
+        details[place] = source_of_name(kind)
         torch_s = kind.__module__.partition(".")[0] == "torch"
         for name, value in vars(part).items():
             if name.startswith("_") or _OF_WORKERS.search(name):
                 continue
             counts = isinstance(value, int) and not (torch_s or name == "training")
-            said = isinstance(value, bool | int | float | str) or (
+            is_plain = isinstance(value, bool | int | float | str) or (
                 callable(value) and not isinstance(value, nn.Module | Tensor)
             )
-            if said and not counts:
+            if is_plain and not counts:
                 text = described(value)
                 if text is not None:
-                    found[prefix + name] = text
+                    details[prefix + name] = text
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, nn.parameter.UninitializedParameter):
                 trained = "" if parameter.requires_grad else ", frozen"
-                found[prefix + name] = f"{tuple(parameter.shape)}{trained}"
-    return found
+                details[prefix + name] = f"{tuple(parameter.shape)}{trained}"
+    return details
 
 
 def source_of_name(value: type | FunctionType | MethodType) -> str:
@@ -149,7 +149,6 @@ def source_of_name(value: type | FunctionType | MethodType) -> str:
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Whether a package is one that was installed, which its version says, and not the user's own code."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
@@ -160,19 +159,19 @@ _sources: WeakKeyDictionary[type | FunctionType, str] = WeakKeyDictionary()
 def _source_of(value: type | FunctionType) -> str:
     digest = hashlib.blake2b(digest_size=4)
     package = value.__module__.partition(".")[0]
-    left: list[Any] = [value]
+    queue: list[Any] = [value]
     seen: set[int] = set()
-    while left and len(seen) < _MOST_FUNCTIONS:
-        each = left.pop()
-        if id(each) in seen:
+    while queue and len(seen) < _MOST_FUNCTIONS:
+        source = queue.pop()
+        if id(source) in seen:
             continue
-        seen.add(id(each))
-        for function in _functions_of(each):
+        seen.add(id(source))
+        for function in _functions_of(source):
             digest.update("\x1f".join(_code_of(function.__code__)).encode())
             for name, used in sorted(_values_of(function), key=lambda pair: pair[0]):
                 if isinstance(used, FunctionType | type):
                     if used.__module__.partition(".")[0] == package:
-                        left.append(used)
+                        queue.append(used)
                     digest.update(f"{name}={used.__qualname__}".encode())
                 elif isinstance(used, float | str) and not _OF_WORKERS.search(name):
                     digest.update(f"{name}={described(used)}".encode())
@@ -180,14 +179,13 @@ def _source_of(value: type | FunctionType) -> str:
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
-    """Functions of a class and its bases, or a function itself, without what wraps them."""
     if isinstance(value, type):
         packages = {base: base.__module__.partition(".")[0] for base in value.__mro__}
-        for base in [b for b, its in packages.items() if its not in _FOREIGN and not _is_installed(its)]:
+        for base in [b for b, name in packages.items() if name not in _FOREIGN and not _is_installed(name)]:
             for _, member in sorted(vars(base).items()):
                 yield from _functions_of(member if not isinstance(member, type) else None)
     elif isinstance(value, property):
-        yield from (each for each in (value.fget, value.fset) if isinstance(each, FunctionType))
+        yield from (function for function in (value.fget, value.fset) if isinstance(function, FunctionType))
     elif isinstance(value, cached_property):
         yield from _functions_of(value.func)
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -202,7 +200,6 @@ _FOREIGN: Final = {"torch", "builtins", "abc", "typing"}
 
 
 def _code_of(code: CodeType) -> Iterator[str]:
-    """A code object's instructions, names and constants, with those of functions within."""
     yield from (code.co_name, code.co_code.hex(), *code.co_names, *code.co_varnames, *code.co_freevars)
     for constant in code.co_consts[code.co_consts[:1] == (_doc(code),) :]:
         if isinstance(constant, CodeType):
@@ -214,14 +211,12 @@ def _code_of(code: CodeType) -> Iterator[str]:
 
 
 def _doc(code: CodeType) -> object:
-    """A function's docstring, its first constant; an object that is no constant if there is none."""
     first = code.co_consts[0] if code.co_consts else None
     return first if isinstance(first, str) else object()
 
 
 def _values_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Defaults of a function, and what it reads of its closure and its module, by name."""
-    yield from ((f"default {n}", each) for n, each in enumerate(function.__defaults__ or ()))
+    yield from ((f"default {n}", default) for n, default in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     cells: Iterable[Any] = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
@@ -234,7 +229,7 @@ def _values_of(function: FunctionType) -> Iterator[tuple[str, object]]:
         value = function.__globals__.get(name)
         yield name, value
         if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN:
-            yield from ((f"{name}.{each}", vars(value).get(each)) for each in names)
+            yield from ((f"{name}.{attribute}", vars(value).get(attribute)) for attribute in names)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -244,19 +239,21 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def details_of_model(model: nn.Module | Sequence[nn.Module]) -> Mapping[str, str]:
+def model_details(model: nn.Module | Sequence[nn.Module]) -> Mapping[str, str]:
     """``details_of`` a model, or of all layers of a list by their numbers."""
     if isinstance(model, nn.Module):
         return details_of(model)
-    found: dict[str, str] = {}
+    details: dict[str, str] = {}
     for number, layer in enumerate(model):
         if isinstance(layer, nn.Module):
-            found |= {f"{number}.{name}".removesuffix("."): text for name, text in details_of(layer).items()}
-    return found
+            details |= {
+                f"{number}.{name}".removesuffix("."): text for name, text in details_of(layer).items()
+            }
+    return details
 
 
-def details_of_loss(loss_function: object) -> Mapping[str, str]:
-    """``details_of`` a loss function that is a module; of another one, its name, source and arguments."""
+def loss_details(loss_function: object) -> Mapping[str, str]:
+    """``details_of`` a loss function that is a module; of any other, its name, source and arguments."""
     if isinstance(loss_function, nn.Module):
         return details_of(loss_function)
     return {"": str(described(loss_function))}

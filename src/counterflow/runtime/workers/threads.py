@@ -1,7 +1,7 @@
 """Workers as threads of this process; for ``launch``.
 
-Invariant: when the launch is over, this process draws and computes as before, and no thread is left but those
-that do not come back within the time they have.
+Invariant: when the launch is over, this process draws and computes as before, and no thread runs but those
+that do not end within their grace period.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from ..transport import gpu_environment
 from ..transport.local import Hub
-from ..transport.turns import Turns, elsewhere
+from ..transport.rng_lock import RngLock, rng_released
 from . import world
-from .children import Meanwhile
-from .failures import Failed, failed_by, root
+from .children import Supervisor
+from .failures import WorkerFailure, describe_failure, root
 
 _GRACE_SECONDS = 5.0
-"""How long the threads of a failed launch may take to notice, at most."""
+"""Maximum time in which the threads of a failed launch notice the failure."""
 
 
 @dataclass
@@ -33,16 +33,16 @@ class ThreadLaunch:
     call: Callable[[], Any]
     device: torch.device
     threads: int
-    meanwhile: Meanwhile | None
+    supervisor: Supervisor | None
     results: dict[int, Any] = field(default_factory=dict)
-    failures: list[Failed] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
     causes: dict[int, BaseException] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.hub.timeout_seconds)
+        self.rng = RngLock(self.hub.timeout_seconds)
 
     def run(self) -> list[Any]:
-        """The results by rank; raises what the first worker that failed raised."""
+        """Results by rank; raises the error of the first worker that failed."""
         before = torch.get_num_threads()
         running = [
             threading.Thread(target=self._work, args=(rank,), name=f"counterflow worker {rank}", daemon=True)
@@ -50,7 +50,7 @@ class ThreadLaunch:
         ]
         torch.set_num_threads(self.threads)  # what new threads begin with
         try:
-            with elsewhere():  # these may be threads of a thread
+            with rng_released():  # these may be threads of a thread
                 for thread in running:
                     thread.start()
                 self._join(running)
@@ -60,7 +60,7 @@ class ThreadLaunch:
         finally:
             torch.set_num_threads(before)
             if not any(thread.is_alive() for thread in running):
-                self.turns.begin.restore()  # what workers draw is theirs, as in processes
+                self.rng.initial_states.restore()  # workers' draws do not affect the caller, as in processes
         if self.failures:
             failed = root(self.failures)
             raise failed.error() from self.causes[failed.rank]
@@ -77,12 +77,12 @@ class ThreadLaunch:
         transport = self.hub.transport(rank, device)
         world.enter(transport)
         try:
-            with self.turns.worker(), transport.running():
+            with self.rng.worker(), transport.running():
                 self.results[rank] = self.call()
             transport.has_returned()
         except BaseException as error:  # reported to the launcher
             self.causes[rank] = error
-            self.failures.append(failed_by(error, rank, transport))
+            self.failures.append(describe_failure(error, rank, transport))
             transport.fail(error)
         finally:
             world.enter(None)
@@ -93,8 +93,8 @@ class ThreadLaunch:
         while any(thread.is_alive() for thread in running):
             for thread in running:
                 thread.join(0.05 if thread.is_alive() else 0.0)
-            if self.meanwhile is not None:
-                self.meanwhile(lambda _: None)
+            if self.supervisor is not None:
+                self.supervisor(lambda _: None)
             if self.failures and deadline is None:
                 deadline = time.monotonic() + patience
             if deadline is not None and time.monotonic() > deadline:

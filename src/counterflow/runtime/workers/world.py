@@ -1,4 +1,4 @@
-"""Which workers there are, and this one's place among them: from a launch, torchrun, Slurm or the user.
+"""The workers of a run and this one's rank among them: from a launch, torchrun, Slurm or the user.
 
 Invariant: a process has one transport of a kind, which all pipelines in it share; it is closed when the
 process ends. It starts no processes (``launch.py`` does, and torchrun and Slurm do).
@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from counterflow.common import network_interfaces
 from counterflow.errors import ConfigError, WorkerError
 
-from ..transport.base import Lost, TimedOut, Transport
+from ..transport.base import PeerLost, TimedOut, Transport
 from ..transport.control import ProcessControl
 from ..transport.gpu_environment import before_cuda
 from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
-from . import interface
-from .meeting import Meeting, meet, wait_for_store
-from .place import Place, place
+from .rank_info import RankInfo, rank_info
+from .rendezvous import Rendezvous, meet, wait_for_store
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a launch chose for its workers."""
+    """Options of a launch for its workers."""
 
     kind: TransportKind | None = None
     device: torch.device | None = None
@@ -45,15 +45,13 @@ class _Thread(threading.local):
 
 
 class _Process:
-    """What this process has."""
-
     def __init__(self) -> None:
         self.defaults = Defaults()
         self.transports: list[Transport] = []
         self.world: object = None  # the process group they are of
         self.began_world = False
-        self.met: tuple[Store, Meeting] | None = None
-        self.begun = 0  # process groups of that meeting
+        self.rendezvous: tuple[Store, Rendezvous] | None = None
+        self.process_groups = 0  # begun at that rendezvous
 
 
 _thread = _Thread()
@@ -70,20 +68,20 @@ def current_transport(
     """The transport of this worker; the same one each time.
 
     In a thread of a launch it is the thread's. Otherwise it is one over
-    torch.distributed, which is initialised here from torchrun's or Slurm's variables if nobody has.
+    torch.distributed, which is initialised here from torchrun's or Slurm's variables unless it is.
     All workers make this call, and with the same arguments.
 
     Args:
-        kind: the name of a transport, as ``"gloo"``; None: what the launch or the process group says, else
-            NCCL if this worker has a GPU, else Gloo.
-        device: where this worker computes; ``"cuda"`` is the GPU of its local rank. None: that GPU for NCCL,
-            the CPU for Gloo.
-        timeout_seconds: how long anything is waited for; None: as launched, else 300. The first call decides.
-        alone: whether one worker is enough, so that nothing has to start it.
+        kind: the name of a transport, as ``"gloo"``; None: that of the launch or the process group, else NCCL
+            if this worker has a GPU, else Gloo.
+        device: device of this worker's computation; ``"cuda"`` is the GPU of its local rank. None: that GPU
+            for NCCL, the CPU for Gloo.
+        timeout_seconds: maximum time of any wait; None: as launched, else 300. The first call decides.
+        alone: True if a single worker is enough, which no launcher has to start.
 
     Raises:
-        ConfigError: nothing has started several workers, or kind or device is not to be had.
-        WorkerError: not all workers came within the timeout, or one was lost on the way.
+        ConfigError: nothing has started several workers, or kind or device is not available.
+        WorkerError: not all workers joined within the timeout, or one was lost.
     """
     wanted = kind_of(kind) if kind is not None else None
     local = _thread.transport
@@ -103,9 +101,10 @@ def current_transport(
 
     if _process.world is not dist.group.WORLD:  # the last one's owner has ended it
         _close()
-    for made in _process.transports:
-        if wanted in (None, made.kind) and device in (None, made.device, torch.device(made.device.type)):
-            return made
+    for transport in _process.transports:
+        same_device = device in (None, transport.device, torch.device(transport.device.type))
+        if wanted in (None, transport.kind) and same_device:
+            return transport
     return _make(wanted, device, timeout_seconds or defaults.timeout_seconds, alone=alone)
 
 
@@ -113,17 +112,17 @@ def _make(
     wanted: TransportKind | None, device: torch.device | None, timeout_seconds: float, *, alone: bool
 ) -> Transport:
     before_cuda()
-    here = place()
+    info = rank_info()
     if dist.is_initialized():
         wanted = wanted or _best(device, dist.get_backend_config())
-        where = _device(wanted, device, here.local_rank if here else dist.get_rank())
-    elif here is not None:
+        target = _set_device(wanted, device, info.local_rank if info else dist.get_rank())
+    elif info is not None:
         wanted = wanted or _best(device, NCCL.backend)
-        where = _device(wanted, device, here.local_rank)
-        _begin(wanted, here, timeout_seconds)
+        target = _set_device(wanted, device, info.local_rank)
+        _begin(wanted, info, timeout_seconds)
     elif alone:
         wanted = wanted or _best(device, NCCL.backend)
-        where = _device(wanted, device, 0)
+        target = _set_device(wanted, device, 0)
         _begin(wanted, None, timeout_seconds)
     else:
         raise ConfigError(
@@ -131,9 +130,9 @@ def _make(
             "with torchrun --nproc-per-node 4 script.py, or with srun --ntasks 4 python script.py"
         )
     try:
-        transport: Transport = wanted.load()(where, timeout_seconds)
-    except (Lost, TimedOut) as error:
-        raise WorkerError(f"the workers did not all come together: {error}") from error
+        transport: Transport = wanted.load()(target, timeout_seconds)
+    except (PeerLost, TimedOut) as error:
+        raise WorkerError(f"not all workers joined: {error}") from error
     if _process.world is None:
         atexit.register(_at_exit)
     _process.world = dist.group.WORLD
@@ -142,90 +141,90 @@ def _make(
 
 
 def started_by() -> str | None:
-    """What started this process as one of several workers, by its environment; None if nothing did."""
-    here = place()
-    return here.by if here else None
+    """Launcher that started this process as one of several workers, by its environment; None if none did."""
+    info = rank_info()
+    return info.launcher if info else None
 
 
 def most_restarts() -> int:
-    """How often the launcher may start these workers again."""
-    here = place()
-    return here.most_restarts if here else 0
+    """Maximum number of restarts of these workers by the launcher."""
+    info = rank_info()
+    return info.most_restarts if info else 0
 
 
-def join(here: Place) -> None:
-    """Put this process at a place among others that a launcher started; everything later finds it there."""
-    os.environ.update(here.variables())
+def join(info: RankInfo) -> None:
+    """Set the rank of this process among those that a launcher started, for all later calls."""
+    os.environ.update(info.variables())
 
 
 def leave() -> None:
-    """End what this process has with the others; a process that lives on may join others then."""
+    """Close the transports of this process, which may then join other workers."""
     _at_exit()
     _process.transports.clear()
-    _process.world, _process.began_world, _process.met, _process.begun = None, False, None, 0
+    _process.world, _process.began_world, _process.rendezvous, _process.process_groups = None, False, None, 0
 
 
 def attempt(timeout_seconds: float) -> int:
-    """How often these workers were started before, as all of them agree; each one calls it.
+    """Number of earlier starts of these workers, as all of them agree; each worker calls it.
 
     torchrun starts them again after a failure, and when a machine comes or goes.
 
     Raises:
-        WorkerError: not all workers came within the timeout.
+        WorkerError: not all workers joined within the timeout.
     """
-    here = place()
-    return 0 if here is None else _met(here, timeout_seconds)[1].attempt
+    info = rank_info()
+    return 0 if info is None else _rendezvous(info, timeout_seconds)[1].attempt
 
 
-def told_by_first(make: Callable[[], str], timeout_seconds: float) -> str:
-    """A text made by rank 0, on all started workers; each one calls this once.
+def text_from_first(make: Callable[[], str], timeout_seconds: float) -> str:
+    """Text that rank 0 makes, on all started workers; each worker calls this once.
 
     Raises:
         WorkerError: rank 0 does not report it within the timeout.
     """
-    here = place()
-    if here is None:
+    info = rank_info()
+    if info is None:
         return make()
-    store, meeting = _met(here, timeout_seconds)
-    key = f"{meeting.name}/told"
-    if here.rank == 0:
+    store, agreement = _rendezvous(info, timeout_seconds)
+    key = f"{agreement.name}/told"
+    if info.rank == 0:
         store.set(key, make())
-    with _told_who_is_missing(here, timeout_seconds):
+    with _missing_workers_reported(info, timeout_seconds):
         return str(store.get(key).decode())
 
 
 def world_size() -> int | None:
-    """How many workers were started, before anything is initialised; None if this is the only process."""
+    """Number of started workers, before anything is initialised; None if this is the only process."""
     if _thread.transport is not None:
         return _thread.transport.world_size
     if dist.is_initialized():
         return dist.get_world_size()
-    here = place()
-    return here.world_size if here else None
+    info = rank_info()
+    return info.world_size if info else None
 
 
 def rank() -> int | None:
-    """The number of this worker among those that were started; None if this is the only process."""
+    """Rank of this worker among those that were started; None if this is the only process."""
     if _thread.transport is not None:
         return _thread.transport.rank
     if dist.is_initialized():
         return dist.get_rank()
-    here = place()
-    return here.rank if here else None
+    info = rank_info()
+    return info.rank if info else None
 
 
 def enter(transport: Transport | None) -> None:
-    """Make a transport the one of the current thread; for ``launch``."""
+    """Set the transport of the current thread; for ``launch``."""
     _thread.transport = transport
 
 
 def set_defaults(defaults: Defaults) -> None:
-    """Note what the launch of this process chose; for ``launch``."""
+    """Set the options of the launch of this process; for ``launch``."""
     _process.defaults = defaults
 
 
 def existing_transport() -> Transport | None:
-    """The transport of this worker if it has made one; for ``launch``."""
+    """Transport of this worker, if it has made one; for ``launch``."""
     return _thread.transport or next(iter(_process.transports), None)
 
 
@@ -236,9 +235,8 @@ def _best(device: torch.device | None, backends: str) -> TransportKind:
     return GLOO
 
 
-def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) -> torch.device:
-    """The device of a worker; it becomes the current one."""
-    device = asked or torch.device("cuda" if kind.gpu_each else "cpu")
+def _set_device(kind: TransportKind, device: torch.device | None, local_rank: int) -> torch.device:
+    device = device or torch.device("cuda" if kind.gpu_each else "cpu")
     if kind.gpu_each and device.type != "cuda":
         raise ConfigError(f"{kind} carries CUDA tensors, and the device is {device}; choose gloo, or a GPU")
     if device.type != "cuda":
@@ -254,54 +252,55 @@ def _device(kind: TransportKind, asked: torch.device | None, local_rank: int) ->
     return device
 
 
-def _begin(kind: TransportKind, here: Place | None, timeout_seconds: float) -> None:
-    """Initialise torch.distributed, not bound to a device (``ProcessControl.new_group``). None: for one."""
+def _begin(kind: TransportKind, info: RankInfo | None, timeout_seconds: float) -> None:
     if kind == NCCL and not dist.is_nccl_available():
         raise ConfigError("this torch has no nccl; choose gloo")
     limit = timedelta(seconds=timeout_seconds)
-    if here is None:
+    if info is None:
         dist.init_process_group(kind.backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         _process.began_world = True
         return
-    if here.machines > 1:
-        interface.choose(here.address)
-    store, meeting = _met(here, timeout_seconds)
-    _process.begun += 1
-    with _told_who_is_missing(here, timeout_seconds):
+    if info.machines > 1:
+        network_interfaces.choose(info.address)
+    store, agreement = _rendezvous(info, timeout_seconds)
+    _process.process_groups += 1
+    with _missing_workers_reported(info, timeout_seconds):
         dist.init_process_group(
             kind.backend,
-            store=PrefixStore(f"{meeting.name}/{_process.begun}", store),
-            rank=here.rank,
-            world_size=here.world_size,
+            store=PrefixStore(f"{agreement.name}/{_process.process_groups}", store),
+            rank=info.rank,
+            world_size=info.world_size,
             timeout=limit,
         )
     _process.began_world = True
 
 
-def _met(here: Place, timeout_seconds: float) -> tuple[Store, Meeting]:
-    """The store of these workers, and what they agreed on there."""
-    if _process.met is None:
+def _rendezvous(info: RankInfo, timeout_seconds: float) -> tuple[Store, Rendezvous]:
+    if _process.rendezvous is None:
         limit = timedelta(seconds=timeout_seconds)
-        where = f"tcp://{_in_url(here.address)}:{here.port}"
-        with _told_who_is_missing(here, timeout_seconds):
-            if here.keeps_store:
-                wait_for_store(here.address, here.port, timeout_seconds)
-            store, _, _ = next(rendezvous(where, here.rank, here.world_size, timeout=limit))
-            _process.met = store, meet(store, here.rank, here.world_size, here.restarts, timeout_seconds)
-    return _process.met
+        target = f"tcp://{_in_url(info.address)}:{info.port}"
+        with _missing_workers_reported(info, timeout_seconds):
+            if info.hosts_store:
+                wait_for_store(info.address, info.port, timeout_seconds)
+            store, _, _ = next(torch_rendezvous(target, info.rank, info.world_size, timeout=limit))
+            _process.rendezvous = (
+                store,
+                meet(store, info.rank, info.world_size, info.restarts, timeout_seconds),
+            )
+    return _process.rendezvous
 
 
 @contextlib.contextmanager
-def _told_who_is_missing(here: Place, timeout_seconds: float) -> Iterator[None]:
+def _missing_workers_reported(info: RankInfo, timeout_seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise WorkerError(
-            f"not all {here.world_size} workers came to {here.address}, port {here.port}, within "
+            f"not all {info.world_size} workers joined at {info.address}, port {info.port}, within "
             f"{timeout_seconds:g} s: {str(error).splitlines()[0]}"
             + (
-                f"; if the machines share several networks, name one in {interface.CHOICE}"
-                * (here.machines > 1)
+                f"; if the machines share several networks, name one in {network_interfaces.CHOICE}"
+                * (info.machines > 1)
             )
         ) from error
 
@@ -317,15 +316,15 @@ def _close() -> None:
 
 
 def _control(transport: Transport) -> ProcessControl:
-    assert isinstance(transport.control, ProcessControl), "only processes have made transports here"
+    assert isinstance(transport.control, ProcessControl), "only processes make transports here"
     return transport.control
 
 
 def _at_exit() -> None:
-    """Close what was opened; after a failure not the process group, which may wait for a lost worker."""
+    # After a failure not the process group, which may wait for a lost worker.
     failed = any(_control(transport).failed for transport in _process.transports)
-    here = place()
-    hosts = dist.is_initialized() and dist.get_rank() == 0 and not (here is not None and here.keeps_store)
+    info = rank_info()
+    hosts = dist.is_initialized() and dist.get_rank() == 0 and not (info is not None and info.hosts_store)
     for transport in _process.transports:
         _control(transport).leave(hosts_store=hosts)
         transport.close()

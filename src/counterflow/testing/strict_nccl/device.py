@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterflow.runtime.torch_private import register_device_module, rename_spare_backend
+from counterflow.common.tensors.torch_private import register_device_module, rename_spare_backend
 
 from . import streams
 from .device_memory import place_of
@@ -61,9 +61,9 @@ class Device:
         """Whether launches while the worker does this end with an error of the device."""
         self.error: torch.AcceleratorError | None = None
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, device: object) -> bool:
         """Devices with the same number are equal: tensors of an earlier run are still on the device."""
-        return isinstance(other, Device) and other.handle == self.handle
+        return isinstance(device, Device) and device.handle == self.handle
 
     def __hash__(self) -> int:
         return hash(self.handle)
@@ -152,7 +152,7 @@ class TimedEvent:
         self.recorded = (stream or current_stream()).record_event()
 
     def query(self) -> bool:
-        """Whether the event has completed."""
+        """True if the event has completed."""
         return self.recorded is None or self.recorded.query()
 
     def synchronize(self) -> None:
@@ -191,9 +191,9 @@ def new_stream(device: object = None, **_: Any) -> Stream:
     return _here().new_stream()
 
 
-def stream(one: Stream) -> AbstractContextManager[None]:
+def stream(target: Stream) -> AbstractContextManager[None]:
     """Compute on a stream."""
-    return streams.on(one)
+    return streams.on(target)
 
 
 def synchronize(device: object = None) -> None:
@@ -218,12 +218,12 @@ class _Module:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this thread has a device."""
+        """True if this thread has a device."""
         return _thread.device is not None
 
     @staticmethod
     def is_initialized() -> bool:
-        """Whether this thread has a device."""
+        """True if this thread has a device."""
         return _thread.device is not None
 
     @staticmethod

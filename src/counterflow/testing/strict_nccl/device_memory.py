@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterflow.runtime.torch_private import without_functions, without_modes
+from counterflow.common.tensors.torch_private import without_functions, without_modes
 
 HOST, PINNED = "host", "pinned"
 
@@ -41,21 +41,21 @@ def place_of(tensor: Tensor) -> Place:
         return getattr(_storage(tensor), _MARK, None)
 
 
-def mark(tensor: Tensor, place: Place, *, again: bool = False) -> None:
-    """Mark the place of a tensor's memory; marked memory keeps its mark, unless ``again``."""
+def mark(tensor: Tensor, place: Place, *, overwrite: bool = False) -> None:
+    """Mark the place of a tensor's memory; marked memory keeps its mark, unless ``overwrite``."""
     with without_functions():
         storage = _storage(tensor)
-        if storage is not None and (again or getattr(storage, _MARK, None) is None):
+        if storage is not None and (overwrite or getattr(storage, _MARK, None) is None):
             setattr(storage, _MARK, place)
 
 
-def same_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether a tensor shares memory with one of the others."""
+def same_memory(tensor: Tensor, candidates: Iterable[Tensor]) -> bool:
+    """True if a tensor shares memory with one of several."""
     with without_functions():
         storage = _storage(tensor)
         if storage is None:
             return False
-        pointers = {one.data_ptr() for one in map(_storage, others) if one is not None}
+        pointers = {s.data_ptr() for s in map(_storage, candidates) if s is not None}
         return storage.nbytes() > 0 and storage.data_ptr() in pointers
 
 
@@ -135,10 +135,10 @@ class ToHost(Copy):
         Raises:
             CopyError: it has changed before.
         """
-        found, self._source = self._source, None
-        if found is not None and not _bytes(found[0]).equal(found[1]):
+        source, self._source = self._source, None
+        if source is not None and not _bytes(source[0]).equal(source[1]):
             raise CopyError(
-                f"device memory of shape {tuple(found[0].shape)} was changed while another stream copied "
+                f"device memory of shape {tuple(source[0].shape)} was changed while another stream copied "
                 "it: on a GPU the copy would contain parts of both; let the stream that changes it wait for "
                 "the "
                 "copy's event first"

@@ -142,7 +142,7 @@ class Fabric:
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._of: dict[Part, Launch] = {}
         self._blocked: dict[int, Blocked] = {}
-        self._left: set[int] = set()
+        self._ended: set[int] = set()
         self._aborted: set[int] = set()
         self._advancing = False
 
@@ -188,13 +188,13 @@ class Fabric:
     def wait(self, rank: int, launches: Sequence[Launch], why: str) -> Blocked:
         """Let the host continue when the launches have run, or were aborted."""
         waited = tuple(launches)
-        blocked = Blocked(lambda: all(one.over for one in waited), why, waited)
+        blocked = Blocked(lambda: all(launch.over for launch in waited), why, waited)
         with self.lock:
             self._block(rank, blocked)
         return blocked
 
     @contextmanager
-    def elsewhere(self, rank: int, ready: Callable[[], bool], why: str) -> Iterator[None]:
+    def host_wait(self, rank: int, ready: Callable[[], bool], why: str) -> Iterator[None]:
         """Surround a host's wait for another condition, which ``ready`` checks."""
         with self.lock:
             self._block(rank, Blocked(ready, why))
@@ -211,7 +211,7 @@ class Fabric:
     def leave(self, rank: int) -> None:
         """Note that a host has ended."""
         with self.lock:
-            self._left.add(rank)
+            self._ended.add(rank)
             self._advance()
 
     def abort(self, rank: int) -> None:
@@ -245,7 +245,6 @@ class Fabric:
         self._advance()
 
     def _break(self, text: str) -> None:
-        """End all waits with an error; only the first counts."""
         if self.broken is None:
             self.broken = NcclRuleError(text)
             for blocked in list(self._blocked.values()):
@@ -253,7 +252,6 @@ class Fabric:
             self._blocked.clear()
 
     def _advance(self) -> None:
-        """Let everything happen that can."""
         if self._advancing:  # called by an effect: the loop below continues
             return
         self._advancing = True
@@ -266,15 +264,12 @@ class Fabric:
             self._advancing = False
 
     def _run(self) -> bool:
-        """Start launches that may start, and move operations that have met; return whether anything
-        happened.
-        """
         happened = False
         for stream in list(self._streams.values()):
             while stream and stream[0].over:
                 stream.pop(0)
                 happened = True
-            if not stream or not all(one.over for one in stream[0].after):
+            if not stream or not all(launch.over for launch in stream[0].after):
                 continue
             head = stream[0]
             if not head.parts:
@@ -288,13 +283,12 @@ class Fabric:
         return happened
 
     def _meet(self, part: Part) -> bool:
-        """Move an operation if all its sides run; return whether they do."""
         sides = self._sides(part)
         if any(side is None or not self._of[side].started or self._of[side].over for side in sides.values()):
             return False
         parts = [side for side in sides.values() if side is not None]
-        kinds = {"message" if one.kind in (SEND, RECEIVE) else one.kind for one in parts}
-        if len(kinds) > 1 or len({one.size for one in parts}) > 1:
+        kinds = {"message" if p.kind in (SEND, RECEIVE) else p.kind for p in parts}
+        if len(kinds) > 1 or len({p.size for p in parts}) > 1:
             self._break("what meets by its order alone does not fit: " + " meets ".join(map(str, parts)))
             return True
         try:
@@ -302,26 +296,25 @@ class Fabric:
         except NcclRuleError as error:
             self._break(str(error))
             return True
-        for one in parts:
-            launch = self._of.pop(one)
-            del self._parts[one.key][one.number]
-            one.data = None
-            launch.moved.add(launch.parts.index(one))
+        for side in parts:
+            launch = self._of.pop(side)
+            del self._parts[side.key][side.number]
+            side.data = None
+            launch.moved.add(launch.parts.index(side))
             launch.over = len(launch.moved) == len(launch.parts)
         return True
 
     def _sides(self, part: Part) -> dict[int, Part | None]:
-        """Participants by rank; None if not launched yet. A send precedes its receive."""
+        """Parts of an operation by rank; None if not launched yet. A send precedes its receive."""
         if part.kind in (SEND, RECEIVE):
-            other = RECEIVE if part.kind == SEND else SEND
-            theirs = self._parts[part.communicator, other, part.peer, part.rank].get(part.number)
-            sides = {part.rank: part, part.peer: theirs}
+            peer_kind = RECEIVE if part.kind == SEND else SEND
+            peer_part = self._parts[part.communicator, peer_kind, part.peer, part.rank].get(part.number)
+            sides = {part.rank: part, part.peer: peer_part}
             return sides if part.kind == SEND else dict(reversed(sides.items()))
         members = self._members[part.communicator]
         return {member: self._parts[part.communicator, member].get(part.number) for member in members}
 
     def _wake(self) -> bool:
-        """Let hosts continue whose wait is over."""
         ready = [rank for rank, blocked in self._blocked.items() if blocked.ready()]
         for rank in ready:
             self._blocked.pop(rank).wake()
@@ -330,8 +323,8 @@ class Fabric:
     # -- waits
 
     def _look(self) -> None:
-        """Report a deadlock, if there is one: every host waits, or has ended, and nothing can happen."""
-        if not self._blocked or len(self._blocked.keys() | self._left) < self.ranks:
+        # A deadlock: every host waits, or has ended, and nothing can happen.
+        if not self._blocked or len(self._blocked.keys() | self._ended) < self.ranks:
             return
         if all(not blocked.launches and not blocked.ranks() for blocked in self._blocked.values()):
             return  # none of them waits here
@@ -356,7 +349,6 @@ class Fabric:
         return "the ranks wait for what never comes:\n  " + "\n  ".join(lines)
 
     def _waits(self, node: _Node) -> tuple[str, _Node | None]:
-        """What a node waits for, in words, and that node."""
         if isinstance(node, int):
             return self._host_waits(node)
         stream = self._streams[node.rank, node.stream]
@@ -376,7 +368,7 @@ class Fabric:
         return f"{node} is moved", None
 
     def _host_waits(self, rank: int) -> tuple[str, _Node | None]:
-        if rank in self._left:
+        if rank in self._ended:
             return f"rank {rank} has ended", None
         blocked = self._blocked.get(rank)
         if blocked is None:
@@ -384,8 +376,8 @@ class Fabric:
         for launch in blocked.launches:
             if not launch.over:
                 return f"rank {rank} {blocked.why}: waits for {launch}", launch
-        for other in blocked.ranks():
-            return f"rank {rank} {blocked.why}: waits for rank {other} to enter", other
+        for member in blocked.ranks():
+            return f"rank {rank} {blocked.why}: waits for rank {member} to enter", member
         return f"rank {rank} {blocked.why}", None
 
 

@@ -48,15 +48,15 @@ class StrictWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the launch has run."""
+        """True if the launch has run."""
         return self.launch.over
 
     def is_success(self) -> bool:
-        """Whether the launch has run and was not aborted."""
+        """True if the launch has run and was not aborted."""
         return self.launch.over and not self.launch.aborted
 
     def exception(self) -> BaseException | None:
-        """Why the launch has not run to its end."""
+        """Error of an aborted launch."""
         return dist.DistBackendError("NCCL communicator was aborted") if self.launch.aborted else None
 
 
@@ -90,7 +90,7 @@ class StrictGroup(ProcessGroup):
         self.endpoint = endpoint
         self.ranks = tuple(ranks)
         self.title = name
-        self._made: set[str] = set()
+        self._communicators: set[str] = set()
         self._group: list[Part] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it
@@ -114,14 +114,14 @@ class StrictGroup(ProcessGroup):
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> Work:
         (tensor,) = tensors
-        other = self.ranks[peer]
-        pair = tuple(sorted((self.endpoint.rank, other)))
+        peer_rank = self.ranks[peer]
+        pair = tuple(sorted((self.endpoint.rank, peer_rank)))
         name = f"the pair {pair[0]}-{pair[1]} of {self.title}"
-        part = self._part(kind, tensor, name, other)
+        part = self._part(kind, tensor, name, peer_rank)
         if self._group is not None:
             part.communicator = self.title
             self._group.append(part)
-            return _LATER
+            return _GROUPED
         self._make(name, pair)
         return self._launch(name, (part,))
 
@@ -142,7 +142,7 @@ class StrictGroup(ProcessGroup):
         del timeout
         (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
         op = opts.reduceOp if hasattr(opts, "reduceOp") else opts or ReduceOp.SUM
-        return self._collective("all-reduce", tensor, _way(getattr(op, "op", op)))
+        return self._collective("all-reduce", tensor, _reduction(getattr(op, "op", op)))
 
     @override
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Work:  # type: ignore[override]
@@ -161,7 +161,7 @@ class StrictGroup(ProcessGroup):
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
     ) -> Work:
-        """Of rows of one length."""
+        """All rows have one length."""
         del output_sizes, sizes, opts
         place = self.ranks.index(self.endpoint.rank)
         return self._collective("all-to-all", tensor, "stack", _Rows(output, place))
@@ -203,12 +203,12 @@ class StrictGroup(ProcessGroup):
         return Part(kind, self.endpoint.rank, communicator, size, peer, data=data)
 
     def _make(self, name: str, members: Sequence[int]) -> None:
-        if name not in self._made:
+        if name not in self._communicators:
             try:
                 self.endpoint.enter(name, members)
             except AbortedError as error:
                 raise dist.DistBackendError(str(error)) from error
-            self._made.add(name)
+            self._communicators.add(name)
 
     def _launch(self, stream: str, parts: tuple[Part, ...]) -> StrictWork:
         if (pretended := current()) is not None:
@@ -222,8 +222,8 @@ class StrictGroup(ProcessGroup):
         return StrictWork(launch, self.endpoint.stream)
 
 
-class _Later(Work):
-    """Work of an operation in a group: the group's own work is used."""
+class _GroupedWork(Work):
+    """Work of an operation in a group, whose work is used instead."""
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -231,11 +231,11 @@ class _Later(Work):
         return True
 
 
-_LATER = _Later()
+_GROUPED = _GroupedWork()
 
 
 class _Rows(NamedTuple):
-    """Output of an all-to-all: a row of each rank, of those for the rank at a place of the group."""
+    """Output of an all-to-all: a row of each rank, for the rank at ``place`` of the group."""
 
     output: Tensor
     place: int
@@ -245,7 +245,7 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented as it
 
 
-_WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "avg": lambda stacked: stacked.mean(0),
     "max": lambda stacked: stacked.amax(0),
@@ -254,12 +254,12 @@ _WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _way(op: Any) -> str:
+def _reduction(op: Any) -> str:
     known = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
-    found = next((name for name, one in known.items() if one == op), None)
-    if found is None:
+    name = next((name for name, reduction in known.items() if reduction == op), None)
+    if name is None:
         raise NotImplementedError(f"all-reduce by {op}")
-    return found
+    return name
 
 
 def move(parts: Sequence[Part]) -> None:
@@ -269,21 +269,22 @@ def move(parts: Sequence[Part]) -> None:
         NcclRuleError: a tensor was changed while it was sent.
     """
     with streams.as_the_network():
-        given = [_read(part) for part in parts if part.kind != RECEIVE]
+        inputs = [_read(part) for part in parts if part.kind != RECEIVE]
         how = parts[0].how
         if parts[0].kind == SEND:
-            takers, found = parts[1:], given[0]
+            receivers, result = parts[1:], inputs[0]
         else:
-            takers, found = parts, given[int(how)] if how.isdecimal() else _WAYS[how](torch.stack(given))
-        for part in takers:
+            receivers = parts
+            result = inputs[int(how)] if how.isdecimal() else _REDUCTIONS[how](torch.stack(inputs))
+        for part in receivers:
             tensor, _, *rest = part.data
             if rest and isinstance(rest[0], _Rows):
-                rest[0].output.data.copy_(found[:, rest[0].place])
+                rest[0].output.data.copy_(result[:, rest[0].place])
             elif rest and rest[0] is not None:
-                for row, one in zip(rest[0], found, strict=True):
-                    row.data.copy_(one)
+                for row, result_row in zip(rest[0], result, strict=True):
+                    row.data.copy_(result_row)
             else:
-                tensor.data.copy_(found.reshape(tensor.shape))
+                tensor.data.copy_(result.reshape(tensor.shape))
 
 
 def _read(part: Part) -> Tensor:

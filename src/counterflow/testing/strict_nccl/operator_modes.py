@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from counterflow.runtime.torch_private import (
+from counterflow.common.tensors.torch_private import (
     TorchDispatchMode,
     device_constructors,
     schema_of,
@@ -58,21 +58,18 @@ _names: dict[Any, str] = {}
 
 
 def _name(operator: Any) -> str:
-    found = _names.get(operator)
-    if found is None:
-        found = _names[operator] = schema_of(operator).name.partition("::")[2]
-    return found
+    name = _names.get(operator)
+    if name is None:
+        name = _names[operator] = schema_of(operator).name.partition("::")[2]
+    return name
 
 
 class _Operators(TorchDispatchMode):
-    """Makes operators that touch memory wait for their stream, and checks that their tensors are in one
-    place.
-    """
+    """Makes operators that touch memory wait for their stream, and checks that tensors are in one place."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the wrapper around every operator, which imports torch.compile."""
-        return False
+        return False  # the wrapper around every operator would import torch.compile
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -88,41 +85,43 @@ class _Operators(TorchDispatchMode):
 
 
 def _computed(device: Device, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    given = list(tensors_in((args, kwargs)))
-    places = [place_of(tensor) for tensor in given]
-    here = _where(device, name, given, places)
-    if here is None:
-        found = func(*args, **kwargs)
+    inputs = list(tensors_in((args, kwargs)))
+    places = [place_of(tensor) for tensor in inputs]
+    target = _device_of_operator(device, name, inputs, places)
+    if target is None:
+        result = func(*args, **kwargs)
         if any(place is not None for place in places):
-            for tensor in tensors_in((found,)):
+            for tensor in tensors_in((result,)):
                 mark(tensor, HOST)
-        return found
+        return result
     if name not in _AS_IT_IS:
         device.launched()
     if name in _READS:
         device.synchronize(f"reads {name}")
     if name == "copy_":
         return _copy(device, func, args, kwargs, places)
-    found = func(*args, **kwargs)
-    for tensor in tensors_in((found,)):
-        mark(tensor, here)
-    return found
+    result = func(*args, **kwargs)
+    for tensor in tensors_in((result,)):
+        mark(tensor, target)
+    return result
 
 
-def _where(device: Device, name: str, given: list[Tensor], places: list[Place]) -> Device | None:
-    """Where an operator runs: on the device, or None for the host.
+def _device_of_operator(
+    device: Device, name: str, inputs: list[Tensor], places: list[Place]
+) -> Device | None:
+    """Device that an operator runs on; None for the host.
 
     Raises:
         RuntimeError: its tensors are in several places; the message is torch's.
     """
-    there = [place for place in places if isinstance(place, Device)]
-    if not there:
+    devices = [place for place in places if isinstance(place, Device)]
+    if not devices:
         return None
-    other = next((place for place in there if place != device), None)
-    if other is not None and name not in _AS_IT_IS:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found {device} and {other}!")
+    second = next((place for place in devices if place != device), None)
+    if second is not None and name not in _AS_IT_IS:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {device} and {second}!")
     if name not in _ACROSS:
-        for tensor, place in zip(given, places, strict=True):
+        for tensor, place in zip(inputs, places, strict=True):
             if place in (HOST, PINNED) and (tensor.dim() or name.startswith("_fused")):
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
@@ -137,15 +136,15 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any, places: list[Place]
     to, of = places[0], places[1]
     if isinstance(of, Device) and not isinstance(to, Device) and (at_once or to != PINNED):
         device.synchronize("copies to the host")
-    found = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if at_once or (isinstance(of, Device) and isinstance(to, Device)):
-        return found
+        return result
     stream = streams.current_stream() or device.stream
     if to == PINNED:
         stream.copy(ToHost(target, source if stream is not device.stream else None))
     elif of == PINNED:
         stream.copy(FromHost(source))
-    return found
+    return result
 
 
 # -- calls
@@ -183,26 +182,23 @@ class _Calls(TorchFunctionMode):
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             if _by_autograd(sys._getframe(1)):  # noqa: SLF001 - documented
                 return func(*args, **kwargs)
-            return _made(device, func, args, dict(kwargs))
-        found = func(*args, **kwargs)
+            return _call_factory(device, func, args, dict(kwargs))
+        result = func(*args, **kwargs)
         if func in device_constructors():
-            for tensor in tensors_in((found,)):
+            for tensor in tensors_in((result,)):
                 mark(tensor, HOST)
-        return found
+        return result
 
 
 def _by_autograd(frame: FrameType) -> bool:
-    """Whether torch.autograd makes the call: it makes a loss's gradient on the CPU, where C++ has the
-    loss.
-    """
+    # torch.autograd makes a loss's gradient on the CPU, where C++ has the loss.
     return frame.f_globals.get("__name__") == "torch.autograd"
 
 
 _HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__}
 
 
-def _made(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Result of a factory function, on the device that it asks for."""
+def _call_factory(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     pinned = bool(kwargs.pop("pin_memory", False))
     wanted = kwargs.get("device")
     place = _place(device, wanted)
@@ -212,23 +208,22 @@ def _made(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         place = PINNED
     if wanted is not None:
         kwargs["device"] = "cpu"
-    given = list(tensors_in((args, kwargs)))
+    inputs = list(tensors_in((args, kwargs)))
     if place == device:
         device.look()
-    elif any(place_of(tensor) == device for tensor in given):
+    elif any(place_of(tensor) == device for tensor in inputs):
         device.synchronize("copies to the host")
-    found = func(*args, **kwargs)
-    for tensor in tensors_in((found,)):
-        if same_memory(tensor, given):
+    result = func(*args, **kwargs)
+    for tensor in tensors_in((result,)):
+        if same_memory(tensor, inputs):
             if place_of(tensor) not in (None, place):
                 return _moved(device, tensor, place)
         else:
-            mark(tensor, place, again=True)
-    return found
+            mark(tensor, place, overwrite=True)
+    return result
 
 
 def _place(device: Device, wanted: Any) -> Place:
-    """Place of a device's name; None: neither the host nor the pretended device."""
     if wanted is None:
         return HOST
     name = device.handle if isinstance(wanted, int) else torch.device(wanted)
@@ -242,14 +237,14 @@ def _place(device: Device, wanted: Any) -> Place:
 @_handles(Tensor.to)
 def _to(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     tensor, rest, kwargs = args[0], list(args[1:]), dict(kwargs)
-    other = kwargs.pop("other", None)
+    like = kwargs.pop("other", None)
     if rest and isinstance(rest[0], Tensor):
-        other = rest.pop(0)
+        like = rest.pop(0)
     wanted = kwargs.pop("device", None)
-    if other is not None:
-        wanted = place_of(other) if isinstance(place_of(other), Device) else other.device
+    if like is not None:
+        wanted = place_of(like) if isinstance(place_of(like), Device) else like.device
         wanted = wanted.handle if isinstance(wanted, Device) else wanted
-        kwargs.setdefault("dtype", other.dtype)
+        kwargs.setdefault("dtype", like.dtype)
     elif rest and isinstance(rest[0], (torch.device, str, int)):
         wanted = rest.pop(0)
     if rest and isinstance(rest[0], torch.dtype):
@@ -277,22 +272,21 @@ def _cpu(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved(device: Device, tensor: Tensor, place: Place, *, non_blocking: bool = False, **how: Any) -> Tensor:
-    """A tensor in another place."""
     now = place_of(tensor)
     device.look()
     if isinstance(now, Device) and not non_blocking:
         device.synchronize("copies to the host")
     how.pop("copy", None)
     with on(None):
-        found = Tensor.to(tensor, "cpu", copy=True, **how)
-    mark(found, PINNED if place is HOST and non_blocking else place, again=True)
+        result = Tensor.to(tensor, "cpu", copy=True, **how)
+    mark(result, PINNED if place is HOST and non_blocking else place, overwrite=True)
     if non_blocking:
         stream = streams.current_stream() or device.stream
         if place is HOST:
-            stream.copy(ToHost(found))
+            stream.copy(ToHost(result))
         elif now is PINNED:
             stream.copy(FromHost(tensor))
-    return found
+    return result
 
 
 @_handles(_ANY.device.__get__)
@@ -333,9 +327,9 @@ def _pin_memory(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
         return tensor
     if place == device:
         raise RuntimeError(f"cannot pin '{tensor.type()}' of {device}: only dense CPU tensors can be pinned")
-    found = tensor.detach().clone()
-    mark(found, PINNED, again=True)
-    return found
+    pinned = tensor.detach().clone()
+    mark(pinned, PINNED, overwrite=True)
+    return pinned
 
 
 @_handles(Tensor.numpy, Tensor.__array__)
@@ -359,8 +353,8 @@ def _read(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 @_handles(Tensor.__deepcopy__)
 def _deep_copied(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     del device
-    found = func(*args, **kwargs)
+    copy = func(*args, **kwargs)
     place = place_of(args[0])
     if place is not None:
-        mark(found, place, again=True)
-    return found
+        mark(copy, place, overwrite=True)
+    return copy

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from counterflow.runtime.torch_private import without_modes
+from counterflow.common.tensors.torch_private import without_modes
 
 from .device_memory import Copy
 from .fabric import Launch
@@ -27,7 +27,7 @@ Wait = Callable[[Sequence[Launch], str], None]
 
 
 def _healthy() -> None:
-    """Do nothing: no device has an error."""
+    pass
 
 
 class Event:
@@ -58,7 +58,7 @@ class Event:
         self.recorded_seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether the event is reached."""
+        """True if the event is reached."""
         self._look()
         if not all(launch.over for launch in self._launches):
             return False
@@ -127,10 +127,10 @@ class Stream:
 
     def wait_event(self, event: Event | Recorded) -> None:
         """Make the stream wait for an event."""
-        found = event if isinstance(event, Event) else event.recorded
-        if found is None:
+        recorded = event if isinstance(event, Event) else event.recorded
+        if recorded is None:
             return
-        event = found
+        event = recorded
         for launch in event._launches:  # noqa: SLF001 - of this module
             self.wait_for(launch)
         coming = [copy for copy in event._copies if not copy.over]  # noqa: SLF001 - of this module

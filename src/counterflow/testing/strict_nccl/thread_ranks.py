@@ -37,14 +37,14 @@ class ThreadEndpoint:
         peer = peers.pop() if len(peers) == 1 else -1
         self._hold(self.fabric.wait(self.rank, launches, why), peer)
 
-    def held(self, woken: threading.Event, peer: int) -> None:
+    def block_host(self, woken: threading.Event, peer: int) -> None:
         """Block the host, for a rank or, with -1, for several."""
         del peer
         woken.wait()
 
     def _hold(self, blocked: Blocked, peer: int) -> None:
         if not blocked.woken.is_set():
-            self.held(blocked.woken, peer)
+            self.block_host(blocked.woken, peer)
         if blocked.error is not None:
             raise type(blocked.error)(*blocked.error.args) from blocked.error
 
@@ -90,6 +90,6 @@ def run_ranks(function: Callable[[ThreadEndpoint], _T], ranks: int) -> list[_T]:
         thread.join()
     if errors:
         raise errors[min(errors)]
-    if left := fabric.unfinished():
-        raise NcclRuleError("at the end these had not run: " + "; ".join(left))
+    if unfinished := fabric.unfinished():
+        raise NcclRuleError("at the end these had not run: " + "; ".join(unfinished))
     return [results[rank] for rank in range(ranks)]

@@ -22,7 +22,7 @@ from counterflow.runtime.transport.local import Hub, ThreadControl, Waited
 from counterflow.runtime.transport.ordered import OrderedTransport
 from counterflow.runtime.transport.pending import Transfer
 from counterflow.runtime.transport.progress import Event
-from counterflow.runtime.transport.turns import elsewhere, settled_by
+from counterflow.runtime.transport.rng_lock import rng_released, stream_synchronized_by
 
 from .. import STRICT_NCCL
 from . import streams
@@ -53,12 +53,12 @@ class NcclHub(Hub):
         Raises:
             NcclRuleError: a launch never ran.
         """
-        if left := self.fabric.unfinished():
-            raise NcclRuleError("at the end these had not run: " + "; ".join(left))
+        if unfinished := self.fabric.unfinished():
+            raise NcclRuleError("at the end these had not run: " + "; ".join(unfinished))
 
     def _wait(self, event: Any, status: Status, waited: Waited) -> None:
         who = f"word of rank {waited.rank}" if waited.rank >= 0 else "word of all"
-        with self.fabric.elsewhere(status.rank, event.is_set, f"waits in {status.doing} for {who}"):
+        with self.fabric.host_wait(status.rank, event.is_set, f"waits in {status.doing} for {who}"):
             super()._wait(event, status, waited)
 
 
@@ -87,8 +87,8 @@ class StrictControl(ThreadControl):
         """Gather values as they are in memory now, see ``Control.gather_objects``."""
         written = BytesIO()
         _Pickler(written).dump(value)
-        told = cast("list[bytes]", super().gather_objects(written.getvalue()))
-        return [pickle.loads(one) for one in told]  # noqa: S301 - from a thread of this process
+        rows = cast("list[bytes]", super().gather_objects(written.getvalue()))
+        return [pickle.loads(row) for row in rows]  # noqa: S301 - from a thread of this process
 
     def fail(self, error: BaseException) -> None:
         """Fail, see ``Control.fail``; end what the device waits for, as each worker's watch does."""
@@ -117,7 +117,7 @@ class StrictLocalTransport(OrderedTransport):
         try:
             with (
                 computing(pretended.stream, pretended),
-                settled_by(partial(streams.settle, "has its turn")),
+                stream_synchronized_by(partial(streams.settle, "has its turn")),
             ):
                 yield
                 self.progress.synchronize()
@@ -143,8 +143,6 @@ class StrictLocalTransport(OrderedTransport):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values as they are in the host's memory now."""
-
     def reducer_override(self, value: object) -> Any:
         """Refuse memory of a device, which another process could not have."""
         if isinstance(value, Tensor):
@@ -153,13 +151,11 @@ class _Pickler(pickle.Pickler):
 
 
 class _Endpoint(ThreadEndpoint):
-    """A thread's end, whose waits are observed and limited."""
-
     def __init__(self, control: StrictControl) -> None:
         super().__init__(control.fabric, control.rank)
         self.control = control
 
-    def held(self, woken: threading.Event, peer: int) -> None:
+    def block_host(self, woken: threading.Event, peer: int) -> None:
         """Block the host, see ``ThreadEndpoint``.
 
         Raises:
@@ -167,9 +163,9 @@ class _Endpoint(ThreadEndpoint):
         """
         control = self.control
         control.status.waiting_for = peer
-        with elsewhere():
-            came = woken.wait(control.timeout_seconds)
-        if not came:
+        with rng_released():
+            in_time = woken.wait(control.timeout_seconds)
+        if not in_time:
             self.fabric.give_up(self.rank)
             raise TimedOut(peer if peer >= 0 else None, control.timeout_seconds)
         control.status.waiting_for = None

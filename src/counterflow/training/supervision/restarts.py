@@ -18,7 +18,7 @@ from pathlib import Path
 from counterflow.checkpoints import memory_copies
 from counterflow.errors import ConfigError, CounterflowError, WorkerError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.failures import failed_by
+from counterflow.runtime.workers.launch import launch_error
 
 from ..config import RunConfig
 from ..folder import RunFolder
@@ -103,7 +103,7 @@ def reporting_failures(attempt: int, fence: Fence) -> Iterator[None]:
         transport = world.existing_transport()
         if transport is not None:
             transport.fail(error)
-        failed = failed_by(error, world.rank() or 0, transport).error()
+        failed = launch_error(error)
         if isinstance(failed, WorkerError):
             failed.reported = transport is not None and not transport.fails_first
             folder = fence.folder

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from counterflow.runtime.workers.outside import FROM_OUTSIDE, end_server
+from counterflow.common.external_signals import EXTERNAL_SIGNALS, end_fork_server
 
 RESUBMIT = os.EX_TEMPFAIL
 """Exit code of a run that something other than Ctrl-C ended early: the same command resumes it."""
@@ -164,9 +164,9 @@ def listen() -> dict[int, Any]:
 
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     before: dict[int, Any] = {
-        number: signal.signal(number, handle) for number in FROM_OUTSIDE if number not in ignored
+        number: signal.signal(number, handle) for number in EXTERNAL_SIGNALS if number not in ignored
     }
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_OUTSIDE)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EXTERNAL_SIGNALS)
     return before
 
 
@@ -225,7 +225,7 @@ class _Guard:
         signalled = False
         while data := os.read(self._reads, 1):
             number = data[0]
-            if number not in FROM_OUTSIDE or STOP.ended:
+            if number not in EXTERNAL_SIGNALS or STOP.ended:
                 continue
             STOP.look()
             phase = STOP.phase
@@ -245,5 +245,5 @@ class _Guard:
             os.write(2, message.encode())
         for child in multiprocessing.active_children():
             child.kill()
-        end_server()
+        end_fork_server()
         os._exit(STOP.exit_code)

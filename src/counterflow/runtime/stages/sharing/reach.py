@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...torch_private import buffers_of, children_of, module_hook_tables
+from counterflow.common.tensors.torch_private import buffers_of, children_of, module_hook_tables
+
 from .subjects import (
     LARGEST,
     LIBRARIES,

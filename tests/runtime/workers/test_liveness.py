@@ -11,9 +11,9 @@ import time
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from counterflow.runtime.transport import neighbour
+from counterflow.runtime.transport import liveness
 from counterflow.runtime.transport.base import Status
-from counterflow.runtime.transport.neighbour import Neighbour
+from counterflow.runtime.transport.liveness import NextWorker
 from counterflow.runtime.transport.worker_watch import Watch
 
 WORKER = """
@@ -41,7 +41,7 @@ def test_a_worker_that_is_killed_under_nobodys_eyes_is_missed_in_seconds(
         assert other.stdout is not None
         assert other.stdout.readline() == "here\n"
         broken = threading.Event()
-        monkeypatch.setattr(Watch, "_after", lambda *_: None)
+        monkeypatch.setattr(Watch, "_await_end", lambda *_: None)
         watch = Watch(store, Status(0), 2, timeout_seconds=300.0, break_waits=broken.set, end=lambda _: None)
         watch._post_seconds = 0.2  # 5 in earnest
         try:
@@ -71,30 +71,30 @@ def test_a_worker_that_is_killed_under_nobodys_eyes_is_missed_in_seconds(
 def test_a_worker_of_another_machine_is_missed_when_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = HashStore(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    mine, theirs = Neighbour(0, 2, silent_seconds=60.0), Neighbour(1, 2, silent_seconds=60.0)
-    assert mine.missing(store) is None
-    monkeypatch.setattr(neighbour, "_here", lambda: "there")
-    theirs.introduce(store)
+    mine, theirs = NextWorker(0, 2, silent_seconds=60.0), NextWorker(1, 2, silent_seconds=60.0)
+    assert mine.loss_reason(store) is None
+    monkeypatch.setattr(liveness, "_machine", lambda: "there")
+    theirs.publish_process(store)
     monkeypatch.undo()
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     for number, now in enumerate((10.0, 50.0)):
         clock[0] = now
         store.set("status/1", str(number))
-        assert mine.missing(store) is None
+        assert mine.loss_reason(store) is None
     clock[0] = 109.0
-    assert mine.missing(store) is None
+    assert mine.loss_reason(store) is None
     clock[0] = 111.0
-    why = mine.missing(store)
+    why = mine.loss_reason(store)
     assert why is not None
     assert why.startswith("nothing is heard of it on ")
     assert why.endswith(" for 61 s")
-    theirs.leave(store)
-    assert mine.missing(store) is None
+    theirs.publish_end(store)
+    assert mine.loss_reason(store) is None
 
 
 def test_where_a_launcher_looks_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     watch = Watch(HashStore(), Status(0), 2, timeout_seconds=1.0, break_waits=lambda: None)
-    assert watch._neighbour is None
+    assert watch._next_worker is None
     watch.stop()

@@ -1,9 +1,9 @@
-"""What Counterflow uses of torch that has no public name, in one place, with what replaces each.
+"""Private names of torch that Counterflow uses, in one place, with a replacement for each ("Without: …").
 
-Invariant: nothing else in Counterflow names it (``tests/runtime/test_torch_private.py``), but for what torch
-documents or hands to everybody: a tensor's ``_version``, and ``torch.utils._pytree``; and for the dicts of a
-``nn.Module`` in ``models/``, which knows nobody. A release of torch that
-moves one of these breaks here, and the comment says what to do then.
+Invariant: nothing else in Counterflow names them (``tests/common/test_torch_private.py``), except those that
+torch documents or passes to users: a tensor's ``_version``, and ``torch.utils._pytree``; and the dicts of a
+``nn.Module`` in ``models/``, which knows no room. A release of torch that moves one of these breaks here, and
+the comment says what to do then.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def set_version_counters(tensors: tuple[Tensor, ...], number: int) -> None:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Around what no mode of torch shall see. Without: leave and enter the modes one knows."""
+    """Disable all modes of torch within the context. Without: leave and enter the known modes."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
         yield
 
 
 def without_functions() -> AbstractContextManager[object]:
-    """Around what no TorchFunctionMode shall see. Without: leave and enter the modes one knows."""
+    """Disable all TorchFunctionModes within the context. Without: leave and enter the known modes."""
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())  # noqa: SLF001
 
 
@@ -90,7 +90,7 @@ def backend_of(name: str) -> Callable[..., Any]:
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What ``nn.Module.compile`` compiles. Without: that method, which changes the module."""
+    """Function that ``nn.Module.compile`` compiles. Without: that method, which changes the module."""
     return module._call_impl  # noqa: SLF001
 
 
@@ -123,7 +123,7 @@ def register_device_module(name: str, module: object) -> None:
 
 
 def keeps_buffers() -> AbstractContextManager[object]:
-    """Around compilations whose backward may run twice: it writes over nothing that was saved for it.
+    """Let compiled backwards run twice: they do not overwrite the tensors that were saved for them.
 
     Without: split backwards of layers that call compiled functions fail; torch's error names this switch.
     """
@@ -147,22 +147,22 @@ def whole_call(function: object, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drops_nothing(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that may draw for a dropout is given none. Without: it counts as one that draws."""
+    """True if an operator that may draw for a dropout has none. Without: it counts as one that draws."""
     names = [argument.name for argument in operator._schema.arguments]  # noqa: SLF001
     if "dropout_p" not in names:
         return False
     place = names.index("dropout_p")
-    given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
-    return bool(given == 0)
+    probability = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+    return bool(probability == 0)
 
 
 # -- memory
 
 
 def start_allocations() -> None:
-    """From here on what this thread allocates and frees of host memory for tensors is noted.
+    """Start to record this thread's allocations and frees of host memory for tensors.
 
-    ``torch.profiler`` with ``profile_memory`` notes that of all threads, without telling them apart. Without:
+    ``torch.profiler`` with ``profile_memory`` records all threads together. Without:
     no measured peak of bytes on the CPU.
     """
     torch._C._autograd._enable_profiler_legacy(  # noqa: SLF001
@@ -171,22 +171,22 @@ def start_allocations() -> None:
 
 
 def allocations() -> Iterator[int]:
-    """What was noted since ``start_allocations`` in this thread: bytes in their order, below 0 if freed."""
-    found: Any = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001
-    for events in found:
+    """Allocations of this thread since ``start_allocations``, in order: bytes, below 0 if freed."""
+    recorded: Any = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001
+    for events in recorded:
         for event in events:
             if event.kind() == "memory_alloc" and (size := event.cpu_memory_usage()):
                 yield size
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch notes what this thread does. Without: each action always has its range."""
+    """True if a profiler of torch records this thread. Without: each action always has its range."""
     return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def unnoted() -> AbstractContextManager[None]:
-    """Around beginning what ends later, on another thread: a profiler that has ended by then is not there to
-    note it, and torch's breaks the process. Without: nothing may be in flight when a profiler ends.
+    """Hide from the profiler an operation that ends later, on another thread: a profiler that has ended by
+    then would break the process. Without: nothing may be in flight when a profiler ends.
     """
     return _Unnoted() if profiling() else _NOTED
 
@@ -266,7 +266,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def whole_parameter(parameter: Any) -> nn.Parameter | None:
-    """What FSDP computes with in place of a shard, an object for good; None: it has gathered none yet.
+    """Full parameter that FSDP computes with in place of a shard, a permanent object; None: not gathered yet.
 
     Without: find it in the module between ``unshard`` and ``reshard``.
     """
@@ -284,7 +284,7 @@ def end_fsdp_backward(module: Any) -> None:
 
 
 def hook_tables(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Where autograd finds a parameter's hooks: of its gradient, and those after this was accumulated.
+    """Tables of a parameter's hooks: of its gradient, and after its accumulation.
 
     Without: hooks are called for each micro-batch.
     """
@@ -321,14 +321,14 @@ def same_memory(tensor: Tensor) -> Tensor:
 
 def subclassed(kind: type[_Tensor], tensor: Tensor, *, parameter: bool) -> _Tensor:
     """A tensor as a leaf of a subclass, made as torch's notes on extending make it; also a parameter."""
-    found = Tensor._make_subclass(kind, tensor, tensor.requires_grad)  # noqa: SLF001
+    leaf = Tensor._make_subclass(kind, tensor, tensor.requires_grad)  # noqa: SLF001
     if parameter:
-        found._is_param = True  # noqa: SLF001 - isinstance() knows parameters of other classes by it
-    return found
+        leaf._is_param = True  # noqa: SLF001 - isinstance() knows parameters of other classes by it
+    return leaf
 
 
 def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function of torch's gives without asking ``__torch_function__`` of its arguments."""
+    """Call a function of torch's without ``__torch_function__`` of its arguments."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's notes on extending do
         return function(*args, **kwargs)
 
@@ -337,7 +337,7 @@ _HOOK_TABLES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 def module_hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Where a module keeps its hooks, in one order. Without: hooks that come later are lost in silence."""
+    """Tables of a module's hooks, in one order. Without: hooks that are added later are silently lost."""
     return [vars(module)[name] for name in _HOOK_TABLES]
 
 
@@ -347,12 +347,12 @@ def schema_of(operator: Any) -> Any:
 
 
 def is_loss(function: object) -> TypeGuard[Any]:
-    """Whether it is one of torch's losses. Without: the public classes of losses, by name."""
+    """True if it is one of torch's losses. Without: the public classes of losses, by name."""
     return isinstance(function, nn.modules.loss._Loss)  # noqa: SLF001
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is a norm with running statistics. Without: the public classes of norms, by name."""
+    """True if it is a norm with running statistics. Without: the public classes of norms, by name."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001
 
 
@@ -381,7 +381,7 @@ def default_store() -> Store:
 
 
 def gloo_lane(group: ProcessGroup) -> Any:
-    """What sends for a group over Gloo. The group's own ``send`` does, and takes a third longer."""
+    """Backend that sends for a group over Gloo. The group's ``send`` takes a third longer."""
     return group._get_backend(torch.device("cpu"))  # noqa: SLF001
 
 
@@ -412,7 +412,7 @@ def nccl_options(timeout: timedelta, *, high_priority: bool, config: Mapping[str
 
 
 def flight_record() -> bytes | None:
-    """What NCCL's flight recorder noted, for ``torchfrtrace``; None where it notes nothing.
+    """Record of NCCL's flight recorder, for ``torchfrtrace``; None if it is off.
 
     Without: ``TORCH_NCCL_DUMP_ON_TIMEOUT``, which waits for torch's own limit.
     """

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from counterflow.runtime.workers import meeting
-from counterflow.runtime.workers.meeting import Meeting, meet, wait_for_store
+from counterflow.runtime.workers import rendezvous
+from counterflow.runtime.workers.rendezvous import Rendezvous, meet, wait_for_store
 
 
-def met(store: HashStore, restarts: list[int]) -> list[Meeting]:
+def met(store: HashStore, restarts: list[int]) -> list[Rendezvous]:
     """As many workers as there are counts of restarts, which torchrun tells each machine by itself."""
     size = len(restarts)
     with ThreadPoolExecutor(size) as pool:
@@ -55,7 +55,7 @@ def test_who_does_not_come_is_not_waited_for_for_ever(rank: int, missing: str) -
 
 
 def test_a_store_whose_launcher_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GONE_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "_GONE_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         wait_for_store("127.0.0.1", port, 300.0)

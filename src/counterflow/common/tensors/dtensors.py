@@ -1,7 +1,8 @@
-"""Tensors of which a rank holds a part: torch's DTensors, and what torch's collectives have not filled yet.
+"""Tensors of which a rank holds a part: torch's DTensors, and results of torch's collectives in flight.
 
-torch's module of DTensors takes as long to import as all else here, so that it is asked for only where
-somebody imported it before: without it there are none.
+torch's module of DTensors takes as long to import as the rest of the engine, so it is used only if it is
+imported
+already: otherwise there are no DTensors.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ _T = TypeVar("_T")
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor."""
+    """True if a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory and without a graph; of a plain one, all of it."""
+    """Part of a tensor on this rank, in the same memory and without a graph; of a plain tensor, all of it."""
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; of a DTensor, all who hold a part make the call."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor; for a DTensor, all ranks that hold a part make the call."""
     return cast("Any", tensor).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is laid out as a parameter is, with ``part`` as the memory of what this rank holds."""
+    """Make a tensor of the layout of a parameter, with ``part`` as the memory of this rank's part."""
     if not is_dtensor(parameter):
         return part
     known = cast("Any", parameter)
@@ -53,7 +54,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is laid out as a parameter is; no collective if it is a whole."""
+    """Part of a tensor on this rank, in the layout of a parameter; no collective if the tensor is full."""
     if not is_dtensor(parameter):
         return tensor
     known = cast("Any", parameter)
@@ -76,7 +77,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_awaited(value: object) -> bool:
-    """Whether a value is a tensor that a collective of torch's may still fill."""
+    """True if a value is a tensor that a collective of torch's may still fill."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(value, module.AsyncCollectiveTensor)
 

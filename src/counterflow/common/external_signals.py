@@ -1,4 +1,7 @@
-"""Signals from outside to all processes of a command, and a process that ignores them. Knows no torch."""
+"""Signals that a terminal or a batch system sends to a command, and the fork server, which ignores them.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
-FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+EXTERNAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or a batch system sends to all processes of a command."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
@@ -19,9 +22,9 @@ _ENDING_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let none of them into this thread in here, nor ever into the processes that it starts meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FROM_OUTSIDE)
+def signals_blocked() -> Iterator[None]:
+    """Block them in this thread within the context, and for good in processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXTERNAL_SIGNALS)
     try:
         yield
     finally:
@@ -30,7 +33,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Let Python processes that are started in here not import from the current folder.
+    """Exclude the current folder from the import path of Python processes started within the context.
 
     ``multiprocessing`` starts its own with ``-c``, which has the current folder before all others: a file
     there that is named like a module of Python would be run.
@@ -46,8 +49,8 @@ def safe_path() -> Iterator[None]:
             os.environ[_SAFE_PATH] = before
 
 
-def server_end() -> str:
-    """How the process that workers are forked from ended, in words; empty while it runs."""
+def fork_server_failure() -> str:
+    """Clause about the end of the process that workers are forked from; empty while it runs."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # noqa: SLF001
     if pid is None:
         return "ended"
@@ -63,17 +66,17 @@ def server_end() -> str:
     return f"was killed by {name}" + "; perhaps the machine ran out of memory" * (name == "SIGKILL")
 
 
-def end_server() -> None:
-    """End the process that workers are forked from, also while it loads; the next launch starts another."""
+def end_fork_server() -> None:
+    """End the process that workers are forked from, even while it loads; the next launch starts another."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # noqa: SLF001
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
-            _wait_for(pid)  # one that has not ended yet would be asked for workers
+            _wait_for(pid)  # one that has not ended yet would still be used to fork workers
 
 
 def _wait_for(pid: int) -> os.waitid_result | None:
-    """How a child process ended; None if it still runs after a moment. It stays to be waited for.
+    """Wait for a moment for the end of a child process, which is not reaped; None if it still runs.
 
     Raises:
         ChildProcessError: there is no such child.

@@ -1,9 +1,9 @@
 """Mappings of any class (a tokenizer's ``BatchEncoding``, a ``UserDict``) as trees of their items.
 
-Torch's pytrees look into dicts of some classes only. A class of mappings that one meets is registered with
+Torch's pytrees traverse dicts of some classes only. Any other class of mappings in a tree is registered with
 them here, once in a process, if the class makes an equal mapping of a dict.
 
-Invariant: what is put together again has the items and the plain attributes of what was taken apart.
+Invariant: an unflattened mapping has the items and the plain attributes of the one that was flattened.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PLAIN: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum,
     torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-"""What has no samples in it."""
+"""Types of values without samples."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Keys(NamedTuple):
-    """What a mapping is beside its values.
+    """A mapping without its values.
 
     Attributes:
         names: its keys.
@@ -45,25 +45,25 @@ _lock = threading.Lock()
 _known: set[type] = set()
 
 
-def know(tree: object) -> bool:
-    """Let torch's pytrees look into all mappings of a tree.
+def register_mapping_classes(tree: object) -> bool:
+    """Register the classes of all mappings of a tree, so that torch's pytrees traverse them.
 
     Returns:
-        Whether there is one into which they did not look before.
+        True if one was not traversed before.
 
     Raises:
-        ConfigError: one has an attribute that is neither plain nor an item.
+        ConfigError: a mapping has an attribute that is neither plain nor an item.
     """
     if isinstance(tree, Tensor):
         return False
-    found = [
+    mappings = [
         leaf
         for leaf in pytree.tree_leaves(tree)
-        if not isinstance(leaf, Tensor) and isinstance(leaf, Mapping) and _registered(leaf)
+        if not isinstance(leaf, Tensor) and isinstance(leaf, Mapping) and _register(leaf)
     ]
-    for mapping in found:
-        know(mapping)
-    return bool(found)
+    for mapping in mappings:
+        register_mapping_classes(mapping)
+    return bool(mappings)
 
 
 def flat_with_paths(
@@ -74,11 +74,11 @@ def flat_with_paths(
     If a class is registered without a function for its leaves' names, the leaves are numbered.
     """
     try:
-        found, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+        leaves_by_path, spec = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     except ValueError:  # no flatten_with_keys_fn
         leaves, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
         return [(f" (its tensor or value {number})", leaf) for number, leaf in enumerate(leaves)], spec
-    return [(pytree.keystr(path), leaf) for path, leaf in found], spec
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves_by_path], spec
 
 
 def names_of(spec: pytree.TreeSpec) -> list[Any] | None:
@@ -88,20 +88,21 @@ def names_of(spec: pytree.TreeSpec) -> list[Any] | None:
     return list(spec.context) if spec.type in (dict, OrderedDict) else None
 
 
-def _registered(mapping: Mapping[Any, Any]) -> bool:
-    """Whether torch's pytrees look into this class, which they did not."""
+def _register(mapping: Mapping[Any, Any]) -> bool:
     kind = type(mapping)
     with _lock:
         if kind in _known:
             return True
         try:
-            made: Any = kind(dict(mapping))  # type: ignore[call-arg]
-            same = type(made) is kind and list(made) == list(mapping)
-            same = same and all(made[key] is mapping[key] for key in mapping)
+            copy: Any = kind(dict(mapping))  # type: ignore[call-arg]
+            same = type(copy) is kind and list(copy) == list(mapping)
+            same = same and all(copy[key] is mapping[key] for key in mapping)
         except Exception:  # a class of the user's: whatever it raises, it cannot be made
             return False
         if same:
-            pytree.register_pytree_node(kind, _flat, _of(kind), flatten_with_keys_fn=_flat_with_keys)
+            pytree.register_pytree_node(
+                kind, _flat, _unflatten_of(kind), flatten_with_keys_fn=_flat_with_keys
+            )
             _known.add(kind)
         return same
 
@@ -116,18 +117,17 @@ def _flat_with_keys(mapping: Any) -> tuple[list[tuple[Any, Any]], Keys]:
     return [(pytree.MappingKey(key), value) for key, value in zip(keys.names, values, strict=True)], keys
 
 
-def _of(kind: Any) -> Any:
-    def made(values: Iterable[Any], keys: Keys) -> Any:
-        found = kind(dict(zip(keys.names, values, strict=True)))
+def _unflatten_of(kind: Any) -> Any:
+    def unflatten(values: Iterable[Any], keys: Keys) -> Any:
+        mapping = kind(dict(zip(keys.names, values, strict=True)))
         if keys.attributes:
-            vars(found).update(keys.attributes)
-        return found
+            vars(mapping).update(keys.attributes)
+        return mapping
 
-    return made
+    return unflatten
 
 
 def _attributes(mapping: Any) -> Iterable[tuple[str, Any]]:
-    """The plain attributes; of the others, those that hold the items, or are private, its class makes."""
     for name, value in getattr(mapping, "__dict__", {}).items():
         if isinstance(value, _PLAIN):
             yield name, value
@@ -141,7 +141,6 @@ def _attributes(mapping: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _has_items(value: object, mapping: Any) -> bool:
-    """Whether it is where a mapping has its items."""
     if not isinstance(value, Mapping) or list(value) != list(mapping):
         return False
     return all(value[key] is mapping[key] for key in mapping)

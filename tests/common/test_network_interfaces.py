@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from counterflow.runtime.workers import interface
+from counterflow.common import network_interfaces
 
 
 @pytest.fixture
@@ -19,34 +19,34 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         asked.append(host)
         return {"other": "10.0.0.5", "itself": "127.0.0.1"}.get(host, "192.168.1.5")
 
-    monkeypatch.delenv(interface.CHOICE, raising=False)
-    monkeypatch.setattr(interface, "address_of_this_host", lambda: "127.0.1.1")
-    monkeypatch.setattr(interface, "source_towards", towards)
+    monkeypatch.delenv(network_interfaces.CHOICE, raising=False)
+    monkeypatch.setattr(network_interfaces, "address_of_this_host", lambda: "127.0.1.1")
+    monkeypatch.setattr(network_interfaces, "source_towards", towards)
     networks = {"127.0.0.1": "lo", "10.0.0.5": "ib0", "192.168.1.5": "eth0"}
-    monkeypatch.setattr(interface, "interfaces", lambda: networks)
+    monkeypatch.setattr(network_interfaces, "interfaces", lambda: networks)
     yield asked
-    os.environ.pop(interface.CHOICE, None)
+    os.environ.pop(network_interfaces.CHOICE, None)
 
 
 @pytest.mark.parametrize(("host", "name"), [("other", "ib0"), ("itself", "eth0")])
 def test_the_network_to_where_all_meet(chosen: list[str], host: str, name: str) -> None:
-    interface.choose(host)
-    assert os.environ[interface.CHOICE] == name
+    network_interfaces.choose(host)
+    assert os.environ[network_interfaces.CHOICE] == name
     assert chosen[0] == host
 
 
 def test_what_the_user_chose_stays(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(interface.CHOICE, "eth7")
-    interface.choose("other")
-    assert (os.environ[interface.CHOICE], chosen) == ("eth7", [])
+    monkeypatch.setenv(network_interfaces.CHOICE, "eth7")
+    network_interfaces.choose("other")
+    assert (os.environ[network_interfaces.CHOICE], chosen) == ("eth7", [])
 
 
 def test_a_name_that_others_reach_is_left_to_gloo(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "address_of_this_host", lambda: "10.0.0.5")
-    interface.choose("other")
-    assert interface.CHOICE not in os.environ
+    monkeypatch.setattr(network_interfaces, "address_of_this_host", lambda: "10.0.0.5")
+    network_interfaces.choose("other")
+    assert network_interfaces.CHOICE not in os.environ
 
 
 def test_this_machine_has_a_loopback() -> None:
-    assert interface.source_towards("127.0.0.1") == "127.0.0.1"
-    assert interface.interfaces().get("127.0.0.1") == "lo"
+    assert network_interfaces.source_towards("127.0.0.1") == "127.0.0.1"
+    assert network_interfaces.interfaces().get("127.0.0.1") == "lo"

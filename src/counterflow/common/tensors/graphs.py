@@ -1,4 +1,4 @@
-"""Tensors that autograd's graphs hold, and which memory tensors are in; no graph is changed here."""
+"""Tensors that autograd's graphs save, and the memory of tensors; no graph is changed here."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ def graph_of(
     """The nodes of the graph of some outputs.
 
     Args:
-        outputs: where it ends.
-        without: what was given to it: nodes from which these come are left out.
-        more: nodes where it ends, too.
+        outputs: outputs of the graph.
+        without: inputs of the graph: the nodes that made them are omitted.
+        more: further last nodes of the graph.
     """
     seen = {tensor.grad_fn for tensor in without}
-    found: list[Node] = []
+    nodes: list[Node] = []
     waiting = [*(tensor.grad_fn for tensor in outputs), *more]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.append(node)
+            nodes.append(node)
             waiting += [before for before, _ in node.next_functions]
-    return found
+    return nodes
 
 
 def saved_by(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """What some nodes save, but for what a user's hook packed."""
+    """Tensors that some nodes save, except those that a user's hook packed."""
     for node in nodes:
         for name in saved_names(type(node)):
-            found = getattr(node, name)
-            for saved in found if isinstance(found, (tuple, list)) else (found,):
+            value = getattr(node, name)
+            for saved in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(saved.data, Tensor):
                     yield saved.data
 
 
 @cache
 def saved_names(kind: type[Node]) -> list[str]:
-    """The attributes under which a kind of node has what it saved."""
+    """Attributes of a kind of node that contain saved tensors."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def pointers(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the memory of tensors begins."""
+    """Addresses of the memory of tensors."""
     return {pointer(part) for tensor in tensors for part in parts(tensor)}
 
 
 def pointer(tensor: Tensor) -> int:
-    """Where its memory begins; 0: it has none, as torch.func's."""
+    """Address of a tensor's memory; 0 if it has none, as torch.func's."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:

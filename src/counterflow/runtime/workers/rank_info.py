@@ -1,6 +1,6 @@
-"""A process's place among those that one command started, from the environment of torchrun or Slurm.
+"""Rank of a process among those that one command started, from the environment of torchrun or Slurm.
 
-Other launchers state it in torchrun's variables (``Place.variables``), so whatever reads these finds it.
+Other launchers state it in torchrun's variables (``RankInfo.variables``), for whatever reads these.
 
 Invariant: this module only reads the environment, and starts or joins nothing (``world.py`` does).
 """
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from counterflow.errors import ConfigError
 
 _FIRST_PORT, _PORTS = 15_000, 15_000
-"""Slurm's jobs meet at a port below those that systems hand out by themselves."""
+"""Slurm's jobs meet at a port below those that systems assign automatically."""
 
 _FIRST_SPECIAL_STEP = 0xFFFFFF00
 """Slurm numbers its batch, interactive and external steps from here; srun's count from 0."""
 
 _STARTED_BY = "COUNTERFLOW_STARTED_BY"
-"""Names the launcher that set torchrun's variables, unless that is torchrun."""
+"""Variable with the name of the launcher that set torchrun's variables, unless that is torchrun."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A process's place among those that one command started.
+class RankInfo:
+    """Rank of a process among those that one command started.
 
     Attributes:
-        by: name of the launcher of the processes.
+        launcher: name of the launcher of the processes.
         rank: number of this process, from 0.
         world_size: number of processes.
         local_rank: number of this process on its machine.
@@ -37,10 +37,10 @@ class Place:
         machines: number of machines, if the launcher reports it; else 1.
         restarts: number of times that the launcher started the processes before, as far as this one knows.
         most_restarts: maximum restarts by the launcher.
-        keeps_store: whether the launcher hosts the store where they meet, and sees when one of them ends.
+        hosts_store: True if the launcher hosts the store where they meet, and notices when one of them ends.
     """
 
-    by: str
+    launcher: str
     rank: int
     world_size: int
     local_rank: int
@@ -49,32 +49,32 @@ class Place:
     machines: int = 1
     restarts: int = 0
     most_restarts: int = 0
-    keeps_store: bool = False
+    hosts_store: bool = False
 
     def variables(self) -> dict[str, str]:
-        """The environment of a process at this place: the variables of torchrun."""
-        here = self.world_size // self.machines
+        """Environment of a process of this rank: the variables of torchrun."""
+        local_world_size = self.world_size // self.machines
         return {
-            _STARTED_BY: self.by,
+            _STARTED_BY: self.launcher,
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(here),
-            "GROUP_RANK": str(self.rank // here),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "GROUP_RANK": str(self.rank // local_world_size),
             "GROUP_WORLD_SIZE": str(self.machines),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self.most_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.keeps_store),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.hosts_store),
         }
 
 
-def place() -> Place | None:
-    """The place of this process, from torchrun's variables, or else from Slurm's; None without them."""
+def rank_info() -> RankInfo | None:
+    """Rank of this process, from torchrun's variables, or else from Slurm's; None without them."""
     of = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= of.keys():
-        return Place(
+        return RankInfo(
             of.get(_STARTED_BY, "torchrun"),
             number("RANK"),
             number("WORLD_SIZE"),
@@ -96,7 +96,7 @@ def place() -> Place | None:
         return None
     nodes = of.get("SLURM_STEP_NODELIST") or of.get("SLURM_JOB_NODELIST") or of.get("SLURM_NODELIST") or ""
     port = _FIRST_PORT + (number("SLURM_JOB_ID", 0) + 97 * step) % _PORTS
-    return Place(
+    return RankInfo(
         "slurm",
         number("SLURM_PROCID"),
         tasks,
@@ -114,23 +114,23 @@ def first_host(nodes: str) -> str:
     ('gpu007', 'rack3-n1-ib', 'a')
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the list has no host.
     """
     # Up to the first comma outside brackets, and of each bracket its first number.
-    found = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
-    if found is None:
+    match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    if match is None:
         raise ConfigError(f'no host in Slurm\'s node list "{nodes}"; set MASTER_ADDR to the host of rank 0')
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found.group())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
 def number(name: str, default: int | None = None) -> int:
     """A whole number from the environment.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: its value is no whole number.
     """
-    given = os.environ.get(name, default)
+    value = os.environ.get(name, default)
     try:
-        return int(given)  # type: ignore[arg-type]
+        return int(value)  # type: ignore[arg-type]
     except ValueError:
-        raise ConfigError(f'{name} is "{given}"; it has to be a whole number') from None
+        raise ConfigError(f'{name} is "{value}"; it has to be a whole number') from None

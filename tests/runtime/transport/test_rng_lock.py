@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from counterflow import Pipeline, launch, schemes
-from counterflow.runtime.transport import turns
+from counterflow.runtime.transport import rng_lock
 
 from ...kit import sgd
 
@@ -83,17 +83,17 @@ def test_layers_draw_anew_in_each_step() -> None:
 def test_threads_that_wait_for_each_other_end_the_turns_and_say_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(rng_lock, "_LOOK_SECONDS", 0.01)
     barrier = threading.Barrier(3)
 
     def waits() -> bool:
         barrier.wait()
-        return turns.has_turn()
+        return rng_lock.holds_rng()
 
     with caplog.at_level(logging.WARNING):
         assert len(launch(waits, workers=3, transport="local", timeout_seconds=30)) == 3
     assert [record.message for record in caplog.records if "their random draws mix" in record.message]
-    assert not turns.process_lock.locked()
+    assert not rng_lock.process_lock.locked()
 
 
 def test_a_worker_that_fails_gives_its_turn_back() -> None:
@@ -102,4 +102,4 @@ def test_a_worker_that_fails_gives_its_turn_back() -> None:
 
     with pytest.raises(Exception, match="broken"):
         launch(fails, workers=2, transport="local")
-    assert not turns.process_lock.locked()
+    assert not rng_lock.process_lock.locked()

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from counterflow.api.torch_internals import in_backward
-from counterflow.runtime import torch_private
+from counterflow.common.tensors import torch_private
 
-SOURCES = Path(torch_private.__file__).parents[1]
+SOURCES = Path(torch_private.__file__).parents[2]
 
 PRIVATE = re.compile(
     r"torch\._C\b|_execution_engine|_get_backend\(|_get_default_store|_unsafe_preserve|_python_dispatch|_NormBase"

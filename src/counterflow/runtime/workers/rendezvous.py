@@ -1,10 +1,11 @@
-"""How workers that were started together find each other at a store which outlives them.
+"""Agreement of workers that were started together, at a store which outlives them.
 
-torchrun keeps one store for all attempts: what earlier workers wrote is still there, its count of restarts is
-one machine's own, and does not rise when a machine comes or goes. So rank 0 makes a name for the attempt, and
-counts in those that answer it now.
+torchrun has one store for all attempts: it contains entries of earlier workers, and its number of restarts is
+that of one machine, which does not rise when a machine joins or leaves. So rank 0 makes a name for the
+attempt, and accepts those that answer it now.
 
-Invariant: workers that return have the same name and number of the attempt, and no others have that name.
+Invariant: workers that return have the same name and number of the attempt, and no other worker has that
+    name.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ _GONE_SECONDS = 10.0
 """Time after which a store that refuses connections is gone."""
 
 _CONNECTS_SECONDS = 5.0
-"""Time for a connection; one that takes longer says nothing."""
+"""Maximum time of a connection; a longer one is inconclusive."""
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.2
-"""How often the store is looked at: the longer it takes, the less often."""
+"""Interval between two queries of the store, which grows with time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What workers agreed on.
+class Rendezvous:
+    """Agreement of the workers of one attempt.
 
     Attributes:
-        name: of this attempt; no other one has it.
-        attempt: how often workers were started before, as far as anybody knows.
+        name: unique name of this attempt.
+        attempt: number of earlier starts of the workers, as far as is known.
     """
 
     name: str
     attempt: int
 
 
-def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_seconds: float) -> Meeting:
+def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_seconds: float) -> Rendezvous:
     """Agree with the workers that were started at the same time; all of them call it.
 
     Args:
@@ -51,7 +52,7 @@ def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_second
         rank: rank of this worker.
         world_size: number of workers.
         restarts: number of restarts, as passed to this worker.
-        timeout_seconds: maximum time to wait for the others.
+        timeout_seconds: maximum time to wait for the other workers.
 
     Raises:
         RuntimeError: the other workers did not join in time.
@@ -64,9 +65,9 @@ def meet(store: Store, rank: int, world_size: int, restarts: int, timeout_second
 
 
 def wait_for_store(host: str, port: int, timeout_seconds: float) -> None:
-    """Wait until the store of a launcher listens, which did before it started this worker.
+    """Wait until the launcher's store listens, as it did before the launcher started this worker.
 
-    torch asks a store that is gone for up to two timeouts.
+    torch queries a store that is gone for up to two timeouts.
 
     Args:
         host: host of the store.
@@ -83,29 +84,29 @@ def wait_for_store(host: str, port: int, timeout_seconds: float) -> None:
             socket.create_connection((host, port), _CONNECTS_SECONDS).close()
         except ConnectionRefusedError:
             pause = _wait(pause, deadline, "nothing listens there, so the launcher has ended")
-        except OSError:  # torch tries for longer, and says what is wrong
+        except OSError:  # torch tries for longer, and explains the error
             return
         else:
             return
 
 
-def _invite(store: Store, world_size: int, restarts: int, deadline: float) -> Meeting:
+def _invite(store: Store, world_size: int, restarts: int, deadline: float) -> Rendezvous:
     name, met = uuid.uuid4().hex, store.add(_COUNT, 1)
     store.set(_OFFER, name)
     keys = [f"{name}/{rank}" for rank in range(1, world_size)]
     pause = _SHORTEST_SECONDS
     while keys and not store.check(keys):
-        pause = _wait(pause, deadline, f"{name}: some did not come")
+        pause = _wait(pause, deadline, f"{name}: some did not join")
     answers = {str(rank): json.loads(store.get(key)) for rank, key in enumerate(keys, 1)}
     attempt = max([met - 1, restarts, *(answer["restarts"] for answer in answers.values())])
     store.set(
         f"{name}/all",
         json.dumps({"attempt": attempt, "marks": {rank: answer["mark"] for rank, answer in answers.items()}}),
     )
-    return Meeting(name, attempt)
+    return Rendezvous(name, attempt)
 
 
-def _join(store: Store, rank: int, restarts: int, deadline: float) -> Meeting:
+def _join(store: Store, rank: int, restarts: int, deadline: float) -> Rendezvous:
     mark, answered, pause = uuid.uuid4().hex, "", _SHORTEST_SECONDS
     while True:
         name = store.get(_OFFER).decode() if store.check([_OFFER]) else ""
@@ -115,8 +116,8 @@ def _join(store: Store, rank: int, restarts: int, deadline: float) -> Meeting:
         if name and store.check([f"{name}/all"]):
             agreed = json.loads(store.get(f"{name}/all"))
             if agreed["marks"].get(str(rank)) == mark:
-                return Meeting(name, agreed["attempt"])
-        pause = _wait(pause, deadline, "rank 0 did not come")
+                return Rendezvous(name, agreed["attempt"])
+        pause = _wait(pause, deadline, "rank 0 did not join")
 
 
 def _wait(pause: float, deadline: float, missing: str) -> float:

@@ -1,4 +1,4 @@
-"""Which dtype gradients are added up in."""
+"""Dtypes of sums of gradients."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _LOW = torch.bfloat16, torch.float16
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the gradients of parameters of a dtype are added up in."""
+    """Dtype in which gradients of parameters of a dtype are summed."""
     return torch.float32 if dtype in _LOW else dtype
