@@ -48,7 +48,7 @@ def test_the_name_of_workers_that_are_gone_is_not_taken() -> None:
     assert new.name != old.name
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "some did not come"), (1, "rank 0 did not come")])
+@pytest.mark.parametrize(("rank", "missing"), [(0, "some did not join"), (1, "rank 0 did not join")])
 def test_who_does_not_come_is_not_waited_for_for_ever(rank: int, missing: str) -> None:
     with pytest.raises(RuntimeError, match=missing):
         meet(HashStore(), rank, 2, 0, 0.1)
