@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.tensors.dtensors import is_dtensor
+from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 from counterflow.verification.diagnosis.aux_means import AuxLayer, AuxMeanDiagnosis, Terms, UnitRows
 from counterflow.verification.diagnosis.graded_losses import LossProbe
 
@@ -35,7 +35,7 @@ def loss_probe(copy: LocalStage, function: LossFunction) -> LossProbe:
         loss = copy.loss_apart(function, output, target, samples, graph=graph)
         return loss.loss, loss.as_unit_loss(Unit(0), samples, 1.0, size)
 
-    return LossProbe(compute, copy.parameters, whole)
+    return LossProbe(compute, copy.parameters, full_tensor)
 
 
 def diagnose_aux(
