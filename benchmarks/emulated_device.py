@@ -51,10 +51,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
 import counterflow as cf
+from counterflow.common.tensors import devices
 from counterflow.program.actions import Compute, Matching, Receive, Send
 from counterflow.program.lowering import lower
 from counterflow.program.runnable import refuse_what_cannot_run
-from counterflow.runtime import host_copy
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import OpKind, Product
 
@@ -151,7 +151,7 @@ def sleep_until(deadline: float) -> None:
 DEVICE = Device()
 
 
-class Arriving(host_copy.HostCopy):
+class Arriving(devices.HostCopy):
     """A number that a stream computes: who reads it waits until the stream has come to it."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -168,8 +168,8 @@ def take_device(device: Device) -> None:
     """Let all contenders of this process compute on it."""
     global DEVICE  # noqa: PLW0603 - the stages are modules that know no settings
     DEVICE = device
-    host_copy.HostCopy = Arriving  # type: ignore[misc]
-    host_copy.holds_host = lambda _: isinstance(device, Stream)
+    devices.HostCopy = Arriving  # type: ignore[misc]
+    devices.holds_host = lambda _: isinstance(device, Stream)
 
 
 REST_SECONDS = 0.005

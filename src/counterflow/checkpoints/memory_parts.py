@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from counterflow.runtime.parameters.local_state import LOSS_SCALE
-from counterflow.runtime.parameters.sharded_updates import Owners
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.state_format import LOSS_SCALE, Owners
 
 from .state_tables import AVERAGE, AVERAGED, MODEL, OPTIMIZER, first_names, state_name
 

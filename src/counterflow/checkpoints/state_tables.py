@@ -22,14 +22,14 @@ from torch import Tensor
 
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters.local_state import (
+from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.state_format import (
     BY_STAGE,
     RESIDUAL,
     StateName,
     assembled,
     refuse_other_ranks,
 )
-from counterflow.runtime.pipeline import Pipeline
 
 from .files import DTYPES, dtype_name
 from .index import Index, Stored

@@ -20,7 +20,7 @@ from counterflow.execution import Batching, Execution
 from counterflow.runtime.mini_batch.samples import samples_in
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.transport.base import Transport
-from counterflow.runtime.transport.local import Hub
+from counterflow.runtime.transport.spi import Hub
 from counterflow.runtime.workers.world import current_transport
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.schemes import dapple, gpipe, interleaved

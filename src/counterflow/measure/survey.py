@@ -18,8 +18,7 @@ import torch
 from counterflow.errors import ConfigError
 from counterflow.runtime.transport.kinds import GLOO, LOCAL, NCCL
 from counterflow.runtime.workers.launch import launch
-from counterflow.runtime.workers.rank_info import RankInfo, rank_info
-from counterflow.runtime.workers.world import current_transport
+from counterflow.runtime.workers.world import RankInfo, current_transport, rank_info
 
 from .layer_times import AtLengths, AtSize, LayerTimer, LengthTimer, StepTimer, Subject, timed
 from .links import Travel, measure_links

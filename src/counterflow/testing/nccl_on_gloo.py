@@ -6,7 +6,7 @@ wait blocks the host here, so NCCL's own rules are not checked; ``strict_nccl`` 
 
 from __future__ import annotations
 
-from counterflow.runtime.transport.nccl import NcclTransport
+from counterflow.runtime.transport.spi import NcclTransport
 
 from . import NCCL_ON_GLOO
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from counterflow.runtime.transport.local import Hub
+from counterflow.runtime.transport.spi import Hub
 
 from . import STRICT_LOCAL
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from counterflow import LossSum
+from counterflow.common.tensors import devices
 from counterflow.errors import ConfigError, WorkerError
-from counterflow.runtime import host_copy
 from counterflow.runtime.execution.step import Step
 from counterflow.runtime.parameters.local_state import ParameterState
 from counterflow.runtime.pipeline import Pipeline
@@ -216,7 +216,7 @@ DEVICE_SCHEDULES = [schemes.dapple(2, 3), schemes.zb_v(2, 4), schemes.gpipe(1, 2
 """Those where an op that waits for nobody follows the last loss."""
 
 
-class Noted(host_copy.HostCopy):
+class Noted(devices.HostCopy):
     """A number that knows after how many ops of its worker it was asked for, and notes when it was read."""
 
     ops = threading.local()
@@ -243,7 +243,7 @@ def test_losses_of_other_kinds_give_the_same_numbers(schedule: Schedule) -> None
 def test_a_device_has_an_op_to_run_while_its_host_reads(
     schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_copy, "HostCopy", Noted)
+    monkeypatch.setattr(devices, "HostCopy", Noted)
     layers = linears(schedule.stages)
 
     def work() -> list[int]:

@@ -53,7 +53,7 @@ def profile(
     Under torchrun all workers measure, on all nodes, links between nodes too; the first writes.
     """
     from counterflow.planning.inputs import input_files
-    from counterflow.runtime.workers.rank_info import rank_info
+    from counterflow.runtime.workers.world import rank_info
     from counterflow.training import load_config
     from counterflow.training.profiling import SIZES, Profiled, measure
 

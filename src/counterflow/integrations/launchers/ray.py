@@ -19,7 +19,7 @@ from counterflow.checkpoints.index import CHECKPOINT, complete
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.rank_info import rank_info
+from counterflow.runtime.workers.world import rank_info
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.training_report import Numbers

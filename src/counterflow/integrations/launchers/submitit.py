@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from counterflow.common.extras import imported
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.rank_info import RankInfo, rank_info
+from counterflow.runtime.workers.world import RankInfo, rank_info
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.supervision.restarts import Restarts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers import world
-from counterflow.runtime.workers.rank_info import RankInfo
+from counterflow.runtime.workers.world import RankInfo
 from counterflow.training.callbacks import Callback
 from counterflow.training.config import RunConfig
 from counterflow.training.folder import RunFolder

@@ -16,9 +16,8 @@ from transformers.trainer_callback import TrainerState
 
 from counterflow.errors import ConfigError
 from counterflow.models import hf
-from counterflow.runtime.parameters.local_state import LOSS_SCALE, ParameterState
-from counterflow.runtime.parameters.loss_scale import BACKOFF, GROWTH, LossScale
 from counterflow.runtime.pipeline import Pipeline
+from counterflow.runtime.state_format import BACKOFF, GROWTH, LOSS_SCALE, LossScale, ParameterState
 
 from .optimizer_view import OptimizerView
 

@@ -30,6 +30,24 @@ from ..transport.kinds import GLOO, NCCL, TransportKind, kind_of
 from .rank_info import RankInfo, rank_info
 from .rendezvous import Rendezvous, meet, wait_for_store
 
+__all__ = [
+    "Defaults",
+    "RankInfo",
+    "attempt",
+    "current_transport",
+    "enter",
+    "existing_transport",
+    "join",
+    "leave",
+    "most_restarts",
+    "rank",
+    "rank_info",
+    "set_defaults",
+    "started_by",
+    "text_from_first",
+    "world_size",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:

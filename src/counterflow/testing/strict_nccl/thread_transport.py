@@ -18,11 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from counterflow.runtime.transport.base import Status, TimedOut
-from counterflow.runtime.transport.local import Hub, ThreadControl, Waited
-from counterflow.runtime.transport.ordered import OrderedTransport
-from counterflow.runtime.transport.pending import Transfer
-from counterflow.runtime.transport.progress import Event
-from counterflow.runtime.transport.rng_lock import rng_released, stream_synchronized_by
+from counterflow.runtime.transport.spi import (
+    Event,
+    Hub,
+    OrderedTransport,
+    ThreadControl,
+    Transfer,
+    Waited,
+    rng_released,
+    stream_synchronized_by,
+)
 
 from .. import STRICT_NCCL
 from . import streams

@@ -1,0 +1,34 @@
+"""Names and records in the state of a pipeline, for rooms that save, convert or resume it.
+
+A list of names and nothing else: ``Pipeline.state_dict`` and its relatives make and read the state.
+"""
+
+from __future__ import annotations
+
+from .parameters.extra_state import extra_state_names
+from .parameters.local_state import (
+    BY_STAGE,
+    LOSS_SCALE,
+    RESIDUAL,
+    ParameterState,
+    StateName,
+    assembled,
+    refuse_other_ranks,
+)
+from .parameters.loss_scale import BACKOFF, GROWTH, LossScale
+from .parameters.sharded_updates import Owners
+
+__all__ = [
+    "BACKOFF",
+    "BY_STAGE",
+    "GROWTH",
+    "LOSS_SCALE",
+    "RESIDUAL",
+    "LossScale",
+    "Owners",
+    "ParameterState",
+    "StateName",
+    "assembled",
+    "extra_state_names",
+    "refuse_other_ranks",
+]
