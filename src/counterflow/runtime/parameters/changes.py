@@ -1,4 +1,4 @@
-"""Whether a layer changed, in training, what only an update may change: weights, and buffers of copies."""
+"""Check that no layer changes, in training, tensors of updates alone: weights, and buffers of copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .names import Names, named_parameters, shared_names
 
 
 class Changes:
-    """What a worker's layers changed since it was noted.
+    """Changes that a worker's layers made since tensors were noted.
 
     Args:
         stages: the worker's.
@@ -35,7 +35,8 @@ class Changes:
         self.held: dict[int, Contents] = {}
         self.in_forward: set[str] = set()
         self._watched = {
-            stage: [one for one in copy.parameters() if not is_dtensor(one)] for stage, copy in stages.items()
+            stage: [parameter for parameter in copy.parameters() if not is_dtensor(parameter)]
+            for stage, copy in stages.items()
         }
         """Parameters of each stage that are not sharded."""
         self._unchanged: dict[int, list[int]] = {}
@@ -135,6 +136,6 @@ class Changes:
         """A stage's parameters whose version is not the noted one, or of whose versions one was changed."""
         versions, watched = self._stages[stage].versions, self._watched[stage]
         swapped = set() if versions is None else versions.swapped
-        found = [] if versions is None else [p for p in versions.overwritten() if not is_dtensor(p)]
+        overwritten = [] if versions is None else [p for p in versions.overwritten() if not is_dtensor(p)]
         pairs = zip(watched, noted, strict=True)
-        return found + [p for p, count in pairs if id(p) not in swapped and p._version != count]  # noqa: SLF001
+        return overwritten + [p for p, count in pairs if id(p) not in swapped and p._version != count]  # noqa: SLF001

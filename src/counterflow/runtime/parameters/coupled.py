@@ -1,4 +1,4 @@
-"""Whether an optimiser looks at several of its parameters at once, which none may that has some of a model's.
+"""Probe of optimisers whose update of one parameter depends on others; a pipeline cannot use them.
 
 A stage has an optimiser of its own, and with ``zero_stage`` each worker has one of the weights that it
 updates. One that works out a number from all its parameters (a global norm, Prodigy's distance) then makes
@@ -58,7 +58,7 @@ class Coupling:
         self._make, self._streams, self._transport = make, streams, transport
         self._sharded = sharded
         self._tried: dict[type, bool | None] = {}
-        """Whether an optimiser couples several parameters, by its class; None: it cannot be tried."""
+        """True if an optimiser couples several parameters, by its class; None: it cannot be tried."""
         self._untried: set[int] = set()
         """Stages whose optimiser could not be, and has made no step."""
 
@@ -67,7 +67,7 @@ class Coupling:
         optimizers: Mapping[int, Optimizer],
         optimized: Callable[[int], Sequence[tuple[str, nn.Parameter]]],
     ) -> None:
-        """Where the model has several optimisers, refuse one that looks at all of its weights at once.
+        """Refuse an optimiser that looks at all of its weights at once, if the model has several optimisers.
 
         All workers call it.
 
@@ -109,7 +109,7 @@ class Coupling:
 
 
 class _Tried(NamedTuple):
-    """What came of the parameters that are compared, and whether random numbers were drawn."""
+    """Results of the compared parameters; ``drew``: random numbers were drawn."""
 
     results: list[Any]
     drew: bool
@@ -137,114 +137,117 @@ class Trial:
             trained = [places[id(p)] for p in group["params"] if p.requires_grad]
             chosen += dict.fromkeys(trained[:1] + trained[-1:])
         chosen = chosen[:_CHOSEN]
-        self._others = set(chosen[0::2])
-        self._given = dict(parameters[place] for place in sorted(chosen))
+        self._uncompared = set(chosen[0::2])
+        self._parameters = dict(parameters[place] for place in sorted(chosen))
         if len(chosen) == 1:  # beside one more of its kind
             name, parameter = parameters[chosen[0]]
-            self._given[f"{name.partition('.')[0]}.{name}"] = parameter
+            self._parameters[f"{name.partition('.')[0]}.{name}"] = parameter
         compared = {parameters[place][0] for place in chosen[1::2]}
-        self._compared = compared or set([*self._given][1:])
+        self._compared = compared or set([*self._parameters][1:])
 
-    def coupled(self, kept: AbstractContextManager[Any]) -> bool | None:
-        """Whether an update depends on parameters beside its own; None: that cannot be tried.
+    def coupled(self, random_state: AbstractContextManager[Any]) -> bool | None:
+        """Return True if an update depends on parameters beside its own; None: that cannot be tried.
 
         Args:
-            kept: leaves the random state as it was.
+            random_state: context that preserves the random state.
         """
-        every = [*self._given]
-        if len(every) < 2:
+        names = [*self._parameters]
+        if len(names) < 2:
             return None
-        with kept:
+        with random_state:
             try:
-                whole = self._run(every)
-                found = self._differ(whole, every)
+                reference = self._run(names)
+                differs = self._differ(reference, names)
                 # Only an optimiser that repeats its result allows a conclusion.
-                if found and self._same(whole, self._run(every)):
+                if differs and self._same(reference, self._run(names)):
                     return True
             except Exception:
                 return None
-        return None if found else False
+        return None if differs else False
 
-    def _differ(self, whole: _Tried, every: list[str]) -> bool:
-        if not whole.drew:
+    def _differ(self, reference: _Tried, names: list[str]) -> bool:
+        if not reference.drew:
             try:
-                return not self._same(whole, self._run([n for n in every if n in self._compared]))
+                return not self._same(reference, self._run([n for n in names if n in self._compared]))
             except Exception:  # noqa: S110 - it wants a parameter that is not there: beside others
                 pass
-        return not self._same(whole, self._run(every, others=2))
+        return not self._same(reference, self._run(names, variant=2))
 
-    def _run(self, names: Collection[str], *, others: int = 1) -> _Tried:
-        """Make some steps on copies of parameters; ``others`` selects the gradients of those not compared."""
+    def _run(self, names: Collection[str], *, variant: int = 1) -> _Tried:
+        """Make some steps on copies of parameters; ``variant`` selects gradients of those not compared."""
         torch.default_generator.manual_seed(0)
-        copies = {name: _small(self._given[name], number) for number, name in self._numbered(names)}
-        made = self._make(Parameters(copies.items()))
-        mine = {id(copy) for copy in copies.values()}
-        for group in made.param_groups:
-            if any(id(parameter) not in mine for parameter in group["params"]):
+        copies = {name: _small(self._parameters[name], number) for number, name in self._numbered(names)}
+        optimizer = self._make(Parameters(copies.items()))
+        identities = {id(copy) for copy in copies.values()}
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in identities for parameter in group["params"]):
                 raise ConfigError("the optimizer is of other parameters than its function was given")
             if "capturable" in group:
                 group["capturable"] = False  # copies are on the CPU
         before = torch.default_generator.get_state()
         for step in range(_STEPS):
             for number, name in self._numbered(names):
-                which = 1 if name in self._compared else 10 * others
+                which = 1 if name in self._compared else 10 * variant
                 copies[name].grad = _drawn(copies[name], which, step + 1, number, which)
-            made.step()
-        compared = (copies[name] for name in self._given if name in self._compared)
-        results = [each for copy in compared for each in _results(made, copy)]
+            optimizer.step()
+        compared = (copies[name] for name in self._parameters if name in self._compared)
+        results = [value for copy in compared for value in _results(optimizer, copy)]
         return _Tried(results, not torch.equal(before, torch.default_generator.get_state()))
 
     def _numbered(self, names: Collection[str]) -> list[tuple[int, str]]:
-        return [(number, name) for number, name in enumerate(self._given) if name in names]
+        return [(number, name) for number, name in enumerate(self._parameters) if name in names]
 
     @staticmethod
-    def _same(one: _Tried, other: _Tried) -> bool:
-        return len(one.results) == len(other.results) and all(map(_close, one.results, other.results))
+    def _same(result: _Tried, reference: _Tried) -> bool:
+        return len(result.results) == len(reference.results) and all(
+            map(_close, result.results, reference.results)
+        )
 
 
 def _small(parameter: nn.Parameter, number: int) -> nn.Parameter:
     """One of the same kind, with whatever the user has noted at it."""
-    found = nn.Parameter(0.1 * _drawn(parameter, 1, 0, number))
+    copy = nn.Parameter(0.1 * _drawn(parameter, 1, 0, number))
     if not is_dtensor(parameter):
-        vars(found).update(vars(parameter))
-    return found
+        vars(copy).update(vars(parameter))
+    return copy
 
 
 def _drawn(like: Tensor, size: int, *seed: int) -> Tensor:
     """Numbers of a tensor's kind on the CPU, a few of each of its dimensions."""
     generator = torch.Generator().manual_seed(number_of(*seed))
     shape = [min(count, _VALUES) for count in like.shape]
-    made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return (size * made).to(like.dtype)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (size * numbers).to(like.dtype)
 
 
 def _results(optimizer: Optimizer, copy: nn.Parameter) -> list[Any]:
-    """What an optimiser made of a parameter, keeps of it, and has among the options of its group."""
     group = next(group for group in optimizer.param_groups if any(p is copy for p in group["params"]))
     options = [value for key, value in group.items() if key != "params" and isinstance(value, float | Tensor)]
     state = [value for value in optimizer.state.get(copy, {}).values() if isinstance(value, Tensor)]
     return [copy.detach(), *state, *options]
 
 
-def _close(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return type(one) is type(other) and (one == other or math.isclose(one, other, rel_tol=1e-6))
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(value: Any, reference: Any) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(reference, Tensor)):
+        return type(value) is type(reference) and (
+            value == reference or math.isclose(value, reference, rel_tol=1e-6)
+        )
+    if value.shape != reference.shape or value.dtype != reference.dtype:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    exact = torch.complex128 if one.is_complex() else torch.float64
-    mine, its = one.detach().to(exact), other.detach().to(exact)
-    size = float(mine.abs().max()) if mine.numel() else 0.0
-    units = torch.finfo(one.dtype).eps * (size if math.isfinite(size) else 0.0)
-    return torch.allclose(mine, its, rtol=0.0, atol=_ROUNDING * units, equal_nan=True)
+    if not (value.is_floating_point() or value.is_complex()):
+        return torch.equal(value, reference)
+    exact = torch.complex128 if value.is_complex() else torch.float64
+    number, expected = value.detach().to(exact), reference.detach().to(exact)
+    size = float(number.abs().max()) if number.numel() else 0.0
+    units = torch.finfo(value.dtype).eps * (size if math.isfinite(size) else 0.0)
+    return torch.allclose(number, expected, rtol=0.0, atol=_ROUNDING * units, equal_nan=True)
 
 
 # -- where one cannot be tried
 
 
 def known_coupled(optimizer: Optimizer) -> bool:
-    """Whether an optimiser is one of those that are known to work out numbers from all parameters."""
+    """True if an optimiser is known to compute numbers from all parameters."""
     return any(part in type(optimizer).__name__.lower() for part in _NAMES)
 
 
@@ -273,7 +276,7 @@ def refuse_changed(optimizer: Optimizer, before: list[dict[str, float]], stage: 
 
 
 def error(optimizer: Optimizer, stage: int, *, sharded: bool) -> ConfigError:
-    """That an optimiser looks at several weights at once.
+    """Error of an optimiser that looks at several weights at once.
 
     Args:
         optimizer: that does.

@@ -62,28 +62,28 @@ class ExponentialAverage:
             )
         self._updated = updated
         self._into = get_ema_multi_avg_fn(decay)
-        self._kept: dict[int, dict[str, AveragedWeight]] = {stage: {} for stage in stages}
+        self._averages: dict[int, dict[str, AveragedWeight]] = {stage: {} for stage in stages}
         self._updates: dict[int, int] = {}
         self.begin()
 
     def begin(self) -> None:
         """Let the averages be the weights as they are."""
-        for stage in self._kept:
-            self._kept[stage], self._updates[stage] = {}, 0
+        for stage in self._averages:
+            self._averages[stage], self._updates[stage] = {}, 0
         self.renew()
 
     def renew(self) -> None:
         """Keep averages of what is trained by now, and of nothing else."""
-        for stage, kept in self._kept.items():
-            self._kept[stage] = {
-                name: kept[name] if name in kept else AveragedWeight(parameter, _begun(parameter))
+        for stage, averages in self._averages.items():
+            self._averages[stage] = {
+                name: averages[name] if name in averages else AveragedWeight(parameter, _begun(parameter))
                 for name, parameter in self._updated(stage)
                 if parameter.requires_grad
             }
 
     def of(self, stage: int) -> dict[str, AveragedWeight]:
-        """What is kept of a stage, by the weights' first names."""
-        return self._kept[stage]
+        """Averages of a stage, by the weights' first names."""
+        return self._averages[stage]
 
     def updates(self, stage: int) -> int:
         """The updates of a stage that are in its averages."""
@@ -91,44 +91,44 @@ class ExponentialAverage:
 
     def update(self, stage: int) -> None:
         """Take in what an update made of a stage's weights."""
-        for averages, weights in _lists(self._kept[stage].values()):
+        for averages, weights in _lists(self._averages[stage].values()):
             if self._updates[stage]:
                 self._into(averages, weights, self._updates[stage])
             else:
                 torch._foreach_copy_(averages, weights)
         self._updates[stage] += 1
 
-    def load(self, given: Callable[[str], Tensor | None], updates: int) -> None:
+    def load(self, average_of: Callable[[str], Tensor | None], updates: int) -> None:
         """Take averages that were saved.
 
         Args:
-            given: a weight's name to its whole average, or laid out as the weight.
+            average_of: a weight's name to its whole average, or laid out as the weight.
             updates: what is in them.
 
         Raises:
             ConfigError: one is missing.
         """
-        for stage, kept in self._kept.items():
-            for name, (parameter, average) in kept.items():
-                found = given(name)
-                if found is None:
+        for stage, averages in self._averages.items():
+            for name, (parameter, average) in averages.items():
+                saved = average_of(name)
+                if saved is None:
                     raise ConfigError(
                         f"the training state has no average of {name!r}; call ema() after it is loaded"
                     )
-                average.copy_(part_of(found, parameter))
+                average.copy_(part_of(saved, parameter))
             self._updates[stage] = updates
 
     def show(self) -> None:
         """Let the weights be their averages."""
         with torch.no_grad():
-            for kept in self._kept.values():
-                for parameter, average in kept.values():
+            for averages in self._averages.values():
+                for parameter, average in averages.values():
                     local(parameter).detach().copy_(average)
 
     @property
     def nbytes(self) -> int:
         """Size of all averages in bytes."""
-        return sum(average.nbytes for kept in self._kept.values() for _, average in kept.values())
+        return sum(average.nbytes for kept in self._averages.values() for _, average in kept.values())
 
 
 class WeightEma:

@@ -1,4 +1,4 @@
-"""What a model's state has and none of its listed layers: buffers, frozen parameters, extra state.
+"""State of a model that is in none of its listed layers: buffers, frozen parameters, extra state.
 
 Invariant: nothing trains it. Every worker has all of it, as its own model has it, and all have the same.
 """
@@ -36,14 +36,14 @@ def extra_state_names(model: Model, layers: Sequence[Mapping[str, str]]) -> list
     if not isinstance(model, nn.Module):
         return []
     listed = {full for names in layers for full in names.values()}
-    for every in aliases_of(model).values():
-        if not listed.isdisjoint(every):
-            listed |= set(every)
+    for names_of_value in aliases_of(model).values():
+        if not listed.isdisjoint(names_of_value):
+            listed |= set(names_of_value)
     return [name for name in model.state_dict(keep_vars=True) if name not in listed]
 
 
 class ExtraState:
-    """What is in no layer of a model.
+    """State of a model that is in none of its layers.
 
     Args:
         model: as in ``layers_of``.
@@ -56,9 +56,9 @@ class ExtraState:
     def __init__(self, model: Model, layers: Sequence[Mapping[str, str]]) -> None:
         self._model = model if isinstance(model, nn.Module) else nn.Module()
         self.names = extra_state_names(model, layers)
-        every = (self._model.named_parameters, self._model.named_buffers)
+        lists = (self._model.named_parameters, self._model.named_buffers)
         registered = (
-            {name for named in every for name, _ in named(remove_duplicate=False)} if self.names else {}
+            {name for named in lists for name, _ in named(remove_duplicate=False)} if self.names else {}
         )
         for name, value in self._state().items():
             if isinstance(value, Tensor) and name not in registered:
@@ -88,20 +88,20 @@ class ExtraState:
             yield tuple(same), state[same[0]]
 
     def found_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What of another state belongs here, by first names.
+        """Return the entries of another state that belong here, by first names.
 
         Raises:
             ConfigError: a name is missing, or a shape differs.
         """
-        return {names[0]: matching(state, names, mine) for names, mine in self.entries()}
+        return {names[0]: matching(state, names, value) for names, value in self.entries()}
 
-    def load(self, found: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Take what ``found_in`` gave."""
-        for names, mine in self.entries():
-            given = found[names[0]]
-            if isinstance(mine, Tensor):
+        for names, value in self.entries():
+            saved = state[names[0]]
+            if isinstance(value, Tensor):
                 with torch.no_grad():
-                    mine.copy_(given)
+                    value.copy_(saved)
                 continue
             owner, _, leaf = names[0].rpartition(".")
             if leaf != EXTRA_STATE:
@@ -109,7 +109,7 @@ class ExtraState:
                     f"{names[0]} of the {type(self._model).__name__} is in none of the listed layers, no "
                     "tensor and no extra state, so that nobody knows how to load it; list a layer that has it"
                 )
-            self._model.get_submodule(owner).set_extra_state(deepcopy(given))
+            self._model.get_submodule(owner).set_extra_state(deepcopy(saved))
 
     def broadcast(self, transport: Transport) -> None:
         """Take the tensors of rank 0 where a rank has others; all workers call it.
@@ -118,7 +118,7 @@ class ExtraState:
             ConfigError: they have other shapes.
         """
         tensors = [value for _, value in self.entries() if isinstance(value, Tensor)]
-        shapes = number_of(*self.names, *((tuple(one.shape), one.dtype) for one in tensors))
+        shapes = number_of(*self.names, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
         rows = transport.gather([shapes, digest(tensors, transport.device).item()])
         for rank, row in enumerate(rows):
             if row[0] != rows[0][0]:

@@ -49,17 +49,17 @@ class _Flat:
     )  # fmt: skip
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, shared: bool, compressed: bool) -> None:
-        held = [local(parameter) for parameter in parameters]
-        size = sum(tensor.numel() for tensor in held)
+        tensors = [local(parameter) for parameter in parameters]
+        size = sum(tensor.numel() for tensor in tensors)
         tail = len(parameters) if shared else 0
         self.parameters = parameters
-        self._dtype = held[0].dtype
-        self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=held[0].device)
+        self._dtype = tensors[0].dtype
+        self.whole = torch.zeros(size + tail, dtype=sum_dtype(self._dtype), device=tensors[0].device)
         self.gradients = self.whole[:size]
         self.tail = self.whole[size:]
         self.views: list[Tensor] = []
         at = 0
-        for tensor in held:
+        for tensor in tensors:
             view = self.whole[at : at + tensor.numel()].view(tensor.shape)
             self.views.append(view.data)  # .data: with a version counter of its own
             at += tensor.numel()
@@ -69,8 +69,8 @@ class _Flat:
         """Its part of each parameter, in the parameter's shape."""
         if compressed and shared and self.whole.dtype is torch.float32:
             self.residual = torch.zeros_like(self.gradients)
-            parts = self.residual.split([tensor.numel() for tensor in held])
-            self.residuals = [part.view(tensor.shape) for part, tensor in zip(parts, held, strict=True)]
+            parts = self.residual.split([tensor.numel() for tensor in tensors])
+            self.residuals = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         self._shown = [like(parameter, view) for parameter, view in zip(parameters, self.views, strict=True)]
         self._clean = self._changes()
         self._used: list[bool] | None = None
@@ -149,20 +149,20 @@ class _Flat:
             if not used[index] or parameter not in hooks:
                 continue
             low = self.whole.dtype is not self._dtype
-            given = shown.to(self._dtype) if low else shown
-            before = given._version  # noqa: SLF001 - documented as it
+            gradient = shown.to(self._dtype) if low else shown
+            before = gradient._version  # noqa: SLF001 - documented as it
             if low:
                 _put(parameter, None, self._dtype)
-            found = called(parameter, given)
-            same = found is given and (not low or given._version == before)  # noqa: SLF001 - as above
+            result = called(parameter, gradient)
+            same = result is gradient and (not low or gradient._version == before)  # noqa: SLF001 - as above
             _put(parameter, shown)
-            if found is None:
+            if result is None:
                 self.views[index].zero_()
                 used[index] = False
                 if len(self.tail):
                     self.tail[index] = 0
             elif not same:
-                self.views[index].copy_(part_of(found.detach(), parameter))
+                self.views[index].copy_(part_of(result.detach(), parameter))
 
     def clear(self) -> None:
         self.whole.zero_()
@@ -214,13 +214,13 @@ class GradientGroup:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What this worker has lost of each parameter's gradients so far, by name; empty: sent in full."""
-        found = {
+        """Residuals of each parameter's compressed gradients, by name; empty: nothing is compressed."""
+        by_parameter = {
             id(parameter): residual
             for flat in self._flats if flat.residual is not None
             for parameter, residual in zip(flat.parameters, flat.residuals, strict=True)
         }  # fmt: skip
-        return {name: found[id(p)] for name, p in self.parameters.items() if id(p) in found}
+        return {name: by_parameter[id(p)] for name, p in self.parameters.items() if id(p) in by_parameter}
 
     def make(self) -> None:
         """Make the buffers, for the parameters that require a gradient by now; residuals are kept."""
@@ -228,10 +228,12 @@ class GradientGroup:
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             if parameter.requires_grad:
-                held = local(parameter)
-                by_kind.setdefault((held.dtype, held.device), []).append(parameter)
+                tensor = local(parameter)
+                by_kind.setdefault((tensor.dtype, tensor.device), []).append(parameter)
         shared, compressed = self.group is not None, self._compression is not None
-        self._flats = [_Flat(each, shared=shared, compressed=compressed) for each in by_kind.values()]
+        self._flats = [
+            _Flat(parameters, shared=shared, compressed=compressed) for parameters in by_kind.values()
+        ]
         for name, residual in self.residuals.items():
             if name in before:
                 residual.copy_(before[name])
@@ -282,10 +284,10 @@ class GradientGroup:
 
     def wait(self) -> None:
         """Wait until the sum is complete."""
-        for each in self._compressed:
-            each.add_up()
-        for each in self._compressed:
-            each.wait()
+        for compressed_sum in self._compressed:
+            compressed_sum.add_up()
+        for compressed_sum in self._compressed:
+            compressed_sum.wait()
         self._compressed.clear()
         for pending in self._pending:
             pending.wait()
@@ -293,16 +295,16 @@ class GradientGroup:
 
     def norms(self) -> list[Tensor]:
         """Norms of small pieces of the gradients, on their device: torch copies each piece to float64."""
-        found = []
+        norms = []
         for flat in self._flats:
             flat.collect()
             numbers = real(flat.gradients)
             if numbers.numel() <= _NORM_PIECE:
-                found.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+                norms.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
             else:
                 pieces = numbers.flatten().split(_NORM_PIECE)
-                found += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-        return found
+                norms += [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+        return norms
 
     def not_finite(self) -> str | None:
         """The first parameter whose gradient is not finite."""
@@ -350,20 +352,26 @@ class SquaredNorms:
 
     def __init__(self, groups: Iterable[GradientGroup]) -> None:
         norms = [group.norms() for group in groups]
-        self._pieces = [len(its) for its in norms]
-        every = [norm for its in norms for norm in its]
-        self._norms = None if not every else every[0] if len(every) == 1 else torch.stack(every)
+        self._pieces = [len(of_group) for of_group in norms]
+        norms_of_all = [norm for of_group in norms for norm in of_group]
+        self._norms = (
+            None
+            if not norms_of_all
+            else norms_of_all[0]
+            if len(norms_of_all) == 1
+            else torch.stack(norms_of_all)
+        )
         """Norms of all pieces (of one: a single number), on their device; None: there are no pieces."""
         self._later = None if self._norms is None else devices.HostCopy(self._norms)
 
     def not_finite(self) -> Tensor | None:
-        """Whether the square of a piece's norm is not finite, on their device; None: there are no pieces."""
+        """True if the square of a piece's norm is not finite, on their device; None: there are no pieces."""
         return None if self._norms is None else ~(self._norms**2).isfinite().all()
 
     def read(self) -> list[float]:
         """The sums; a device's host waits once, until it has come to them."""
-        found = [] if self._later is None else self._later.read()
-        values = iter([norm * norm for norm in (found if isinstance(found, list) else [found])])
+        numbers = [] if self._later is None else self._later.read()
+        values = iter([norm * norm for norm in (numbers if isinstance(numbers, list) else [numbers])])
         return [added(islice(values, pieces)) for pieces in self._pieces]
 
 
@@ -389,7 +397,7 @@ class OwnNorm:
         """The squared norm that is counted here; the first stage with a gradient that is not finite."""
         squares = list(zip(self._squares.read(), self._groups, strict=True))
         odd = [gradients.stage for square, gradients in squares if not isfinite(square)]
-        return sum(square for square, its in squares if its.counted), min(odd, default=None)
+        return sum(square for square, gradients in squares if gradients.counted), min(odd, default=None)
 
 
 class StageNorm:
@@ -412,31 +420,35 @@ class StageNorm:
 
 def squared_norms(groups: Sequence[GradientGroup], device: torch.device) -> tuple[Tensor, Tensor]:
     """Sums of squares of gradients, where they are: of all, and of what this worker counts."""
-    every, counted = [], []
+    all_norms, counted = [], []
     for group in groups:
         norms = group.norms()
-        every += norms
+        all_norms += norms
         if group.counted:
             counted += norms
-    whole = (torch.stack(every) ** 2).sum() if every else torch.zeros((), dtype=torch.float64, device=device)
-    if len(counted) == len(every):
-        return whole, whole
-    return whole, (torch.stack(counted) ** 2).sum() if counted else torch.zeros_like(whole)
+    total = (
+        (torch.stack(all_norms) ** 2).sum()
+        if all_norms
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
+    if len(counted) == len(all_norms):
+        return total, total
+    return total, (torch.stack(counted) ** 2).sum() if counted else torch.zeros_like(total)
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What gradients of a global norm are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """Factor of gradients with a global norm, as in ``torch.nn.utils.clip_grad_norm_``."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
-def unique(parameters: Iterable[tuple[str, nn.Parameter]], taken: set[int]) -> dict[str, nn.Parameter]:
-    """Trainable parameters that are not in ``taken`` (by identity), to which they are added."""
-    found = {}
+def unique(parameters: Iterable[tuple[str, nn.Parameter]], seen: set[int]) -> dict[str, nn.Parameter]:
+    """Trainable parameters that are not in ``seen`` (by identity), to which they are added."""
+    parameters_by_name = {}
     for name, parameter in parameters:
-        if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in taken:
-            taken.add(id(parameter))
-            found[name] = parameter
-    return found
+        if (parameter.is_floating_point() or parameter.is_complex()) and id(parameter) not in seen:
+            seen.add(id(parameter))
+            parameters_by_name[name] = parameter
+    return parameters_by_name
 
 
 def _put(parameter: nn.Parameter, gradient: Tensor | None, dtype: torch.dtype | None = None) -> None:
@@ -455,14 +467,14 @@ def _cast_in_place(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     through memory of its own.
     """
     size = numbers.numel()
-    found = numbers.view(dtype)[:size]
+    cast = numbers.view(dtype)[:size]
     done = min(size, _FIRST)
-    found[:done] = numbers[:done].to(dtype)
+    cast[:done] = numbers[:done].to(dtype)
     while done < size:
         end = min(size, 2 * done)
-        found[done:end].copy_(numbers[done:end])
+        cast[done:end].copy_(numbers[done:end])
         done = end
-    return found
+    return cast
 
 
 _FIRST = 2**16

@@ -1,4 +1,4 @@
-"""What of a worker's weights, optimisers and averages is saved, brought to others, and loaded.
+"""State of a worker's weights, optimisers and averages: saved, sent to others, and loaded.
 
 Invariant: what is saved has the model's own names and whole tensors, so that another pipeline of the same
 model loads it, under other cuts and other meshes.
@@ -90,7 +90,7 @@ class LocalState:
         """
         parts = (*map(self._state_of, self._stages), self._extra_state.entries())
         pairs = ((names, _kept(value)) for entries in parts for names, value in entries)
-        return {name: kept for names, kept in pairs for name in names}
+        return {name: copy for names, copy in pairs for name in names}
 
     def _state_of(self, stage: int) -> Iterator[tuple[Sequence[str], Any]]:
         """Names and value of all that a stage's state has."""
@@ -124,7 +124,7 @@ class LocalState:
     def _of_stages(
         self, stream: Stream, entries: Callable[[int], Iterator[tuple[Sequence[Any], Any]]]
     ) -> Iterator[tuple[Any, Any]]:
-        """What the first that holds a stage has of it, whom those follow that hold the other parts."""
+        # of each stage from its first holder, with which the holders of other parts send
         me = self._transport.rank
         for stage, holders in enumerate(self._holders):
             gathers = self._dims.gathers_state(me, holders)
@@ -142,10 +142,10 @@ class LocalState:
         for copy in self._stages.values():
             for layer in copy.with_weights:
                 part = {}
-                for name, mine in layer.state().items():
-                    part[name] = given = matching(state, self._names_of(layer.names[name]), mine)
-                    if isinstance(mine, Tensor) and is_dtensor(mine):
-                        part[name] = like(mine, part_of(given.to(mine.device), mine).clone())
+                for name, value in layer.state().items():
+                    part[name] = saved = matching(state, self._names_of(layer.names[name]), value)
+                    if isinstance(value, Tensor) and is_dtensor(value):
+                        part[name] = like(value, part_of(saved.to(value.device), value).clone())
                 parts.append((layer, part))
         extra_state = self._extra_state.found_in(state)
         for layer, part in parts:
@@ -155,9 +155,9 @@ class LocalState:
             self._ema.average.begin()
 
     def training_state(self) -> dict[str, Any]:
-        """What the optimisers and schedulers at hand keep: by parameter's name, by stage; as there."""
-        every = chain.from_iterable(map(self._training_of, self._stages))
-        return assembled((key, _kept(value)) for (key,), value in chain(every, self._residuals()))
+        """State of the optimisers and schedulers at hand: by parameter's name, by stage; on their device."""
+        entries = chain.from_iterable(map(self._training_of, self._stages))
+        return assembled((key, _kept(value)) for (key,), value in chain(entries, self._residuals()))
 
     def whole_training_state(self, rank: int | None = None) -> dict[str, Any]:
         """Training state of all stages, on ``rank`` or, for None, on all; else empty. All workers call it."""
@@ -166,21 +166,19 @@ class LocalState:
         if self._optimizers.owners is None:
             return assembled(chain(self._of_stages(stream, self._training_of), residuals))
         parts = (  # each that holds a stage has what it updates
-            stream.part(list(self._training_of(stage)) if held else None, tells=held)
+            stream.part(list(self._training_of(stage)) if holds else None, tells=holds)
             for stage in range(len(self._holders))
-            for held in (stage in self._stages,)
+            for holds in (stage in self._stages,)
         )
         return assembled(chain(chain.from_iterable(parts), residuals))
 
     def _residuals(self) -> Iterator[tuple[Sequence[StateName], Tensor]]:
-        """What this worker has lost of its weights' gradients."""
         rank = str(self._transport.rank)
         for gradients in self._placement.every():
             for name, residual in gradients.residuals.items():
                 yield (StateName(RESIDUAL, name, rank),), residual
 
     def _training_of(self, stage: int) -> Iterator[tuple[Sequence[StateName], Any]]:
-        """What a stage's optimiser keeps for each parameter, after its options; and the scheduler's state."""
         if stage in self._optimizers.by_stage:
             optimizer, names = self._optimizers.by_stage[stage], self._optimizers.names(stage)
             for group in optimizer.param_groups:
@@ -196,8 +194,8 @@ class LocalState:
             yield (StateName(LOSS_SCALE, stage),), self._loss_scale.state()
         if self._ema.average is not None:
             yield (StateName("averaged", stage),), self._ema.average.updates(stage)
-            for name, kept in self._ema.average.of(stage).items():
-                yield (StateName("ema", name),), kept.laid_out
+            for name, average in self._ema.average.of(stage).items():
+                yield (StateName("ema", name),), average.laid_out
 
     def load_training_state(self, state: Mapping[str, Any], *, options: bool = True) -> None:
         """Take what the optimisers and schedulers at hand keep from a whole training's state.
@@ -215,27 +213,27 @@ class LocalState:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = names[id(parameter)]
-                    kept = first_of(state["optimizer"], self._names_of(name))
-                    if kept is None and not parameter.requires_grad:
+                    saved = first_of(state["optimizer"], self._names_of(name))
+                    if saved is None and not parameter.requires_grad:
                         continue  # other trainers keep nothing of what is not trained
-                    if kept is None:
+                    if saved is None:
                         raise ConfigError(f"the training state has nothing of the optimizer for {name!r}")
                     if options:
-                        group.update(deepcopy(kept["options"]))
-                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in kept["state"]}
+                        group.update(deepcopy(saved["options"]))
+                    homes = {slot: home_of(slot, optimizer, group, parameter) for slot in saved["state"]}
                     optimizer.state[parameter] = {
-                        slot: _taken(value, parameter, homes[slot]) for slot, value in kept["state"].items()
+                        slot: _taken(value, parameter, homes[slot]) for slot, value in saved["state"].items()
                     }
         for stage, scheduler in self._optimizers.schedulers.items() if options else ():
-            given = _schedule(state["scheduler"], stage, scheduler)
-            if given is None:
+            schedule = _schedule(state["scheduler"], stage, scheduler)
+            if schedule is None:
                 groups = len(self._optimizers.by_stage[stage].param_groups)
                 raise ConfigError(
                     f"the training state has no learning-rate schedule for stage {stage} with its {groups} "
                     "groups of parameters; load it with "
                     "the stages it was saved with"
                 )
-            scheduler.load_state_dict(given)
+            scheduler.load_state_dict(schedule)
         self._load_average(state)
         self._load_residuals(state.get(RESIDUAL) or {})
         if self._loss_scale is not None:

@@ -49,35 +49,35 @@ def broadcast_initial_weights(
     tied = shared_names(names)
     parameters = {stage: named_parameters(copy, names) for stage, copy in stages.items()}
     device = transport.device
-    mine: dict[object, tuple[int, float]] = {
+    own_digests: dict[object, tuple[int, float]] = {
         s: (_shapes(copy), float(digest(tensors_of(copy), device))) for s, copy in stages.items()
     }
-    for name, its in tied.items():
-        held = next((stage for stage in its if stage in stages), None)
-        if held is not None:
-            mine[name] = 0, float(digest([parameters[held][name]], device))
-    rows = cast("list[dict[object, tuple[int, float]]]", transport.gather_objects(mine))
+    for name, sharers in tied.items():
+        holder = next((stage for stage in sharers if stage in stages), None)
+        if holder is not None:
+            own_digests[name] = 0, float(digest([parameters[holder][name]], device))
+    rows = cast("list[dict[object, tuple[int, float]]]", transport.gather_objects(own_digests))
 
     def send(key: object, first: int, tensors: Sequence[Tensor]) -> None:
-        found = {rank: row[key] for rank, row in enumerate(rows) if key in row}
-        source = next(rank for rank in found if dims.sends_state(rank, [first]))
-        for rank, other in found.items():
-            if other[0] != found[source][0]:
+        by_rank = {rank: row[key] for rank, row in enumerate(rows) if key in row}
+        source = next(rank for rank in by_rank if dims.sends_state(rank, [first]))
+        for rank, entry in by_rank.items():
+            if entry[0] != by_rank[source][0]:
                 raise ConfigError(
                     f"ranks {source} and {rank} hold stage {key} with weights of other shapes; "
                     "make the same model on every worker"
                 )
-        if all(other == found[source] for other in found.values()):
+        if all(entry == by_rank[source] for entry in by_rank.values()):
             return
-        group = transport.group(sorted(found))
-        if transport.rank in found:
+        group = transport.group(sorted(by_rank))
+        if transport.rank in by_rank:
             broadcast_tensors(tensors, source, group, transport)
         transport.gather([])  # a group is not ended while somebody still waits on it
         transport.release([group])
 
-    for name, its in tied.items():
-        held = next((stage for stage in its if stage in stages), None)
-        send(name, holders[its[0]][0], [] if held is None else [parameters[held][name]])
+    for name, sharers in tied.items():
+        holder = next((stage for stage in sharers if stage in stages), None)
+        send(name, holders[sharers[0]][0], [] if holder is None else [parameters[holder][name]])
     for stage, workers in enumerate(holders):
         send(stage, workers[0], tensors_of(stages[stage]) if stage in stages else [])
 
@@ -98,25 +98,25 @@ def refuse_other_seeds(named: Iterable[tuple[str, Tensor]], transport: Transport
     seed = torch.initial_seed()
     if len({row[0] for row in transport.gather([number_of(seed)])}) == 1:
         return
-    mine = {n: float(digest([p], p.device)) for n, p in named if not (p.is_meta or is_dtensor(p))}
-    rows = cast("list[tuple[int, dict[str, float]]]", transport.gather_objects((seed, mine)))
+    own_digests = {n: float(digest([p], p.device)) for n, p in named if not (p.is_meta or is_dtensor(p))}
+    rows = cast("list[tuple[int, dict[str, float]]]", transport.gather_objects((seed, own_digests)))
     first: dict[str, tuple[int, float]] = {}
-    for rank, (other, digests) in enumerate(rows):
-        for name, found in digests.items():
-            source, known = first.setdefault(name, (rank, found))
-            if found != known:
+    for rank, (rank_seed, digests) in enumerate(rows):
+        for name, value in digests.items():
+            source, known = first.setdefault(name, (rank, value))
+            if value != known:
                 raise ConfigError(
                     f"ranks {source} and {rank} made {name} with other numbers, and torch's seed is "
-                    f"{rows[source][0]} on the one and {other} on the other; call torch.manual_seed with one "
-                    "seed on all workers before the model is made, and with others after that"
+                    f"{rows[source][0]} on the one and {rank_seed} on the other; call torch.manual_seed with "
+                    "one seed on all workers before the model is made, and with others after that"
                 )
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], source: int, group: Group, transport: Transport) -> None:
     """Let tensors become those of one rank of a group, bit for bit; as bytes, in pieces."""
-    left = iter(tensors)
+    remaining = iter(tensors)
     for sizes in pieces([tensor.nbytes for tensor in tensors]):
-        piece = [next(left) for _ in sizes]
+        piece = [next(remaining) for _ in sizes]
         if transport.rank == source:
             flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in piece])
         else:
@@ -149,8 +149,10 @@ class ReplicaDigests:
         self._dims = dims
         self._transport = transport
         rows = cast("list[list[Key]]", transport.gather_objects(list(tensors(True))))
-        held = Counter(self._of(rank, key) for rank, row in enumerate(rows) for key in row)
-        self._keys = [[key for key in row if held[self._of(rank, key)] > 1] for rank, row in enumerate(rows)]
+        counts = Counter(self._of(rank, key) for rank, row in enumerate(rows) for key in row)
+        self._keys = [
+            [key for key in row if counts[self._of(rank, key)] > 1] for rank, row in enumerate(rows)
+        ]
         """Keys of the tensors that others hold too, by rank."""
         self.columns = max(map(len, self._keys))
         """Number of digests that a worker reports."""
@@ -165,13 +167,17 @@ class ReplicaDigests:
             stages: those that are wanted, 0 for others; None: all.
             buffers: whether buffers count.
         """
-        device, held = self._transport.device, self._tensors(buffers)
+        device, tensors = self._transport.device, self._tensors(buffers)
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        found = [
-            digest(held.get(key, ()), device) if stages is None or key[0] in stages else zero
+        digests = [
+            digest(tensors.get(key, ()), device) if stages is None or key[0] in stages else zero
             for key in self._keys[self._transport.rank]
         ]
-        return torch.stack(found + [zero] * (self.columns - len(found))) if self.columns else zero.view(1)[:0]
+        return (
+            torch.stack(digests + [zero] * (self.columns - len(digests)))
+            if self.columns
+            else zero.view(1)[:0]
+        )
 
     def compare(self, rows: Sequence[Sequence[float]], when: str) -> None:
         """Compare the digests of all ranks.
@@ -181,14 +187,14 @@ class ReplicaDigests:
         """
         first: dict[tuple[object, ...], tuple[int, float]] = {}
         for rank, (keys, row) in enumerate(zip(self._keys, rows, strict=True)):
-            for key, found in zip(keys, row, strict=False):
-                other, known = first.setdefault(self._of(rank, key), (rank, found))
-                if known != found:
+            for key, value in zip(keys, row, strict=False):
+                source, known = first.setdefault(self._of(rank, key), (rank, value))
+                if known != value:
                     what = key[0] if isinstance(key[0], str) else f"stage {key[0]}"
-                    apart = self._dims.replica_ranks(rank) != self._dims.replica_ranks(other)
+                    same_weights = self._dims.replica_ranks(rank) != self._dims.replica_ranks(source)
                     raise WorkerError(
-                        f"{when} the copies of {what} on ranks {other} and {rank} differ"
-                        + (_WHY_APART if apart else "")
+                        f"{when} the copies of {what} on ranks {source} and {rank} differ"
+                        + (_WHY_APART if same_weights else "")
                     )
 
     def check(self, when: str) -> None:
@@ -213,9 +219,9 @@ def _shapes(copy: LocalStage) -> int:
 
 def tensors_of(copy: LocalStage, *, buffers: bool = True) -> list[Tensor]:
     """A stage's parameters, and its buffers."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for layer in copy.with_weights:
-        found += layer.module.parameters()
+        tensors += layer.module.parameters()
         if buffers:
-            found += layer.module.buffers()
-    return found
+            tensors += layer.module.buffers()
+    return tensors
