@@ -1,1 +1,1 @@
-"""What a pipeline is put together from: the model cut into stages, this worker's stages, and their runner."""
+"""Assembly of a pipeline: the model cut into stages, this worker's stages, and their runner."""

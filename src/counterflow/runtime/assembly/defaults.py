@@ -1,4 +1,4 @@
-"""What a pipeline is made of, of what it is given: the transport of the launch, layers that are found.
+"""Defaults of a pipeline's arguments: the transport of the launch, layers by recording.
 
 Invariant: nothing here sends or runs anything but the capture of layers.
 """
@@ -20,18 +20,18 @@ from ..transport.base import Transport
 
 
 def transport_of(
-    given: Transport | str | None,
+    transport: Transport | str | None,
     device: torch.device | str | None,
     timeout_seconds: float | None,
     schedule: Schedule,
 ) -> Transport:
     """The transport that is given, or that of the launch."""
-    if isinstance(given, Transport):
-        return given
+    if isinstance(transport, Transport):
+        return transport
     from ..workers.world import current_transport  # noqa: PLC0415
 
     alone = schedule.placement.workers == 1
-    return current_transport(given, device=device, timeout_seconds=timeout_seconds, alone=alone)
+    return current_transport(transport, device=device, timeout_seconds=timeout_seconds, alone=alone)
 
 
 def captured_layers(
@@ -43,7 +43,7 @@ def captured_layers(
     *,
     stages: int,
 ) -> tuple[Callable[[nn.Module], Sequence[nn.Module]], Sequence[float]]:
-    """What lists the layers that are found automatically, and their costs.
+    """Return a function that lists captured layers, and their costs.
 
     Raises:
         ConfigError: they cannot be found, or somebody lists them.

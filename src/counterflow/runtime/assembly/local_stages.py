@@ -42,7 +42,7 @@ from .partition import Model, PartitionedModel
 
 @dataclass(frozen=True, slots=True)
 class LocalStages:
-    """What a worker holds of a model.
+    """Stages of a worker.
 
     Attributes:
         stages: by number.
@@ -59,7 +59,7 @@ class LocalStages:
     dims: ParallelDims
 
     def kept_buffers(self) -> AbstractContextManager[object]:
-        """Around a step: split backwards go twice through functions that the user compiled."""
+        """Context of a step: split backwards go twice through functions that the user compiled."""
         return keeps_buffers() if self.split else nullcontext()
 
     def leave_others(self, model: PartitionedModel, ranks: Sequence[int]) -> None:
@@ -114,12 +114,12 @@ def local_stages(
     roots = [layer.module for layers in model.layers for layer in layers]
     named = ((f"{n} of layer {i}", p) for i, root in enumerate(roots) for n, p in root.named_parameters())
     refuse_other_seeds(named, transport)
-    held = sorted(
+    stage_numbers = sorted(
         {stage for _, stage in schedule.placement.stages_on(mesh.coordinates(transport.rank)[WORKER])}
     )
     last = schedule.stages - 1
-    layers = [layer for stage in held for layer in model.layers[stage]]
-    if model.loss is not None and last in held:
+    layers = [layer for stage in stage_numbers for layer in model.layers[stage]]
+    if model.loss is not None and last in stage_numbers:
         layers.append(model.loss)
     if execution.deferred_batch_norm and not schedule.synchronous:
         raise ConfigError(
@@ -135,13 +135,15 @@ def local_stages(
         [(place_of(layer), layer.module) for layer in layers], model.modules(given), transport
     )
     trained = zip(layers, owned.modules, strict=True)
-    made = materialised([replace(layer, module=its) for layer, its in trained], transport.device, streams)
+    layers_here = materialised(
+        [replace(layer, module=module) for layer, module in trained], transport.device, streams
+    )
     owned.rebind()
     if execution.deferred_batch_norm:
-        defer(layer.module for layer in made)
-    for carry in (carry for layer in made for carry in carries_in(layer.module)):
+        defer(layer.module for layer in layers_here)
+    for carry in (carry for layer in layers_here for carry in carries_in(layer.module)):
         carry.expect_slices(expected=schedule.workload.slices > 1)
-    by_index = {layer.index: layer for layer in made}
+    by_index = {layer.index: layer for layer in layers_here}
     loss = by_index.get(LOSS)
     if loss is not None:
         loss_function = loss.module
@@ -157,7 +159,7 @@ def local_stages(
             skips=model.skips[stage],
             means=_means(model, loss_function, batching) if stage == last else UNWATCHED,
         )
-        for stage in held
+        for stage in stage_numbers
     }
     split = _split(schedule, stages)
     broadcast_initial_weights(stages, model.names, model.holders, dims, transport)
@@ -206,7 +208,7 @@ def _split(schedule: Schedule, stages: dict[int, LocalStage]) -> tuple[int, ...]
 def _means(
     model: PartitionedModel, loss_function: LossFunction | None, batching: Batching
 ) -> MeanLossDetector:
-    """What watches the last stage's loss."""
+    """Return the detector of means in the last stage's loss."""
     synchronous, insists = model.schedule.synchronous, batching.per_micro_batch_loss
     if insists and not synchronous:
         return UNWATCHED

@@ -62,7 +62,7 @@ class PartitionedModel:
 
     @property
     def runs_in_order(self) -> bool:
-        """Whether one worker runs all stages, of each mini-batch all forwards in the order of the layers."""
+        """True if one worker runs all stages, and a mini-batch's forwards in the order of the layers."""
         workload = self.schedule.workload
         alone = self.schedule.placement.workers == 1
         return self.schedule.synchronous and alone and workload.micro_batches == workload.slices == 1
@@ -72,9 +72,11 @@ class PartitionedModel:
         """Layers of all stages."""
         return sum(map(len, self.layers))
 
-    def layer_in_common(self, other: PartitionedModel) -> str | None:
+    def layer_in_common(self, reference: PartitionedModel) -> str | None:
         """The first layer of which another model has a module with weights, as in messages."""
-        modules = {id(child) for of_stage in other.layers for x in of_stage for child in x.module.modules()}
+        modules = {
+            id(child) for of_stage in reference.layers for x in of_stage for child in x.module.modules()
+        }
         for layer in (layer for of_stage in self.layers for layer in of_stage):
             owners = (m for m in layer.module.modules() if next(m.parameters(), None) is not None)
             if any(id(module) in modules for module in owners):
@@ -111,14 +113,14 @@ def partition_model(
     loss = loss_layer(loss_function)
     modules = layers_of(model, list_layers)
     names_of = state_names(model, list_layers)
-    every = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
+    all_layers = [NamedLayer(i, n, m) for i, (n, m) in enumerate(zip(names_of, modules, strict=True))]
     stages = schedule.stages
     if cuts is not None:
-        found = explicit(cuts, len(modules), stages)
+        cuts_of_stages = explicit(cuts, len(modules), stages)
     else:
-        found = balance(estimated_costs(modules) if costs is None else list(costs), stages)
-    edges = (0, *found, len(modules))
-    layers = tuple(tuple(every[edges[stage] : edges[stage + 1]]) for stage in range(stages))
+        cuts_of_stages = balance(estimated_costs(modules) if costs is None else list(costs), stages)
+    edges = (0, *cuts_of_stages, len(modules))
+    layers = tuple(tuple(all_layers[edges[stage] : edges[stage + 1]]) for stage in range(stages))
     skips = stage_skips(modules, edges, sliced=schedule.workload.slices > 1)
     schedule = schedule.with_skips(links_of(skips))
     program = Program(schedule, ())
@@ -126,11 +128,11 @@ def partition_model(
         schedule,
         layers,
         loss,
-        tuple(found),
+        tuple(cuts_of_stages),
         tuple(skips),
         _names_of(layers, loss),
         aliases_of(model),
-        ExtraState(model, [layer.names for layer in every]),
+        ExtraState(model, [layer.names for layer in all_layers]),
         tuple(model.state_dict(keep_vars=True)) if isinstance(model, nn.Module) else (),
         tuple(program.holders(stage) for stage in range(stages)),
         tuple(shared_buffers(layers, loss)),

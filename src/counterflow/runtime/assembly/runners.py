@@ -1,4 +1,4 @@
-"""What runs a schedule on this worker: its proved lists, who executes them, and the maker of mini-batches."""
+"""Runners of a schedule on this worker: its proved lists, their interpreters, the maker of mini-batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def runners_of(
     weights: Weights,
     compression: Compression | None,
 ) -> tuple[Runner, EvaluationRunner]:
-    """What trains on mini-batches, with its lists as they are proved, and what evaluates.
+    """Make the runner that trains, with its lists as they are proved, and the one that evaluates.
 
     Args:
         model: in stages.
@@ -85,7 +85,7 @@ def runners_of(
 
 
 def _roots(held: LocalStages) -> dict[int, list[Root]]:
-    """By stage what a worker runs of it: layers and, with the last stage, the loss function."""
+    """Modules that a worker runs, by stage: layers and, with the last stage, the loss function."""
     found: dict[int, list[Root]] = {}
     for stage, copy in held.stages.items():
         found[stage] = [(layer.index, layer.module) for layer in copy.layers]
@@ -126,7 +126,7 @@ def _segments(model: PartitionedModel, execution: Execution, workers: Workers, w
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:
-    """When gradients are summed: last, if a worker that a sum holds does not make what others need for it."""
+    """Place of gradient sums in the lists: last, if a worker that a sum holds makes nothing that others need."""
     return Sync.END if transport.launches_hold else asked
 
 

@@ -29,8 +29,8 @@ class OneSum:
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._sharded = modules
-        every = {id(group): group for module in modules for group in fsdp_groups(module)}
-        self._groups = list(every.values())
+        groups = {id(group): group for module in modules for group in fsdp_groups(module)}
+        self._groups = list(groups.values())
         self._let_sum(sums=False)
 
     def prepare(self) -> None:
@@ -46,20 +46,20 @@ class OneSum:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within this context weights are whole: what runs in it may pass no hook of FSDP's before."""
-        mine = [group for group in self._used() if not group.is_unsharded]
-        given = [(group, group.reshard_after_backward) for group in self._groups]
-        for group in mine:
+        """Context in which weights are whole: a backward in it may pass no hook of FSDP's before."""
+        sharded = [group for group in self._used() if not group.is_unsharded]
+        settings = [(group, group.reshard_after_backward) for group in self._groups]
+        for group in sharded:
             group.unshard()
             group.wait_for_unshard()
-        for group, _ in given:
+        for group, _ in settings:
             group.reshard_after_backward = False
         try:
             yield
         finally:
-            for group, before in given:
+            for group, before in settings:
                 group.reshard_after_backward = before
-            for group in mine:
+            for group in sharded:
                 group.reshard()
 
     def sum(self) -> None:
@@ -67,12 +67,12 @@ class OneSum:
         self._let_sum(sums=True)
         for group in self._used():
             dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
-            for one in group.fsdp_params:
-                whole = whole_parameter(one)
-                if whole is not None:
-                    gradient = _taken(one, whole)
+            for parameter in group.fsdp_params:
+                full = whole_parameter(parameter)
+                if full is not None:
+                    gradient = _taken(parameter, full)
                     rounds = gradient is not None and dtype is not None
-                    one.unsharded_accumulated_grad = gradient.to(dtype) if rounds else gradient
+                    parameter.unsharded_accumulated_grad = gradient.to(dtype) if rounds else gradient
                     del gradient
             group.post_backward()
         self._let_sum(sums=False)

@@ -47,45 +47,46 @@ class Parameters(list[nn.Parameter]):
 def optimizer_of(
     stage: int, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> Optimizer | None:
-    """What ``make`` gives for a stage's parameters; None if it chooses none of them.
+    """Call ``make`` with a stage's parameters; None if it chooses none of them.
 
     Raises:
         ConfigError: it is no function, fails, or gives no optimiser that a pipeline can step.
     """
     try:
-        made = _made(make, Parameters(parameters), "optimizer", "parameters", stage)
+        optimizer = _call(make, Parameters(parameters), "optimizer", "parameters", stage)
     except ConfigError as error:
         if _NO_PARAMETERS in str(error.__cause__):  # it leaves out what is frozen, say
             return None
         raise
-    if not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
-            f"optimizer gives a {type(made).__name__} for stage {stage}; let it give a torch.optim.Optimizer"
+            f"optimizer gives a {type(optimizer).__name__} for stage {stage}; let it give a "
+            "torch.optim.Optimizer"
         )
-    refuse_others(made, {id(parameter) for _, parameter in parameters}, stage)
-    _refuse_mixed(made, stage)
-    _refuse_sparse(made, stage)
-    _refuse_arguments(made, f"the optimizer of stage {stage}", "an optimizer")
-    return cast("Optimizer", made)
+    refuse_others(optimizer, {id(parameter) for _, parameter in parameters}, stage)
+    _refuse_mixed(optimizer, stage)
+    _refuse_sparse(optimizer, stage)
+    _refuse_arguments(optimizer, f"the optimizer of stage {stage}", "an optimizer")
+    return cast("Optimizer", optimizer)
 
 
 def scheduler_of(stage: int, make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    """What ``make`` gives for a stage's optimiser.
+    """Call ``make`` with a stage's optimiser.
 
     Raises:
         ConfigError: it is no function, fails, or gives no scheduler that a pipeline can step.
     """
-    made = _made(make, optimizer, "scheduler", "an optimizer", stage)
-    if not callable(getattr(made, "step", None)):
+    scheduler = _call(make, optimizer, "scheduler", "an optimizer", stage)
+    if not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
-            f"scheduler gives a {type(made).__name__} for stage {stage}; let it give one of "
+            f"scheduler gives a {type(scheduler).__name__} for stage {stage}; let it give one of "
             "torch.optim.lr_scheduler"
         )
-    _refuse_arguments(made, f"the scheduler of stage {stage}", "a scheduler")
-    return cast("LRScheduler", made)
+    _refuse_arguments(scheduler, f"the scheduler of stage {stage}", "a scheduler")
+    return cast("LRScheduler", scheduler)
 
 
-def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
+def _call(make: Any, argument: Any, name: str, of: str, stage: int) -> Any:
     if not callable(make):
         got = "None" if make is None else f"a value of class {type(make).__name__}"
         example = "AdamW, lr=0.001" if name == "optimizer" else "StepLR, step_size=10"
@@ -94,7 +95,7 @@ def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
             f"functools.partial({example}) is"
         )
     try:
-        return make(given)
+        return make(argument)
     except ConfigError:
         raise
     except Exception as error:
@@ -107,7 +108,7 @@ def _made(make: Any, given: Any, name: str, of: str, stage: int) -> Any:
 def home_of(
     slot: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> torch.device:
-    """Where an optimiser keeps a number of a parameter, in a tensor without dimensions.
+    """Device of a number that an optimiser saves for a parameter, in a tensor without dimensions.
 
     It is where it has one by now. Else torch's rule holds: counts of steps are on the host, unless kernels
     read them on the device; what else is kept is beside the parameter.
@@ -121,11 +122,11 @@ def home_of(
     known = optimizer.state.get(parameter, {}).get(slot)
     if isinstance(known, Tensor):
         return known.device
-    there = slot != "step" or group.get("fused") or group.get("capturable")
-    return parameter.device if there else torch.device("cpu")
+    beside_parameter = slot != "step" or group.get("fused") or group.get("capturable")
+    return parameter.device if beside_parameter else torch.device("cpu")
 
 
-def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> None:
+def refuse_others(optimizer: Optimizer, known: Container[int], stage: int) -> None:
     """Refuse an optimiser of parameters that are not the stage's: nobody makes gradients for them.
 
     Raises:
@@ -133,7 +134,7 @@ def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> No
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in given:
+            if id(parameter) not in known:
                 raise ConfigError(
                     f"the optimizer of stage {stage} has a parameter of shape {tuple(parameter.shape)} that "
                     "its function was not given; let it have those alone (the stage's, which may be copies "
@@ -141,17 +142,17 @@ def refuse_others(optimizer: Optimizer, given: Container[int], stage: int) -> No
                 )
 
 
-def _refuse_arguments(made: Any, place: str, kind: str) -> None:
+def _refuse_arguments(stepper: Any, place: str, kind: str) -> None:
     """Refuse before the first step what needs arguments for each step (LBFGS, ReduceLROnPlateau)."""
     wanted = [
         name
-        for name, parameter in inspect.signature(made.step).parameters.items()
+        for name, parameter in inspect.signature(stepper.step).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if wanted:
         raise ConfigError(
-            f"{place}, a {type(made).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
+            f"{place}, a {type(stepper).__name__}, wants {' and '.join(wanted)} at each step, and a pipeline "
             f"has none to give; take {kind} that steps without, or change pipeline.optimizers between steps"
         )
 

@@ -32,7 +32,7 @@ _OF_GROUPS: Final = {"base_lrs", "_last_lr", "last_epoch", "_step_count", "_init
 
 
 class Recipe(NamedTuple):
-    """What an optimiser and its scheduler were made with, in words.
+    """Description of the arguments of an optimiser and its scheduler.
 
     Attributes:
         options: by name, what does not depend on parameters where the user's function does not.
@@ -98,20 +98,24 @@ class Recipes:
         Raises:
             ConfigError: workers made them otherwise.
         """
-        mine = {stage: Recipe.of(made, schedulers.get(stage)) for stage, made in optimizers.items()}
-        rows = cast("list[dict[int, Recipe]]", self._transport.gather_objects(mine))
+        recipes_here = {
+            stage: Recipe.of(of_rank, schedulers.get(stage)) for stage, of_rank in optimizers.items()
+        }
+        rows = cast("list[dict[int, Recipe]]", self._transport.gather_objects(recipes_here))
         first: dict[int, tuple[int, Recipe]] = {}
         for rank, row in enumerate(rows):
             for stage, recipe in row.items():
-                other, known = first.setdefault(stage, (rank, recipe))
-                _refuse_other(known, recipe, other, rank, f" of stage {stage}", groups=not self._sharded)
+                source, known = first.setdefault(stage, (rank, recipe))
+                _refuse_other(known, recipe, source, rank, f" of stage {stage}", groups=not self._sharded)
         recipes = [recipe for _, recipe in first.values()]
-        if all(each.options == recipes[0].options and each.kinds == recipes[0].kinds for each in recipes):
+        if all(
+            recipe.options == recipes[0].options and recipe.kinds == recipes[0].kinds for recipe in recipes
+        ):
             return
         tried = cast("list[Recipe | None]", self._transport.gather_objects(self._tried()))
-        made = [(rank, each) for rank, each in enumerate(tried) if each is not None]
-        for rank, recipe in made[1:]:
-            source, known = made[0]
+        of_rank = [(rank, recipe) for rank, recipe in enumerate(tried) if recipe is not None]
+        for rank, recipe in of_rank[1:]:
+            source, known = of_rank[0]
             _refuse_other(known, recipe, source, rank, "", groups=True)
 
     def _tried(self) -> Recipe | None:
@@ -119,8 +123,8 @@ class Recipes:
         small = {"layer.weight": nn.Parameter(torch.zeros(2, 2)), "layer.bias": nn.Parameter(torch.zeros(2))}
         with self._streams.kept():
             try:
-                made = self._optimizer(Parameters(small.items()))
-                return Recipe.of(made, None if self._scheduler is None else self._scheduler(made))
+                optimizer = self._optimizer(Parameters(small.items()))
+                return Recipe.of(optimizer, None if self._scheduler is None else self._scheduler(optimizer))
             except Exception:  # the user's function may raise anything
                 return None
 
@@ -133,17 +137,20 @@ def _refuse_other(known: Recipe, recipe: Recipe, first: int, rank: int, where: s
     """
     pairs: list[tuple[Mapping[str, str], Mapping[str, str], str]] = [(known.options, recipe.options, "")]
     if groups:
-        counts = [{"groups": str(len(each.groups))} for each in (known, recipe)]
-        every = zip(known.groups, recipe.groups, strict=False)
+        counts = [{"groups": str(len(recipe_of_rank.groups))} for recipe_of_rank in (known, recipe)]
+        groups_of_both = zip(known.groups, recipe.groups, strict=False)
         pairs += [(counts[0], counts[1], "")]
-        pairs += [(one, other, f" of group {number}") for number, (one, other) in enumerate(every)]
-    for one, other, group in pairs:
-        for name in dict.fromkeys([*one, *other]):
-            if one.get(name) != other.get(name):
+        pairs += [
+            (options, reference, f" of group {number}")
+            for number, (options, reference) in enumerate(groups_of_both)
+        ]
+    for options, reference, group in pairs:
+        for name in dict.fromkeys([*options, *reference]):
+            if options.get(name) != reference.get(name):
                 raise ConfigError(
-                    f"the optimizer{where} of rank {first} has {name} = {one.get(name, 'none')}{group}, that "
-                    f"of rank {rank} {name} = {other.get(name, 'none')}; give all workers the same optimizer "
-                    "and scheduler"
+                    f"the optimizer{where} of rank {first} has {name} = {options.get(name, 'none')}{group}, "
+                    f"that of rank {rank} {name} = {reference.get(name, 'none')}; give all workers the same "
+                    "optimizer and scheduler"
                 )
 
 

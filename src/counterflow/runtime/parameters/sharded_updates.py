@@ -68,42 +68,46 @@ class Owners:
     def __init__(self, gradients: Sequence[GradientGroup], names: Names, transport: Transport) -> None:
         self._transport = transport
         rank = transport.rank
-        mine = {
+        own_parameters = {
             name: (
                 parameter.nbytes,
                 parameter.requires_grad,
-                (rank,) if one.group is None else one.group.ranks,
+                (rank,) if group_of_gradients.group is None else group_of_gradients.group.ranks,
             )
-            for one in gradients
-            for name, parameter in one.parameters.items()
+            for group_of_gradients in gradients
+            for name, parameter in group_of_gradients.parameters.items()
         }
-        told: dict[str, tuple[int, bool, tuple[int, ...]]] = {}
-        for row in cast("list[dict[str, Any]]", transport.gather_objects(mine)):
-            told |= row
-        order = dict.fromkeys(first for its in names for _, first in its if first in told)
-        by_use = sorted(order, key=lambda name: not told[name][1])  # what is frozen keeps no state
-        trained = [name for name in by_use if told[name][1]]
-        frozen = [name for name in by_use if not told[name][1]]
+        known: dict[str, tuple[int, bool, tuple[int, ...]]] = {}
+        for row in cast("list[dict[str, Any]]", transport.gather_objects(own_parameters)):
+            known |= row
+        order = dict.fromkeys(first for assigned in names for _, first in assigned if first in known)
+        by_use = sorted(order, key=lambda name: not known[name][1])  # what is frozen keeps no state
+        trained = [name for name in by_use if known[name][1]]
+        frozen = [name for name in by_use if not known[name][1]]
         self._owner: dict[str, int] = {}
         for part in (trained, frozen):
-            its = owners((told[name][0], told[name][2]) for name in part)
-            self._owner |= dict(zip(part, its, strict=True))
-        held = {name: parameter for one in gradients for name, parameter in one.parameters.items()}
+            assigned = owners((known[name][0], known[name][2]) for name in part)
+            self._owner |= dict(zip(part, assigned, strict=True))
+        held_parameters = {
+            name: parameter
+            for group_of_gradients in gradients
+            for name, parameter in group_of_gradients.parameters.items()
+        }
         self._groups: dict[tuple[int, ...], Group] = {}
         self._shared: dict[tuple[int, ...], dict[int, list[nn.Parameter]]] = defaultdict(
             lambda: defaultdict(list)
         )
         """Parameters in an order that all workers know, by the ranks that hold them and by owner."""
-        for one in gradients:
-            if one.group is not None:
-                self._groups.setdefault(one.group.ranks, one.group)
+        for group_of_gradients in gradients:
+            if group_of_gradients.group is not None:
+                self._groups.setdefault(group_of_gradients.group.ranks, group_of_gradients.group)
         for name in self._owner:
-            ranks = told[name][2]
-            if name in held and len(ranks) > 1:
-                self._shared[ranks][self._owner[name]].append(held[name])
+            ranks = known[name][2]
+            if name in held_parameters and len(ranks) > 1:
+                self._shared[ranks][self._owner[name]].append(held_parameters[name])
 
     def owned_here(self, name: str) -> bool:
-        """Whether this worker updates a parameter, by its first name in the model."""
+        """True if this worker updates a parameter, by its first name in the model."""
         return self._owner[name] == self._transport.rank
 
     def of(self, names: Iterable[str]) -> list[int]:

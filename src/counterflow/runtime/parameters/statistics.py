@@ -65,34 +65,34 @@ class Statistics:
         assert group is not None  # only then a list asks for it
         counted = [] if copy.versions is not None else self._counters(stage)
         sums = (norm.sums_of_mini_batch for norm in copy.deferred)
-        counted += [(each, torch.zeros_like(each)) for each in sums]
-        every = [*copy.statistics, *(buffer for buffer, _ in counted)]
+        counted += [(sums_of_norm, torch.zeros_like(sums_of_norm)) for sums_of_norm in sums]
+        buffers = [*copy.statistics, *(buffer for buffer, _ in counted)]
         # In float64, in which counts are exact.
         nothing = torch.zeros(1, device=self._transport.device)
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in every] or [nothing])
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers] or [nothing])
         pending = self._transport.all_reduce(flat, group)
         self._sums[stage] = _StatisticsSum(copy.statistics, counted, flat, pending, len(group.ranks))
 
     def _counters(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """A stage's counters, and what they were when the step began."""
         buffers = self._stages[stage].buffers
-        found = []
+        counters = []
         for place in buffers.summed:
             module, name = buffers.places[place]
             then = self._changes.held[stage][place]
             assert then is not None
-            found.append((module.get_buffer(name), then))
-        return found
+            counters.append((module.get_buffer(name), then))
+        return counters
 
     def end(self, stage: int) -> None:
         """Take the mean of what is averaged, rounded up if it is a count, and the sum of what was added."""
-        found = self._sums.pop(stage)
-        found.pending.wait()
-        sizes = [b.numel() for b in (*found.means, *(buffer for buffer, _ in found.counted))]
-        parts = iter(found.flat.split(sizes) if sizes else ())
-        for buffer in found.means:
-            mean = next(parts) / found.copies
+        sums = self._sums.pop(stage)
+        sums.pending.wait()
+        sizes = [b.numel() for b in (*sums.means, *(buffer for buffer, _ in sums.counted))]
+        parts = iter(sums.flat.split(sizes) if sizes else ())
+        for buffer in sums.means:
+            mean = next(parts) / sums.copies
             buffer.copy_((mean if buffer.is_floating_point() else mean.ceil()).view_as(buffer))
-        for buffer, before in found.counted:
-            whole = next(parts).view_as(buffer) - (found.copies - 1) * before.double()
-            buffer.copy_(whole)  # of counts it is exact
+        for buffer, before in sums.counted:
+            total = next(parts).view_as(buffer) - (sums.copies - 1) * before.double()
+            buffer.copy_(total)  # of counts it is exact

@@ -29,7 +29,7 @@ _PLAIN = Tensor, nn.Parameter, nn.Buffer
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What is known of a tensor before its numbers."""
+    """Description of a tensor: what is known before its numbers."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,19 +59,21 @@ class Stream:
         """
         if self.asks is not None and not self.wants:
             self.transport.status.now(f"sending the state to rank {self.asks}, which has to take all of it")
-        mine = None
+        own_entries = None
         if entries is not None and tells:
-            mine = [(tuple(names), _described(value)) for names, value in entries]
-        rows = cast("list[list[tuple[tuple[Any, ...], Any]] | None]", self.transport.gather_objects(mine))
-        for source, told in enumerate(rows):
-            for number, (names, known) in enumerate(told or ()):
+            own_entries = [(tuple(names), _described(value)) for names, value in entries]
+        rows = cast(
+            "list[list[tuple[tuple[Any, ...], Any]] | None]", self.transport.gather_objects(own_entries)
+        )
+        for source, entries_of_rank in enumerate(rows):
+            for number, (names, known) in enumerate(entries_of_rank or ()):
                 if self._seen.issuperset(names):  # a weight that several layers share
                     continue
                 self._seen.update(names)
-                held = None
+                tensor = None
                 if entries is not None and isinstance(known, _Shape) and source == self._source(rows, tells):
-                    held = full_tensor(entries[number][1]).detach()
-                yield from self._given(names, known, held if tells else None, source)
+                    tensor = full_tensor(entries[number][1]).detach()
+                yield from self._values(names, known, tensor if tells else None, source)
 
     def _source(self, rows: Sequence[object], tells: bool) -> int:
         """Whose entries this worker's are: its own, or those of the one whom it holds other pieces of."""
@@ -79,35 +81,39 @@ class Stream:
             return self.transport.rank
         return next(rank for rank, row in enumerate(rows) if row is not None)
 
-    def _given(
-        self, names: Sequence[Any], known: Any, held: Tensor | None, source: int
+    def _values(
+        self, names: Sequence[Any], known: Any, tensor: Tensor | None, source: int
     ) -> Iterator[tuple[Any, Any]]:
-        value = self._tensor(known, held, source) if isinstance(known, _Shape) else known
+        value = self._tensor(known, tensor, source) if isinstance(known, _Shape) else known
         if self.wants:
             value = value if isinstance(known, _Shape) else deepcopy(known)  # threads receive one object
             for name in names:
                 yield name, value
 
-    def _tensor(self, known: _Shape, held: Tensor | None, source: int) -> Tensor | None:
+    def _tensor(self, known: _Shape, local_tensor: Tensor | None, source: int) -> Tensor | None:
         """A tensor, on the hosts of the workers that ask for it."""
         here = source == self.transport.rank
         if self.asks is None:
-            found = _on_host(held) if held is not None else torch.empty(known.shape, dtype=known.dtype)
-            for piece in _pieces(found):
+            tensor = (
+                _on_host(local_tensor)
+                if local_tensor is not None
+                else torch.empty(known.shape, dtype=known.dtype)
+            )
+            for piece in _pieces(tensor):
                 self.transport.spread(piece, source)
-            return found
+            return tensor
         if self.wants and here:
-            assert held is not None
-            return _on_host(held)
+            assert local_tensor is not None
+            return _on_host(local_tensor)
         if self.wants:
-            found = torch.empty(known.shape, dtype=known.dtype)
-            for piece in _pieces(found):
+            tensor = torch.empty(known.shape, dtype=known.dtype)
+            for piece in _pieces(tensor):
                 (got,) = self.transport.receive_described(source, self._tag).wait()
                 piece.copy_(got)
                 self._answer(source)
-            return found
-        if held is not None:
-            for piece in _pieces(_on_host(held)):
+            return tensor
+        if local_tensor is not None:
+            for piece in _pieces(_on_host(local_tensor)):
                 sent = self.transport.send_described([piece], self.asks, self._tag)
                 self.transport.receive_described(self.asks, self._tag + 1).wait()
                 sent.wait()
