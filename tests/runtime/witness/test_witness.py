@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import counterflow as cf
 from counterflow.errors import ConfigError
 from counterflow.runtime.assembly.recordings import Recordings
-from counterflow.runtime.stages.stage import evaluating
+from counterflow.runtime.stages.evaluation_mode import evaluating
 from counterflow.runtime.witness.rounds import packed, unpacked
 from counterflow.runtime.witness.sketches import CallKey, CallSketch, first_difference, sketches_of
 

@@ -126,7 +126,7 @@ def _segments(model: PartitionedModel, execution: Execution, workers: Workers, w
 
 
 def when_summed(asked: Sync, transport: Transport) -> Sync:
-    """Place of gradient sums in the lists: last, if a worker that a sum holds makes nothing that others need."""
+    """Place of gradient sums in the lists: last, if a launched sum would hold others."""
     return Sync.END if transport.launches_hold else asked
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from counterflow.api.aux_loss import added_losses
-from counterflow.common.mappings import register_mapping_classes
 from counterflow.common.probe_flag import PROBING
 from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.errors import ConfigError
@@ -26,6 +24,8 @@ from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
 from .detach_points import DetachPoints
+from .evaluation_mode import evaluating
+from .mapping_registration import MAPPINGS
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
 from .precision import CastStage, Precision
@@ -160,7 +160,7 @@ class LocalStage:
         compiles = self._compiled is not None
         hooks = self.splitting.hooks if self._splits and not compiles else None
         splitting = self.splitting if self._splits else None
-        mappings = None if self.checked else _MAPPINGS
+        mappings = None if self.checked else MAPPINGS
         inner = [self.module, precision, self.means]
         streams = self._drawing if compiles else self.streams
         self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
@@ -436,23 +436,6 @@ class LocalStage:
         return read.with_added(terms) if terms else read
 
 
-class _Mappings(StageWrapper):
-    """Registers the mappings that layers pass on as trees, until all their classes were seen."""
-
-    @override
-    def breaks_block(self, _: NamedLayer) -> None:
-        """Return None: values within a block go through no message."""
-
-    @override
-    def wrap_layer(self, _: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        output = run(value, step, rows)
-        register_mapping_classes(output)
-        return output
-
-
-_MAPPINGS = _Mappings()
-
-
 def _present(*wrappers: StageWrapper | None) -> list[StageWrapper]:
     return [wrapper for wrapper in wrappers if wrapper is not None]
 
@@ -461,19 +444,3 @@ def _of_three(value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows
     del step, rows
     function, output, target = value
     return function(output, target)
-
-
-@contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which modules are in evaluation mode; after it each is in the mode that it had."""
-    modes_before = [(module, module.training) for module in modules]
-    modes = [(child, child.training) for module, _ in modes_before for child in module.modules()]
-    try:
-        for module, _ in modes_before:
-            module.eval()
-        yield
-    finally:
-        for module, mode in modes_before:
-            module.train(mode)  # some do more than to note it
-        for child, mode in modes:
-            child.training = mode

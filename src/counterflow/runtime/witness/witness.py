@@ -35,11 +35,12 @@ from ..mini_batch.batch import Batch
 from ..mini_batch.losses import LossFunction, elements_in
 from ..mini_batch.unit_watch import UnitWatch, mean_loss
 from ..stages.aux_loss import split_aux_losses
+from ..stages.evaluation_mode import evaluating
 from ..stages.named_layer import NamedLayer
 from ..stages.randomness import RandomStreams
 from ..stages.remote import RemoteTensorError
 from ..stages.skips import Carried
-from ..stages.stage import LocalStage, evaluating
+from ..stages.stage import LocalStage
 from ..transport.base import PeerLost, TimedOut
 from .comparison import Comparison, Result, same
 from .model_forward import ModelForward
