@@ -138,12 +138,12 @@ class Trial:
             chosen += dict.fromkeys(trained[:1] + trained[-1:])
         chosen = chosen[:_CHOSEN]
         self._uncompared = set(chosen[0::2])
-        self._parameters = dict(parameters[place] for place in sorted(chosen))
+        self._probed = dict(parameters[place] for place in sorted(chosen))
         if len(chosen) == 1:  # beside one more of its kind
             name, parameter = parameters[chosen[0]]
-            self._parameters[f"{name.partition('.')[0]}.{name}"] = parameter
+            self._probed[f"{name.partition('.')[0]}.{name}"] = parameter
         compared = {parameters[place][0] for place in chosen[1::2]}
-        self._compared = compared or set([*self._parameters][1:])
+        self._compared = compared or set([*self._probed][1:])
 
     def coupled(self, random_state: AbstractContextManager[Any]) -> bool | None:
         """Return True if an update depends on parameters beside its own; None: that cannot be tried.
@@ -151,7 +151,7 @@ class Trial:
         Args:
             random_state: context that preserves the random state.
         """
-        names = [*self._parameters]
+        names = [*self._probed]
         if len(names) < 2:
             return None
         with random_state:
@@ -176,7 +176,7 @@ class Trial:
     def _run(self, names: Collection[str], *, variant: int = 1) -> _Tried:
         """Make some steps on copies of parameters; ``variant`` selects gradients of those not compared."""
         torch.default_generator.manual_seed(0)
-        copies = {name: _small(self._parameters[name], number) for number, name in self._numbered(names)}
+        copies = {name: _small(self._probed[name], number) for number, name in self._numbered(names)}
         optimizer = self._make(Parameters(copies.items()))
         identities = {id(copy) for copy in copies.values()}
         for group in optimizer.param_groups:
@@ -190,12 +190,12 @@ class Trial:
                 which = 1 if name in self._compared else 10 * variant
                 copies[name].grad = _drawn(copies[name], which, step + 1, number, which)
             optimizer.step()
-        compared = (copies[name] for name in self._parameters if name in self._compared)
+        compared = (copies[name] for name in self._probed if name in self._compared)
         results = [value for copy in compared for value in _results(optimizer, copy)]
         return _Tried(results, not torch.equal(before, torch.default_generator.get_state()))
 
     def _numbered(self, names: Collection[str]) -> list[tuple[int, str]]:
-        return [(number, name) for number, name in enumerate(self._parameters) if name in names]
+        return [(number, name) for number, name in enumerate(self._probed) if name in names]
 
     @staticmethod
     def _same(result: _Tried, reference: _Tried) -> bool:
