@@ -16,6 +16,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.timeout(900)  # its parts may take eight minutes together, each has a limit of its own
 def test_it_is_rehearsed_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     command = [sys.executable, str(FOLDER / "gpu_check.py"), "--one-gpu", "--pretend", "--thin", "8"]
