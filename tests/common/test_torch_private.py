@@ -19,15 +19,14 @@ PRIVATE = re.compile(
     r"|\._parameters\[|\._buffers\b|\._modules\b|aten\._|\._schema\b|loss\._Loss|child\._parameters"
 )
 
-PLACES = {"torch_private.py", "torch_internals.py", "tracing_internals.py", "private_torch.py"}
+PLACES = {"torch_private.py", "torch_internals.py", "tracing_internals.py"}
 
 
 def test_no_other_file_names_what_is_private() -> None:
     found = {
         f"{path.relative_to(SOURCES)}: {match[0]}"
         for path in SOURCES.rglob("*.py")
-        if path.name
-        not in ("torch_private.py", "torch_internals.py", "tracing_internals.py", "private_torch.py")
+        if path.name not in PLACES
         for match in PRIVATE.finditer(path.read_text(encoding="utf-8"))
     }
     assert found == {"models/hf/shells.py: ._modules"}  # models know nobody

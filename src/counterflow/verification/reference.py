@@ -28,13 +28,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.common.tensors.torch_private import hook_tables, hooks_of, is_loss
 from counterflow.errors import ConfigError
 from counterflow.runtime.mini_batch.losses import LossFunction, LossOutput, read_loss
 from counterflow.runtime.mini_batch.mean_losses import MeanLossDetector
 from counterflow.schedule import registry
 from counterflow.schedule.ir import Schedule
-
-from .private_torch import hook_tables, is_torch_loss
 
 _LOSS = -1
 """Number of a loss function among the layers."""
@@ -356,7 +355,7 @@ class Reference:
         for parameter in self.parameters:
             if parameter.grad is None:
                 continue
-            before, after = _hooks_of(parameter)
+            before, after = hooks_of(parameter)
             with torch.no_grad():
                 gradient = parameter.grad
                 for hook in before:
@@ -456,7 +455,7 @@ def _loss_layer(loss_function: object) -> list[ReferenceLayer]:
     constants = {
         f"{place}.{name}" if place else name
         for place, module in loss_function.named_modules()
-        if is_torch_loss(module)
+        if is_loss(module)
         for name, _ in module.named_buffers(recurse=False)
     }
     names = {n: f"loss_function.{n}" for n in loss_function.state_dict() if n not in constants}
@@ -476,7 +475,7 @@ def _copied(layers: Sequence[ReferenceLayer]) -> list[ReferenceLayer]:
         parameters = [p for p in layer.module.parameters() if id(p) not in memo]
         copies.append(replace(layer, module=copy.deepcopy(layer.module, memo)))
         for parameter in parameters:
-            _attach(memo[id(parameter)], *copy.deepcopy((parameter.__dict__, *_hooks_of(parameter)), memo))
+            _attach(memo[id(parameter)], *copy.deepcopy((parameter.__dict__, *hooks_of(parameter)), memo))
     return copies
 
 
@@ -511,19 +510,13 @@ def _placed(
                 continue
             replaced[id(old)] = old, new
             if new is not old:
-                _attach(new, old.__dict__, *_hooks_of(old))
+                _attach(new, old.__dict__, *hooks_of(old))
     return list(layers)
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def _hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
-    """Hooks of a parameter's gradient, and those after it was accumulated."""
-    before, after = (list(table.values()) for table in hook_tables(parameter))
-    return before, after
 
 
 def _attach(

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from counterflow.common.trees import tensors_in
 from counterflow.runtime.messages.values import Structure, flatten_value, takes_gradient, unflatten_value
 from counterflow.runtime.mini_batch.samples import cut, moved
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.passes import Output
+from counterflow.runtime.stages.passes import Output, RawHead
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.skips import Carried
 from counterflow.runtime.stages.stage import LocalStage
@@ -176,7 +177,7 @@ def output_of(
         return copy.output(value, step, rows)
 
 
-class OutputHead:
+class OutputHead(RawHead):
     """Head of a measured pass.
 
     Args:
@@ -186,17 +187,8 @@ class OutputHead:
     def __init__(self, tensors_of: Callable[[Any], list[Tensor]]) -> None:
         self._tensors_of = tensors_of
 
+    @override
     def __call__(self, output: Any, *, rerun: bool = False) -> Output:
         """Return the tensors of an output, without its structure."""
         del rerun
         return None, self._tensors_of(output)
-
-    @staticmethod
-    def empty() -> Output:
-        """Return no tensors."""
-        return None, []
-
-    @staticmethod
-    def targets() -> list[Tensor]:
-        """Return no targets."""
-        return []

@@ -21,6 +21,7 @@ from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import buffers_of, keeps_statistics, same_memory
 from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.tolerances import square_root_tolerance
 
 from ..messages.values import Value
 from .counters import summed
@@ -192,7 +193,7 @@ def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
     for new, old in zip(values, first.contents, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
             continue
-        limit = max(torch.finfo(old.dtype).eps ** 0.5, 1e-2 if old.is_cuda else 0.0)
+        limit = max(square_root_tolerance(old.dtype), 1e-2 if old.is_cuda else 0.0)
         far = (new.detach() - old).norm() > limit * old.norm()  # False where one is not finite
         if bool(far.item()):
             raise other_values(place)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from counterflow.common.trees import each_tensor, versions
 from counterflow.errors import ConfigError
+from counterflow.verification.diagnosis.tolerances import square_root_tolerance
 
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .interface import RunnableStage
@@ -242,7 +243,7 @@ def _nearly_equal(tensors: Sequence[Tensor], references: Sequence[Tensor]) -> bo
             if not torch.equal(tensor, reference):
                 return False
         elif tensor.numel():
-            error = 8 * torch.finfo(tensor.dtype).eps ** 0.5
+            error = square_root_tolerance(tensor.dtype, 8.0)
             if not bool((tensor - reference).abs().max() <= error * reference.abs().max()):
                 return False  # also if a value is not finite
     return True

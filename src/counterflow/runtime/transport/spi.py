@@ -1,6 +1,6 @@
 """Interface for transports that stand outside of the engine: what they extend, raise and return.
 
-`counterflow.testing` makes its strict transports of it. A list of names and nothing else; whoever only uses a
+`counterflow.testing` makes its strict transports of it. A list of names and nothing else; a module that only uses a
 transport imports ``base`` and ``kinds``.
 """
 

@@ -208,7 +208,7 @@ class Watch:
         self._query(self._main_client, lambda: self._store.set("returned", "1"), None)
 
     def failure(self, within_seconds: float = 0.0) -> Failure | None:
-        """The failure that another worker posted, within so many seconds; None if there is none."""
+        """The failure that another worker posted, within a number of seconds; None if there is none."""
         deadline = time.monotonic() + within_seconds
         while self._failure is None:
             self._failure = self._query(self._main_client, lambda: _posted(self._store), None)
