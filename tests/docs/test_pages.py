@@ -29,7 +29,7 @@ from counterflow.runtime.parameters.optimizers import Parameters
 from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import formats, registry
-from counterflow.schedule.ir import Schedule
+from counterflow.schedule.ir import OpKind, Schedule
 from counterflow.schedule.orders.mixpipe_asymmetric import ASYMMETRIC
 from counterflow.simulation.model_share import CostsOf, of_stages
 
@@ -273,7 +273,7 @@ def test_planning(tmp_path: Path) -> None:
         found.append(load(path))
     model, profile, cluster, unequal = found
     assert len(model.layers) == 14
-    assert profile.layer("block").forward(3) == pytest.approx(0.002)
+    assert profile.layer("block").seconds(OpKind.FORWARD, 3) == pytest.approx(0.002)
     assert cluster.allreduce_link(spans_nodes=True).seconds_per_byte == 2e-10
     blocks_alone, dapple = Model("blocks", ("block",) * 20), Constraints(schemes=("dapple",), depths=(10,))
     best = search(blocks_alone, profile, unequal, 40, dapple).best[0].play

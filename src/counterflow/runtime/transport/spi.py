@@ -1,7 +1,7 @@
 """Interface for transports that stand outside of the engine: what they extend, raise and return.
 
-`counterflow.testing` makes its strict transports of it. A list of names and nothing else; a module that only uses a
-transport imports ``base`` and ``kinds``.
+`counterflow.testing` makes its strict transports of it. A list of names and nothing else; a module
+that only uses a transport imports ``base`` and ``kinds``.
 """
 
 from __future__ import annotations
