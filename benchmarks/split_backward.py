@@ -23,7 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from counterflow.models.gpt import GPTConfig
 from counterflow.runtime.stages.detach_points import DetachPoints
-from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
+from counterflow.runtime.stages.split_backward import SplitBackward, SplitBackwardPlanner
 
 REPEATS = 15
 
@@ -52,11 +52,11 @@ def whole(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
     return lambda: torch.autograd.backward([output], [above]), lambda: None
 
 
-def ours(splitting: Splitting) -> Callable[[list[nn.Module], Tensor, Tensor], Halves]:
+def ours(split_planner: SplitBackwardPlanner) -> Callable[[list[nn.Module], Tensor, Tensor], Halves]:
     def made(layers: list[nn.Module], x: Tensor, above: Tensor) -> Halves:
-        detach_points = DetachPoints(splitting)
+        detach_points = DetachPoints(split_planner)
         output = [forward(layers, x, detach_points)]
-        split = SplitBackward(splitting, [x], detach_points)
+        split = SplitBackward(split_planner, [x], detach_points)
 
         def first() -> None:
             split.input_gradient([output.pop()], [above])
@@ -126,8 +126,8 @@ def main() -> None:
         shape = (2, 64, hidden)
         layers = stage(blocks, hidden)
         weights = [p for layer in layers for p in layer.parameters()]
-        splitting = Splitting(0, lambda weights=weights: weights, direct=True)
-        for name, make in (("whole", whole), ("split", ours(splitting)), ("torch", torchs)):
+        split_planner = SplitBackwardPlanner(0, lambda weights=weights: weights, direct=True)
+        for name, make in (("whole", whole), ("split", ours(split_planner)), ("torch", torchs)):
             first, second, kept = measured(layers, make, shape)
             about = f"{blocks} blocks of width {hidden}"
             row = f"{first:>10.0f}{second:>10.0f}{first + second:>10.0f}{kept:>8.2f}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from counterflow.models.gpt import GPTConfig
-from counterflow.runtime.stages.split_backward import Splitting
+from counterflow.runtime.stages.split_backward import SplitBackwardPlanner
 from one_gpu import Report
 
 SECONDS_OF_A_SUBJECT = 25.0
@@ -115,7 +115,7 @@ def block(
     flops = flops_of(make, shape)
     called = torch.compile(layer) if compiled else layer
     weights = list(layer.parameters())
-    splitting = Splitting(0, lambda: weights, direct=report.pretend)
+    split_planner = SplitBackwardPlanner(0, lambda: weights, direct=report.pretend)
 
     def forward() -> None:
         with torch.no_grad():
@@ -126,7 +126,7 @@ def block(
         first()
 
     def halves() -> None:
-        first, second = split_backward.ours(splitting)([called], x, above)
+        first, second = split_backward.ours(split_planner)([called], x, above)
         first()
         second()
 

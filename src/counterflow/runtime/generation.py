@@ -1,7 +1,7 @@
 """Tokens that a model in stages adds to prompts, one after another, each from all before it.
 
 The prompt runs through the pipeline once; then each token alone, with the keys and values, or other states,
-that layers left (``stages/remembering.py``). All workers choose the next token of the same logits, so that
+that layers left (``stages/generation_cache.py``). All workers choose the next token of the same logits, so
 they need no other agreement.
 
 Invariant: what is chosen does not depend on the schedule.
@@ -144,18 +144,18 @@ def generated(
     if not samples:  # others have some, and each run is one of all
         tokens = prompts.new_zeros(1, prompts.shape[1])
     with ExitStack() as stack:
-        memories = [stack.enter_context(stage.remembering()) for stage in stages.values()]
+        caches = [stack.enter_context(stage.generating()) for stage in stages.values()]
         following = tokens
         ended = torch.full((len(tokens), 1), fill_value=not samples)
         while tokens.shape[1] < length and not _all_ended(workers, sampling, ended):
             logits = _logits(workers, run(following))
             alone = tokens.shape[1] - prompts.shape[1]
             if check.due(alone, sampling.tokens - 1):
-                for memory in memories:
-                    memory.paused = True
+                for cache in caches:
+                    cache.paused = True
                 check.compare(alone, logits, _logits(workers, run(tokens)))
-                for memory in memories:
-                    memory.paused = False
+                for cache in caches:
+                    cache.paused = False
             following = sampling.choose(logits)
             if sampling.end is not None:
                 following = torch.where(ended, sampling.end, following)

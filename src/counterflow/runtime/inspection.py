@@ -63,7 +63,7 @@ class Inspection:
     @property
     def unsplit(self) -> tuple[int, ...]:
         """Stages that cannot be split."""
-        return tuple(stage for stage in self._split if self._stages[stage].splitting.waits is False)
+        return tuple(stage for stage in self._split if self._stages[stage].split_planner.is_split is False)
 
     @property
     def compiled(self) -> dict[int, tuple[CompiledLayers, ...]]:
@@ -79,7 +79,7 @@ class Inspection:
             self._log_compiled()
 
     def _log_unsplit(self) -> None:
-        known = {s for s in self._perhaps_unsplit if self._stages[s].splitting.waits is not None}
+        known = {s for s in self._perhaps_unsplit if self._stages[s].split_planner.is_split is not None}
         self._perhaps_unsplit -= known
         for stage in sorted(known & set(self.unsplit)):
             _LOG.warning(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from counterflow.errors import ConfigError
 from counterflow.runtime.stages.detach_points import DetachPoints
-from counterflow.runtime.stages.split_backward import SplitBackward, Splitting
+from counterflow.runtime.stages.split_backward import SplitBackward, SplitBackwardPlanner
 
 WIDTH = 6
 
@@ -182,7 +182,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 def run(
-    layers: list[nn.Module], value: Any, splitting: Splitting | None, *, needs: bool = True
+    layers: list[nn.Module], value: Any, split_planner: SplitBackwardPlanner | None, *, needs: bool = True
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Gradients of inputs and weights after three micro-batches."""
     module = nn.ModuleList(layers)
@@ -191,7 +191,7 @@ def run(
     for number in range(3):
         torch.manual_seed(number)
         given = [leaf.detach().clone().requires_grad_(needs) for leaf in value]
-        detach_points = DetachPoints(splitting) if splitting is not None else None
+        detach_points = DetachPoints(split_planner) if split_planner is not None else None
         x: Any = given[0] * 1 if len(given) == 1 else tuple(leaf * 1 for leaf in given)
         for index, layer in enumerate(layers):
             if index and detach_points is not None:
@@ -202,11 +202,11 @@ def run(
         above = [torch.randn_like(output) for output in outputs]
         if not outputs:
             continue
-        if detach_points is None or splitting is None:
+        if detach_points is None or split_planner is None:
             torch.autograd.backward(outputs, above)
         else:
             detach_points.learn(outputs, given)
-            split = SplitBackward(splitting, given, detach_points)
+            split = SplitBackward(split_planner, given, detach_points)
             split.input_gradient(outputs, above)
             split.weight_gradients()
         gradients += [leaf.grad for leaf in given]
@@ -215,7 +215,7 @@ def run(
 
 def both(
     make: Callable[[], list[nn.Module]], value: tuple[Tensor, ...] | None = None, **options: Any
-) -> tuple[list[nn.Module], Splitting]:
+) -> tuple[list[nn.Module], SplitBackwardPlanner]:
     """Compare; and the model with what is known of it."""
     torch.manual_seed(0)
     layers = [layer.double() for layer in make()]
@@ -225,17 +225,19 @@ def both(
     whole = whole[0], [None if g is None else g.clone() for g in whole[1]]
     for layer, before in zip(layers, state, strict=True):
         layer.load_state_dict(before)
-    splitting = Splitting(0, lambda: [p for layer in layers for p in layer.parameters()], direct=True)
+    split_planner = SplitBackwardPlanner(
+        0, lambda: [p for layer in layers for p in layer.parameters()], direct=True
+    )
     for parameter in nn.ModuleList(layers).parameters():
         parameter.grad = None
-    split = run(layers, given, splitting, **options)
+    split = run(layers, given, split_planner, **options)
     for ours, theirs in ((split[0], whole[0]), (split[1], whole[1])):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert (one is None) is (other is None)
             if one is not None:
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    return layers, splitting
+    return layers, split_planner
 
 
 @pytest.mark.parametrize("needs", [True, False], ids=["inputs with a gradient", "inputs without"])
@@ -253,11 +255,11 @@ def test_complex_weights() -> None:
     layers = make()
     weight = layers[0].weight
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
-    splitting = Splitting(0, lambda: [weight], direct=True)  # type: ignore[list-item]
+    split_planner = SplitBackwardPlanner(0, lambda: [weight], direct=True)  # type: ignore[list-item]
     whole = run(layers, (x,), None)[1][0]
     assert whole is not None
     whole = whole.clone()
-    split = run(layers, (x,), splitting)[1][0]
+    split = run(layers, (x,), split_planner)[1][0]
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-12)
 
 
@@ -280,8 +282,8 @@ def test_a_compiled_layer_has_its_whole_backward_with_the_input_gradient() -> No
         layer = Both(lambda s, x: s.two(torch.tanh(s.one(x))), one=linear(), two=linear())
         return [torch.compile(layer.double(), backend="aot_eager")]  # type: ignore[list-item]
 
-    _, splitting = both(make)
-    assert not splitting.waits
+    _, split_planner = both(make)
+    assert not split_planner.is_split
 
 
 def test_hooks_of_weights_are_called_once_a_micro_batch() -> None:
@@ -292,9 +294,9 @@ def test_hooks_of_weights_are_called_once_a_micro_batch() -> None:
     for number, weight in enumerate(weights):
         weight.register_hook(lambda _, number=number: seen.append(number))
         weight.register_post_accumulate_grad_hook(lambda _, number=number: after.append(number))
-    splitting = Splitting(0, lambda: weights, direct=True)
-    run(layers, (torch.randn(2, 3, WIDTH),), splitting)
-    assert splitting.waits
+    split_planner = SplitBackwardPlanner(0, lambda: weights, direct=True)
+    run(layers, (torch.randn(2, 3, WIDTH),), split_planner)
+    assert split_planner.is_split
     assert sorted(seen) == sorted(after) == sorted(3 * [*range(len(weights))])
 
 
@@ -306,7 +308,7 @@ def test_gradients_are_accumulated_in_place() -> None:
     before = [(weight.grad, weight.grad._version) for weight in weights if weight.grad is not None]
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     output = layers[1](layers[0](x))
-    split = SplitBackward(Splitting(0, lambda: weights, direct=True), [x])
+    split = SplitBackward(SplitBackwardPlanner(0, lambda: weights, direct=True), [x])
     split.input_gradient([output], [torch.ones_like(output)])
     split.weight_gradients()
     for weight, (gradient, version) in zip(weights, before, strict=True):
@@ -322,10 +324,10 @@ def test_what_only_the_input_gradient_needed_is_freed_after_it() -> None:
     output = second(middle) + bent.sin()
     alone = StorageWeakRef(bent.untyped_storage())
     shared = StorageWeakRef(middle.untyped_storage())
-    split = SplitBackward(Splitting(0, lambda: [first.weight, second.weight], direct=True), [x])
+    split = SplitBackward(SplitBackwardPlanner(0, lambda: [first.weight, second.weight], direct=True), [x])
     graph = weakref.ref(output)
     split.input_gradient([output], [torch.ones_like(output)], look=True)
-    kept = {tensor.untyped_storage().data_ptr() for tensor in split.kept()}
+    kept = {tensor.untyped_storage().data_ptr() for tensor in split.saved_tensors()}
     assert {x.untyped_storage().data_ptr(), middle.untyped_storage().data_ptr()} <= kept
     assert bent.untyped_storage().data_ptr() not in kept
     del output, bent, middle
@@ -337,39 +339,43 @@ def test_what_only_the_input_gradient_needed_is_freed_after_it() -> None:
 
 
 def test_large_graphs_are_joined_between_layers() -> None:
-    _, splitting = both(lambda: [nn.Sequential(*mlp()) for _ in range(3)])
-    assert splitting.detached_layers == frozenset((1, 2))
-    _, splitting = both(past_a_layer)
-    assert splitting.detached_layers == frozenset()
-    _, splitting = both(lambda: [linear(), nn.Tanh(), linear()], needs=False)
-    assert splitting.detached_layers == frozenset((1,))  # what comes first needs no input gradient
-    _, splitting = both(in_place, needs=False)
-    assert splitting.detached_layers == frozenset((2,))  # the second changes what it takes
+    _, split_planner = both(lambda: [nn.Sequential(*mlp()) for _ in range(3)])
+    assert split_planner.detached_layers == frozenset((1, 2))
+    _, split_planner = both(past_a_layer)
+    assert split_planner.detached_layers == frozenset()
+    _, split_planner = both(lambda: [linear(), nn.Tanh(), linear()], needs=False)
+    assert split_planner.detached_layers == frozenset((1,))  # what comes first needs no input gradient
+    _, split_planner = both(in_place, needs=False)
+    assert split_planner.detached_layers == frozenset((2,))  # the second changes what it takes
 
 
 def test_a_later_forward_past_a_layer_is_told() -> None:
     layers: list[nn.Module] = [nn.Sequential(*mlp()) for _ in range(3)]
-    splitting = Splitting(7, lambda: [p for layer in layers for p in layer.parameters()], direct=True)
+    split_planner = SplitBackwardPlanner(
+        7, lambda: [p for layer in layers for p in layer.parameters()], direct=True
+    )
     x = torch.randn(2, WIDTH)
-    run(layers, (x,), splitting)
-    assert splitting.detached_layers == frozenset((1, 2))
+    run(layers, (x,), split_planner)
+    assert split_planner.detached_layers == frozenset((1, 2))
     held: list[Tensor] = []
     layers[0].register_forward_hook(lambda _module, _given, output: held.append(output))
     layers[2].register_forward_hook(lambda _module, _given, output: output + held.pop())
     with pytest.raises(ConfigError, match="a layer of stage 7 takes a tensor of another layer past"):
-        run(layers, (x,), splitting)
+        run(layers, (x,), split_planner)
 
 
 def test_autocast() -> None:
     layers = mlp()
     x = torch.randn(4, WIDTH)
 
-    def gradients(splitting: Splitting | None) -> list[Tensor | None]:
+    def gradients(split_planner: SplitBackwardPlanner | None) -> list[Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16):
-            return [None if g is None else g.clone() for g in run(layers, (x,), splitting)[1]]
+            return [None if g is None else g.clone() for g in run(layers, (x,), split_planner)[1]]
 
     whole = gradients(None)
-    split = gradients(Splitting(0, lambda: [p for layer in layers for p in layer.parameters()], direct=True))
+    split = gradients(
+        SplitBackwardPlanner(0, lambda: [p for layer in layers for p in layer.parameters()], direct=True)
+    )
     for one, other in zip(split, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
@@ -379,7 +385,7 @@ def test_a_loss_is_the_output() -> None:
     x = torch.randn(4, WIDTH, requires_grad=True)
     loss = functional.mse_loss(layer(x), torch.ones(4, WIDTH))
     expected = torch.autograd.grad(loss, [x, layer.weight], retain_graph=True)
-    split = SplitBackward(Splitting(0, lambda: [layer.weight], direct=True), [x])
+    split = SplitBackward(SplitBackwardPlanner(0, lambda: [layer.weight], direct=True), [x])
     split.input_gradient([loss], [])
     assert layer.weight.grad is None
     split.weight_gradients()

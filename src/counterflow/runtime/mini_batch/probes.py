@@ -93,6 +93,6 @@ class _AuxStage:
     @contextmanager
     def undisturbed(self, *, training: bool) -> Iterator[None]:
         copy = self.copy
-        buffers = copy.buffers.as_then(copy.buffers.now())
+        buffers = copy.buffers.swapped_in(copy.buffers.snapshot())
         with calm(copy, lambda _: training), copy.streams.kept(), buffers, copy.precision.computing():
             yield

@@ -45,7 +45,7 @@ class Changes:
     def note_buffers(self) -> None:
         """Note what buffers of stages with copies hold."""
         self.held = {
-            stage: copy.buffers.now()
+            stage: copy.buffers.snapshot()
             for stage, copy in self._stages.items()
             if self._groups.get(stage) is not None and copy.buffers.places
         }
@@ -93,7 +93,7 @@ class Changes:
         for stage, before in self.held.items():
             group, copy = self._groups[stage], self._stages[stage]
             assert group is not None
-            now = copy.buffers.now()
+            now = copy.buffers.snapshot()
             counters = copy.buffers.summed if copy.versions is None else ()
             for number, (old, new) in enumerate(zip(before, now, strict=True)):
                 if number in counters or old is new or old is None or new is None:

@@ -225,16 +225,16 @@ class Drawing(StageWrapper):
         """
         weights = [parameter for layer in layers for parameter in layer.module.parameters()]
         buffers = Buffers(layer.module for layer in layers)
-        then, before = buffers.now(), versions(weights)
+        contents, before = buffers.snapshot(), versions(weights)
         value = mapped(copied, value)
-        with added_losses(), self._streams.kept(), buffers.as_then(then):
+        with added_losses(), self._streams.kept(), buffers.swapped_in(contents):
             for layer in layers:
                 with self._streams.layer(layer.index, step, rows):
                     states = self._streams.states()
                     value = mapped(_cut, called(layer.module, value, step, rows))
                     drew = not self._streams.drew_nothing(states)
                 self._draws[layer.index] = drew or _drops(layer.module)
-        buffers.restore(then)
+        buffers.restore(contents)
         if versions(weights) != before:
             raise ConfigError(
                 f"{place_of(layers[0])}, or one of those to {place_of(layers[-1])}, changes its weights as "

@@ -38,8 +38,8 @@ class DetachedLayers(Protocol):
 class DetachPoints:
     """Detach points of one forward's graph, from the input on; recorded while the stage's layers run."""
 
-    def __init__(self, splitting: DetachedLayers) -> None:
-        self.splitting = splitting
+    def __init__(self, split_planner: DetachedLayers) -> None:
+        self.split_planner = split_planner
         self.points: list[DetachPoint] = []
         self.replays: list[Replay] = []
         """Replays of recomputed layers."""
@@ -47,13 +47,13 @@ class DetachPoints:
 
     def before(self, layer: int, value: Any) -> Any:
         """Input of a layer in place of ``value``, the previous layer's output."""
-        if self.splitting.detached_layers is None:
+        if self.split_planner.detached_layers is None:
             edges: list[GradientEdge] = []
             mapped(lambda tensor: _with_edge(tensor, edges), value)
             same = same_tensors(value)
             self._seen[layer] = same, versions(same), tuple(edges)
             return value
-        if layer not in self.splitting.detached_layers:
+        if layer not in self.split_planner.detached_layers:
             return value
         ends: list[GradientEdge] = []
         leaves: list[Tensor] = []
@@ -72,7 +72,7 @@ class DetachPoints:
 
     def learn(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Find from the first graph the layers before which later graphs may have detach points."""
-        if self.splitting.detached_layers is not None:
+        if self.split_planner.detached_layers is not None:
             return
         roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         layers: set[int] = set()
@@ -87,7 +87,7 @@ class DetachPoints:
                 layers.add(layer)
                 separates, size = True, beneath
         self._seen.clear()
-        self.splitting.detached_layers = frozenset(layers)
+        self.split_planner.detached_layers = frozenset(layers)
 
     @property
     def ends(self) -> list[Node]:

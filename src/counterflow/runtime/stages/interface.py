@@ -22,7 +22,7 @@ from .recomputation import Buffers, FirstRuns, InputGuard
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
-from .split_backward import Splitting
+from .split_backward import SplitBackwardPlanner
 from .stage_wrappers import Run
 
 
@@ -43,7 +43,7 @@ class RunnableStage(Protocol):
     entry: InputGuard
     first_runs: FirstRuns
     replays: LayerReplays | None
-    splitting: Splitting
+    split_planner: SplitBackwardPlanner
     module: StageModule | None
 
     def parameters(self) -> list[nn.Parameter]:

@@ -31,8 +31,8 @@ from counterflow.common.tensors.torch_private import hooks_of
 from counterflow.errors import ConfigError
 
 from ..transport.base import Transport
+from .module_mirrors import ModuleMirror
 from .remote import leave, tables
-from .twins import Twin
 
 _CONSTANT = (torch.device, torch.Size, frozenset, partial)
 """Kinds of immutable objects that ``copy.deepcopy`` copies; their contents are examined."""
@@ -75,7 +75,7 @@ class ThreadLocalModules:
         self._model_modules = tuple(model_modules)
         self._transport = transport
         self._in_use = {id(part) for _, module in layers for part in _objects(module)}
-        self._twins: list[Twin] = []
+        self._mirrors: list[ModuleMirror] = []
         self._calls = 0
         self.shared = False
         self.modules = [module for _, module in layers]
@@ -116,7 +116,11 @@ class ThreadLocalModules:
             raise refusal
         if common and refusal is None:
             pairs = [(child, memo.get(id(child))) for module in self.modules for child in module.modules()]
-            self._twins = [Twin(module, twin, memo) for module, twin in pairs if isinstance(twin, nn.Module)]
+            self._mirrors = [
+                ModuleMirror(module, duplicate, memo)
+                for module, duplicate in pairs
+                if isinstance(duplicate, nn.Module)
+            ]
             self.modules = copies
         self._in_use = set().union(*(row.objects for row in rows))
 
@@ -143,8 +147,8 @@ class ThreadLocalModules:
         which another thread still computes.
         """
         self._synchronise()
-        for twin in self._twins:
-            twin.follow()
+        for mirror in self._mirrors:
+            mirror.follow()
         self._synchronise()  # evaluation sets modes, which copies follow until here
         yield
         self._note()
@@ -154,8 +158,8 @@ class ThreadLocalModules:
         self._synchronise()
         if self.shared:
             contents = self._calls < _FIRST_CALLS or not self._calls & (self._calls - 1)
-            for twin in self._twins:
-                twin.note(contents=contents)
+            for mirror in self._mirrors:
+                mirror.note(contents=contents)
             self._calls += 1
             self._synchronise()
 

@@ -260,7 +260,7 @@ class PlainPass(StagePass):
         stage = self.stage
         if stage.replays is not None:
             stage.replays.hold = None
-        with stage.buffers.as_then(stage.buffers.now()):
+        with stage.buffers.swapped_in(stage.buffers.snapshot()):
             output = stage.forward(value, self.step, self.rows)
             return self.head(output, rerun=True)[1]
 
@@ -281,7 +281,7 @@ class PlainPass(StagePass):
 
     def _differentiate(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         if edges:
-            accumulate(edges, gradients, into=None, direct=self.stage.splitting.direct)
+            accumulate(edges, gradients, into=None, direct=self.stage.split_planner.direct)
 
     @override
     def input_gradients(self) -> list[Tensor | None]:
@@ -334,7 +334,7 @@ class SplitPass(PlainPass):
     @override
     def prepare(self, *, defers: bool) -> None:
         self.defers = defers
-        self.split = SplitBackward(self.stage.splitting, self.inputs, self.detach_points)
+        self.split = SplitBackward(self.stage.split_planner, self.inputs, self.detach_points)
         self.split.look_ahead(self.edges)
 
     @override
@@ -361,4 +361,4 @@ class SplitPass(PlainPass):
 
     def deferred(self) -> list[Tensor]:
         """Return the tensors that are saved between ``backward`` and ``weight_gradients``."""
-        return [] if self.split is None else self.split.kept()
+        return [] if self.split is None else self.split.saved_tensors()

@@ -219,7 +219,7 @@ class Buffers:
         self._contents: Contents = (None,) * len(self.places)
         self._changing: set[int] = set()
 
-    def now(self) -> Contents:
+    def snapshot(self) -> Contents:
         """Return the buffers' contents, without running statistics; they must not be changed."""
         first = self._seen is None
         if self._seen is None:
@@ -238,20 +238,20 @@ class Buffers:
             self._contents = tuple(changed.get(i, content) for i, content in enumerate(self._contents))
         return self._contents
 
-    def restore(self, then: Contents) -> None:
-        """Let them hold what they held when ``now`` gave ``then``."""
-        now = self.now()
-        places = zip(self.places, then, now, strict=True)
+    def restore(self, contents: Contents) -> None:
+        """Set the buffers' contents to a snapshot."""
+        current = self.snapshot()
+        places = zip(self.places, contents, current, strict=True)
         self._replace([(module, name, old) for (module, name), old, new in places if old is not new])
 
     @contextmanager
-    def as_then(self, then: Contents) -> Iterator[None]:
-        """Others in their place that hold what they held then; whatever happens to these is forgotten."""
-        now = self.now()
+    def swapped_in(self, contents: Contents) -> Iterator[None]:
+        """Context with copies of a snapshot in place of the buffers; changes of the copies are dropped."""
+        current = self.snapshot()
         replacements = [
             (*self.places[index], content)
-            for index, content in enumerate(then)
-            if index in self._changing or content is not now[index]
+            for index, content in enumerate(contents)
+            if index in self._changing or content is not current[index]
         ]
         replacements += [(module, name, buffers_of(module)[name]) for module, name in self.norms]
         before = [(module, name, buffers_of(module).get(name)) for module, name, _ in replacements]

@@ -70,7 +70,7 @@ class RecomputedPass(StagePass):
     def _forward(self, inputs: list[Tensor], value: Value) -> Output:
         del inputs
         stage = self.stage
-        contents = stage.buffers.now()
+        contents = stage.buffers.snapshot()
         same = same_tensors(value)
         saved, before = stage.entry.saved_copy(same), versions(same)
         output = stage.forward(value, self.step, self.rows)
@@ -113,7 +113,7 @@ class RecomputedPass(StagePass):
                 "which did not happen in the first forward; copy it before it is changed"
             )
         spare = None if stage.checked else mapped(copied, source.value)
-        with stage.precision.computing(), stage.buffers.as_then(source.buffers):
+        with stage.precision.computing(), stage.buffers.swapped_in(source.buffers):
             output = graph.run(source.value)
             _, tensors = self.head(output, rerun=True)
         del output
@@ -193,7 +193,7 @@ def forward_joined(
     stage, last = first.stage, first.stage.last
     sizes = [unit.rows.stop - unit.rows.start for unit in passes]
     with without_graph(stage):
-        contents = stage.buffers.now()
+        contents = stage.buffers.snapshot()
         output = stage.forward_joined(torch.cat(list(values)), first.step, first.rows)
         if output is None:
             stage.joins = False

@@ -90,10 +90,10 @@ class LayerReplays(StageWrapper):
         if not torch.is_grad_enabled():
             return run(value, step, rows)
         guard, buffers, first_runs = self._of[layer.index]
-        then = buffers.now()
+        contents = buffers.snapshot()
 
         def rerun(value: Value) -> Value:
-            with self._computing(), buffers.as_then(then):
+            with self._computing(), buffers.swapped_in(contents):
                 return run(value, step, rows)
 
         replay = Replay(place_of(layer), rerun, lambda: None if self.recount is None else self.recount())

@@ -184,7 +184,7 @@ def calm(copy: RunnableStage, trains: Callable[[nn.Module], bool]) -> Iterator[N
     """Keep in training mode only the modules that ``trains`` names; modes and buffers are restored."""
     modules = [module for layer in copy.layers for module in layer.module.modules()]
     modes = [module.training for module in modules]
-    then = copy.buffers.now()
+    then = copy.buffers.snapshot()
     try:
         for module in modules:
             module.training = module.training and trains(module)
@@ -192,7 +192,7 @@ def calm(copy: RunnableStage, trains: Callable[[nn.Module], bool]) -> Iterator[N
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
-        if copy.buffers.now() is not then:
+        if copy.buffers.snapshot() is not then:
             copy.buffers.restore(then)
 
 

@@ -53,8 +53,8 @@ _MOST_SHAPES = 64
 Gradients = Sequence[Tensor | None]
 
 
-class Splitting(StageWrapper):
-    """Facts about the graphs of one stage, and their detach points as its layers run.
+class SplitBackwardPlanner(StageWrapper):
+    """Plans of the split backwards of one stage, by shape of graph, and the detach points of its forwards.
 
     Args:
         stage: number of the stage.
@@ -71,18 +71,18 @@ class Splitting(StageWrapper):
     ) -> None:
         self.stage = stage
         self._first = first
-        self._at_hand: DetachPoints | None = None
+        self._detach_points: DetachPoints | None = None
         """Detach points of the current forward, if its backward is split."""
         self.direct = direct
         self.detached_layers: frozenset[int] | None = None
         """Layers with a detach point before them; None: not known yet."""
         self.hooks = HooksOnce()
-        self.waits: bool | None = None
-        """Whether any weight gradients ever waited; None: there was no backward yet."""
+        self.is_split: bool | None = None
+        """True if a backward left weight gradients; None: there was no backward yet."""
         self._constant = constant
         self._partitions: dict[Shape, GraphPartition] = {}
         self.gathered: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around what makes weights' gradients: the weights are whole."""
+        """Context of weight gradients, in which the weights are whole."""
 
     def run_whole(self, gathered: Callable[[], AbstractContextManager[None]]) -> None:
         """Have no detach points, for hooks of modules that gather weights as one backward passes them.
@@ -95,22 +95,22 @@ class Splitting(StageWrapper):
     @contextmanager
     def detaching(self) -> Iterator[DetachPoints]:
         """Context of a forward that records the detach points of its graph."""
-        self._at_hand = detach_points = DetachPoints(self)
+        self._detach_points = detach_points = DetachPoints(self)
         try:
             yield detach_points
         finally:
-            self._at_hand = None
+            self._detach_points = None
 
     @override
     def wrap_layer(self, layer: NamedLayer, run: Run, value: Value, step: int, rows: SampleRows) -> Value:
-        if self._at_hand is not None and layer.index != self._first:
-            value = self._at_hand.before(layer.index, value)
+        if self._detach_points is not None and layer.index != self._first:
+            value = self._detach_points.before(layer.index, value)
         return run(value, step, rows)
 
     def note(self, replay: Replay) -> None:
         """Record the replay of a layer that is recomputed in the current forward."""
-        if self._at_hand is not None:
-            self._at_hand.replays.append(replay)
+        if self._detach_points is not None:
+            self._detach_points.replays.append(replay)
 
     def partition(
         self, graph: TraversedGraph, inputs: Sequence[Tensor], detach_points: Sequence[DetachPoint]
@@ -144,11 +144,11 @@ class _Plan(NamedTuple):
     """Plan of a piece of a graph.
 
     Attributes:
-        edges: where it begins.
-        nodes: it has.
-        partition: of it.
-        weights: those whose gradients are made with the input gradient.
-        places: whose gradients the others begin with.
+        edges: edges where it begins.
+        nodes: its nodes.
+        partition: its partition.
+        weights: weights whose gradients are made with the input gradient.
+        places: edges whose gradients the other weight gradients begin with.
     """
 
     edges: Sequence[GradientEdge]
@@ -158,13 +158,13 @@ class _Plan(NamedTuple):
     places: Sequence[GradientEdge]
 
 
-class _Waiting(NamedTuple):
-    """Work that is left for weights' gradients.
+class _PendingWeightGradients(NamedTuple):
+    """Backward that is left for weight gradients.
 
     Attributes:
-        edges: where a backward begins.
-        gradients: those of ``edges``; none: of a loss.
-        weights: whose gradients it makes; None: all that there are.
+        edges: edges where it begins.
+        gradients: gradients of ``edges``; empty: the edge is of a loss.
+        weights: weights whose gradients it makes; None: all.
     """
 
     edges: Sequence[GradientEdge]
@@ -176,24 +176,27 @@ class SplitBackward:
     """The backward of one forward of a stage, in two.
 
     Args:
-        splitting: facts about the stage's graphs.
+        split_planner: planner of the stage.
         inputs: input leaves of the stage.
         detach_points: detach points of the forward's graph; None: there are none.
     """
 
     def __init__(
-        self, splitting: Splitting, inputs: Sequence[Tensor], detach_points: DetachPoints | None = None
+        self,
+        split_planner: SplitBackwardPlanner,
+        inputs: Sequence[Tensor],
+        detach_points: DetachPoints | None = None,
     ) -> None:
-        self.splitting = splitting
+        self.split_planner = split_planner
         self._inputs = [tensor for tensor in inputs if tensor.requires_grad]
         self._detach_points = detach_points.points if detach_points is not None else []
         self._replays = detach_points.replays if detach_points is not None else []
-        self._waiting: list[_Waiting] = []
+        self._pending: list[_PendingWeightGradients] = []
         self._saved: list[Any] = []
         self._ahead: _Plan | None = None
 
     def look_ahead(self, edges: Sequence[GradientEdge]) -> None:
-        """Find out what can be found out before the gradients of ``edges`` are there."""
+        """Make the plan of the first piece, before the gradients of ``edges`` are received."""
         inputs = [*self._detach_points[-1].leaves, *self._inputs] if self._detach_points else self._inputs
         if edges and inputs:
             self._ahead = self._plan(edges, inputs, self._detach_points)
@@ -201,23 +204,23 @@ class SplitBackward:
     def input_gradient(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], *, look: bool = False
     ) -> None:
-        """Let the inputs have their gradients, and make those of weights that do not wait.
+        """Make the gradients of the inputs, and those of weights that are not left to ``weight_gradients``.
 
         Args:
-            roots: the stage's outputs that need a gradient.
-            gradients: theirs; none: the one output is a loss.
-            look: whether ``kept`` is asked for.
+            roots: outputs of the stage that require a gradient.
+            gradients: gradients of ``roots``; empty: the only output is a loss.
+            look: True if ``saved_tensors`` is called afterwards.
         """
         if self._ahead is not None and roots is self._ahead.edges:
             edges = self._ahead.edges
         else:
             edges = [get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots]
-        with self.splitting.hooks.making(Half.INPUT_GRADIENT):
+        with self.split_planner.hooks.making(Half.INPUT_GRADIENT):
             self._pieces(edges, gradients, look=look)
         for replay in self._replays:
             replay.settle()
         self._detach_points, self._inputs, self._replays = [], [], []
-        self.splitting.waits = bool(self.splitting.waits or self._waiting)
+        self.split_planner.is_split = bool(self.split_planner.is_split or self._pending)
 
     def _pieces(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, look: bool) -> None:
         detach_points = list(self._detach_points)
@@ -234,21 +237,21 @@ class SplitBackward:
             edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
         self._piece(edges, gradients, self._inputs, detach_points, look=look)
 
-    def kept(self) -> list[Tensor]:
-        """Return the tensors between the two ops, if they were looked for: saved tensors, and gradients."""
+    def saved_tensors(self) -> list[Tensor]:
+        """Return the tensors that are saved between the two ops: gradients, and with ``look`` the graph's."""
         saved = [item.tensor if isinstance(item, Packed) else item for item in self._saved]
         self._saved.clear()
         return [
             *(tensor for tensor in saved if isinstance(tensor, Tensor)),
-            *(gradient for waiting in self._waiting for gradient in waiting.gradients),
+            *(gradient for pending in self._pending for gradient in pending.gradients),
         ]
 
     def weight_gradients(self) -> None:
-        """Add the other weights' gradients to those that there are."""
-        with self.splitting.hooks.making(Half.WEIGHT_GRADIENTS), self.splitting.gathered():
-            while self._waiting:
-                edges, gradients, weights = self._waiting.pop(0)
-                accumulate(edges, gradients, into=weights, direct=self.splitting.direct)
+        """Accumulate the gradients that ``input_gradient`` left."""
+        with self.split_planner.hooks.making(Half.WEIGHT_GRADIENTS), self.split_planner.gathered():
+            while self._pending:
+                edges, gradients, weights = self._pending.pop(0)
+                accumulate(edges, gradients, into=weights, direct=self.split_planner.direct)
 
     def _piece(
         self,
@@ -262,9 +265,9 @@ class SplitBackward:
         """Add one piece's input gradient to ``grad`` of its inputs."""
         if not edges:
             return
-        direct = self.splitting.direct
+        direct = self.split_planner.direct
         if not inputs:
-            self._waiting.append(_Waiting(edges, gradients, None))
+            self._pending.append(_PendingWeightGradients(edges, gradients, None))
             if look:
                 numbered = enumerate(traverse(edges, inputs).nodes)
                 self._saved += (saved for number, node in numbered for _, saved in slots(number, node))
@@ -286,7 +289,7 @@ class SplitBackward:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
         for weight in weights:
             _add(weight, next(gradients_made))
-        self._wait(partition, nodes, list(zip(places, gradients_made, strict=True)))
+        self._save_boundary_gradients(partition, nodes, list(zip(places, gradients_made, strict=True)))
         for slot in partition.dropped:
             saved = getattr(nodes[slot.node], slot.name)
             _drop(saved if slot.place is None else saved[slot.place])
@@ -295,7 +298,7 @@ class SplitBackward:
         self, edges: Sequence[GradientEdge], inputs: Sequence[Tensor], detach_points: Sequence[DetachPoint]
     ) -> _Plan:
         graph = traverse(edges, inputs)
-        nodes, partition = graph.nodes, self.splitting.partition(graph, inputs, detach_points)
+        nodes, partition = graph.nodes, self.split_planner.partition(graph, inputs, detach_points)
         weights = [variable(nodes[n]) for n in partition.early] if partition.boundaries else ()
         places = [
             GradientEdge(nodes[boundary.node], output)
@@ -311,7 +314,7 @@ class SplitBackward:
         if look:
             self._saved += saved
 
-    def _wait(
+    def _save_boundary_gradients(
         self,
         partition: GraphPartition,
         nodes: Sequence[Node],
@@ -325,7 +328,9 @@ class SplitBackward:
             known = [(place, gradient) for place, gradient in of_boundary if gradient is not None]
             if known:
                 leaves = [variable(nodes[n]) for n in boundary.weights]
-                self._waiting.append(_Waiting([p for p, _ in known], [g for _, g in known], leaves))
+                self._pending.append(
+                    _PendingWeightGradients([p for p, _ in known], [g for _, g in known], leaves)
+                )
 
 
 def accumulate(
@@ -335,15 +340,16 @@ def accumulate(
     into: Sequence[Tensor] | None,
     direct: bool,
 ) -> None:
-    """A backward that adds to the gradients of some leaves, or of all.
+    """Run a backward that accumulates the gradients of some leaves, or of all.
 
     Args:
-        edges: where it begins.
-        gradients: those of ``edges``; none: of a loss.
+        edges: edges where it begins.
+        gradients: gradients of ``edges``; empty: the edge is of a loss.
         into: the leaves; None: all.
-        direct: without ``torch.autograd.backward``'s checks, for gradients that came in the outputs' shapes:
-            they take as long in Python as all else that an op costs here; the engine has its own. It is for
-            the CPU, where the graph runs in this thread and no context has to be carried into another.
+        direct: True to skip ``torch.autograd.backward``'s checks, for gradients that have the outputs'
+            shapes: the checks take as long in Python as all else that an op costs here, and the engine has
+            its own. For the CPU only, where the graph runs in this thread and no context has to be carried
+            into another.
     """
     if not direct or not gradients:
         torch.autograd.backward(edges, gradients or None, inputs=into)
@@ -383,7 +389,7 @@ def _drop(saved: Any) -> None:
     """Release saved tensors; a later access raises an error."""
     try:
         saved.register_hooks(_nothing, _gone)
-    except RuntimeError:  # there is nothing, in a graph that has something there as a rule
+    except RuntimeError:  # this graph saved nothing here; others of its shape may
         return
 
 
@@ -392,4 +398,4 @@ def _nothing(_: Tensor) -> None:
 
 
 def _gone(_: None) -> Tensor:
-    raise RuntimeError("a tensor that was saved for the input gradient alone is asked for after it")
+    raise RuntimeError("a tensor that was saved for the input gradient alone is needed after it")

@@ -25,14 +25,14 @@ from .compiled import Backend, Compiled, CompiledLayers, Drawing
 from .deferred import SUMS, Deferred
 from .detach_points import DetachPoints
 from .evaluation_mode import evaluating
+from .generation_cache import GenerationCache
+from .host_reads import HostReadDetector
 from .mapping_registration import MAPPINGS
 from .named_layer import LOSS, NamedLayer
 from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
-from .reading import Reads
 from .recomputation import Buffers, FirstRuns, InputGuard
-from .remembering import Remembering
 from .replays import LayerReplays
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
@@ -41,7 +41,7 @@ from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
 from .slice_check import SliceCheck
 from .sliced_pass import PassMaker
-from .split_backward import Splitting
+from .split_backward import SplitBackwardPlanner
 from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
 from .versions import Versions
 
@@ -111,7 +111,7 @@ class LocalStage:
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         direct, first = streams.device.type == "cpu", self.layers[0].index
-        self.splitting = Splitting(stage, self.constant, direct=direct, first=first)
+        self.split_planner = SplitBackwardPlanner(stage, self.constant, direct=direct, first=first)
         """For backwards that are split."""
         self._splits = False
         self._compiled: Compiled | None = None
@@ -125,9 +125,9 @@ class LocalStage:
         """Replays of its layers, if these are recomputed one by one."""
         if recompute is Recompute.LAYER:
             computing = self.precision.computing
-            self.replays = LayerReplays(self.layers, streams.device, computing, self.splitting.note)
+            self.replays = LayerReplays(self.layers, streams.device, computing, self.split_planner.note)
         by_layer = recompute is Recompute.LAYER
-        self._remembers: Remembering | None = None
+        self._generation_cache: GenerationCache | None = None
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
@@ -158,17 +158,19 @@ class LocalStage:
         """Make the stage's runs; of wrappers the outermost comes first."""
         precision = None if self.precision.plain else self.precision
         compiles = self._compiled is not None
-        hooks = self.splitting.hooks if self._splits and not compiles else None
-        splitting = self.splitting if self._splits else None
+        hooks = self.split_planner.hooks if self._splits and not compiles else None
+        split_planner = self.split_planner if self._splits else None
         mappings = None if self.checked else MAPPINGS
         inner = [self.module, precision, self.means]
         streams = self._drawing if compiles else self.streams
         self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
         """What its layers compute the same with in every run of a step."""
-        self._plain = _present(self.aux_losses, self._pass_by, *inner, self._skip_runner, self._remembers)
+        self._plain = _present(
+            self.aux_losses, self._pass_by, *inner, self._skip_runner, self._generation_cache
+        )
         self._plainly = composed(self.layers, self._plain, self._compiled)
         entry = None if self.entry.changes is False and self.checked else self.entry
-        self._around = self._within(_present(entry, hooks, splitting), _present(self.replays))
+        self._around = self._within(_present(entry, hooks, split_planner), _present(self.replays))
         self.forward = composed(self.layers, self._around, self._compiled)
         self._loss_plainly = layer_run(_LOSS, _of_three, _present(self.means))
         self.loss = layer_run(_LOSS, _of_three, _present(self.means, hooks, self.streams))
@@ -181,11 +183,11 @@ class LocalStage:
             splits: True if graphs have the detach points of a split backward.
             layer_wrappers: wrappers of each layer, within all others.
         """
-        outer = [InputGuard(), *_present(self.splitting if splits else None)]
+        outer = [InputGuard(), *_present(self.split_planner if splits else None)]
         run = composed(self.layers, self._within(outer, layer_wrappers), self._compiled)
 
         def forward(value: Value, step: int, rows: SampleRows) -> Value:
-            unchanged = self.buffers.as_then(self.buffers.now())
+            unchanged = self.buffers.swapped_in(self.buffers.snapshot())
             with self.streams.step(), self.precision.computing(), unchanged:
                 output = run(value, step, rows)
             self.forward = forward  # compiled layers that draw have the stage composed again
@@ -267,26 +269,26 @@ class LocalStage:
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Context in which the stage is in evaluation mode, without compiled code; buffers stay."""
-        contents, token = self.buffers.now(), PROBING.set(True)
+        contents, token = self.buffers.snapshot(), PROBING.set(True)
         try:
             with self.evaluating():
                 self.forward = composed(self.layers, self._plain)
                 yield
         finally:
             PROBING.reset(token)
-        if self.buffers.now() is not contents:
+        if self.buffers.snapshot() is not contents:
             self.buffers.restore(contents)
 
     @contextmanager
-    def remembering(self) -> Iterator[Remembering]:
-        """Context in which an evaluation continues from the states that layers left in the one before."""
-        self._remembers = Remembering(self.layers)
+    def generating(self) -> Iterator[GenerationCache]:
+        """Context in which an evaluation continues from the states that layers left in the previous one."""
+        self._generation_cache = GenerationCache(self.layers)
         self._compose()
         try:
-            with self._remembers.active():
-                yield self._remembers
+            with self._generation_cache.active():
+                yield self._generation_cache
         finally:
-            self._remembers = None
+            self._generation_cache = None
             self._compose()
 
     def split(self) -> None:
@@ -308,7 +310,7 @@ class LocalStage:
         self.module = module
         self.joins = False  # its collectives must not depend on the samples
         if module.one_sum is not None:
-            self.splitting.run_whole(module.one_sum.gathered)
+            self.split_planner.run_whole(module.one_sum.gathered)
         self._compose()
 
     def begin(
@@ -381,8 +383,8 @@ class LocalStage:
 
     def detaching(self) -> AbstractContextManager[DetachPoints | None]:
         """Context of a forward whose backward is split; it records detach points."""
-        may_be = self.replays is not None or self.splitting.detached_layers != _NOWHERE
-        return self.splitting.detaching() if may_be else _NOTHING
+        may_be = self.replays is not None or self.split_planner.detached_layers != _NOWHERE
+        return self.split_planner.detaching() if may_be else _NOTHING
 
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
         """The output for the samples of several units; None if it is not theirs one by one.
@@ -392,15 +394,15 @@ class LocalStage:
         """
         if self.buffers.norms:
             return None
-        before = self.buffers.now()
-        with _NOTHING if self.joins else Reads() as reads:
+        before = self.buffers.snapshot()
+        with _NOTHING if self.joins else HostReadDetector() as reads:
             output = self.streams.unless_drawn(lambda: self._plainly(value, step, rows))
-        if self.buffers.now() is not before:
+        if self.buffers.snapshot() is not before:
             self.buffers.restore(before)
             return None
         if split_aux_losses(output)[1]:  # what layers add to the loss is of all samples together
             return None
-        return None if reads is not None and reads.any else output
+        return None if reads is not None and reads.detected else output
 
     def loss_apart(
         self,
@@ -423,13 +425,13 @@ class LocalStage:
         Raises:
             ConfigError: it is no loss, or draws random numbers, so that it would be another the next time.
         """
-        then = self.buffers.now()
+        contents = self.buffers.snapshot()
         mode = torch.set_grad_enabled(graph)
-        unchanged = self.buffers.as_then(then)
+        unchanged = self.buffers.swapped_in(contents)
         with mode, added_losses() as terms, self.streams.kept(), unchanged, self.means.watching():
             outcome = self.streams.unless_drawn(lambda: (function(output, target),))
-        if self.buffers.now() is not then:
-            self.buffers.restore(then)
+        if self.buffers.snapshot() is not contents:
+            self.buffers.restore(contents)
         if outcome is None:
             raise ConfigError("it draws random numbers")
         read = self.means.read(outcome[0], samples)

@@ -25,52 +25,52 @@ from counterflow.errors import ConfigError
 from .remote import tables
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that belong to torch, and are followed otherwise."""
+"""Attributes of torch, whose contents are followed by other means."""
 
 _DEEPEST = 6
-"""Containers and objects that are looked into, one within another."""
+"""Maximum depth of nested containers and objects that are compared."""
 
 _LARGEST = 2**16
-"""Entries of a container, and bytes of an array, that are compared."""
+"""Maximum number of entries of a container, and of bytes of an array, that are compared."""
 
 
-class Twin:
-    """A module of the user's, and the copy of it that this worker runs.
+class ModuleMirror:
+    """A user's module, and the copy of it that this worker runs.
 
     Args:
         module: the user's module.
-        twin: its copy.
-        memo: by identity, copies of objects that ``module`` reaches.
+        duplicate: its copy.
+        memo: copies of objects that ``module`` reaches, by identity.
     """
 
-    def __init__(self, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> None:
-        self._module, self._twin = module, twin
+    def __init__(self, module: nn.Module, duplicate: nn.Module, memo: dict[int, Any]) -> None:
+        self._module, self._copy = module, duplicate
         self._memo = memo
         self._tensors = [
-            _CopiedTensor(table, twins, name)
-            for table, twins in zip(tables(module), tables(twin), strict=True)
+            _TensorMirror(table, copies, name)
+            for table, copies in zip(tables(module), tables(duplicate), strict=True)
             for name in table
         ]
         self._attributes = _attributes(module)
         self._hooks = [set(hooks) for hooks in module_hook_tables(module)]
 
     def follow(self) -> None:
-        """Set what was set in the user's module since ``note``.
+        """Set in the copy what the user set in the module since ``note``.
 
         Raises:
             ConfigError: an attribute cannot be copied.
         """
         self._follow_attributes()
         of_both = zip(
-            module_hook_tables(self._module), module_hook_tables(self._twin), self._hooks, strict=True
+            module_hook_tables(self._module), module_hook_tables(self._copy), self._hooks, strict=True
         )
-        for table, twin, seen in of_both:
+        for table, duplicate, seen in of_both:
             for gone in seen - table.keys():
-                twin.pop(gone, None)
-            twin.update({key: hook for key, hook in table.items() if key not in seen})
+                duplicate.pop(gone, None)
+            duplicate.update({key: hook for key, hook in table.items() if key not in seen})
             seen.clear()
             seen.update(table)
-        copies = parameters_of(self._twin)
+        copies = parameters_of(self._copy)
         for name, parameter in parameters_of(self._module).items():
             copy_of_it = copies.get(name)
             if (
@@ -83,7 +83,7 @@ class Twin:
             tensor.follow()
 
     def note(self, *, contents: bool) -> None:
-        """Note what the user's module is after a call; ``contents``: also whether tensors are equal."""
+        """Note the state of the user's module after a call; ``contents``: also which tensors are equal."""
         self._attributes = _attributes(self._module)
         for tensor in self._tensors:
             tensor.note(contents=contents)
@@ -96,7 +96,7 @@ class Twin:
             # Objects of before may have changed within; modules and registered tensors have their copies.
             known = {key: item for key, item in self._memo.items() if isinstance(item, (nn.Module, Tensor))}
             try:
-                vars(self._twin).update(copy.deepcopy(values, known))
+                vars(self._copy).update(copy.deepcopy(values, known))
             except Exception as error:
                 raise ConfigError(
                     f"{', '.join(map(repr, changed))} of a {type(self._module).__name__} changed and "
@@ -104,39 +104,33 @@ class Twin:
                     "make the model in the function that launch() runs"
                 ) from error
         for name in before.keys() - now.keys():
-            vars(self._twin).pop(name, None)
+            vars(self._copy).pop(name, None)
         self._attributes = now
 
 
-class _CopiedTensor:
-    """A weight or a buffer of the user's module, and the copy of it that this worker computes with.
-
-    Args:
-        original: the table of the user's module.
-        twin: the table of its copy.
-        name: the tensor's name in both.
-    """
+class _TensorMirror:
+    """A weight or a buffer of a user's module, and its copy, by the tables of the two modules."""
 
     def __init__(
-        self, original: Mapping[str, Tensor | None], twin: Mapping[str, Tensor | None], name: str
+        self, original: Mapping[str, Tensor | None], duplicate: Mapping[str, Tensor | None], name: str
     ) -> None:
-        self._module, self._twin, self._name = original, twin, name
+        self._module, self._copy, self._name = original, duplicate, name
         self._noted: tuple[int, int] | None = None
         self._equal = self._by_data = False
 
     def follow(self) -> None:
-        """Let the copy have what the user's tensor was given since the call before."""
+        """Copy a content that the user set since the previous call."""
         pair = self._pair()
         if pair is None or self._noted is None:
             return
-        original, twin = pair
+        original, duplicate = pair
         state = _state(original)
         changed = state != self._noted
-        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(original, twin))):
+        if state[1] == self._noted[1] and (changed or (self._equal and not _equal(original, duplicate))):
             changed = self._by_data = True  # others of these may show in the contents alone
         if changed:
             with torch.no_grad():
-                twin.copy_(original)
+                duplicate.copy_(original)
 
     def note(self, *, contents: bool) -> None:
         """Note the user's tensor after a call."""
@@ -145,18 +139,23 @@ class _CopiedTensor:
         self._equal = (contents or self._by_data) and pair is not None and _equal(*pair)
 
     def _pair(self) -> tuple[Tensor, Tensor] | None:
-        original, twin = self._module.get(self._name), self._twin.get(self._name)
-        if original is None or twin is None or original is twin or original.shape != twin.shape:
+        original, duplicate = self._module.get(self._name), self._copy.get(self._name)
+        if (
+            original is None
+            or duplicate is None
+            or original is duplicate
+            or original.shape != duplicate.shape
+        ):
             return None
         return (
             None
-            if is_dtensor(twin) or original.is_meta or twin.is_meta
-            else (original.detach(), twin.detach())
+            if is_dtensor(duplicate) or original.is_meta or duplicate.is_meta
+            else (original.detach(), duplicate.detach())
         )
 
 
-def _equal(original: Tensor, twin: Tensor) -> bool:
-    return original.to(twin.device).equal(twin)
+def _equal(original: Tensor, duplicate: Tensor) -> bool:
+    return original.to(duplicate.device).equal(duplicate)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Sees whether layers let Python read what is in a tensor (``item()``, ``bool()``) and may decide by it."""
+"""Detection of layers that read a tensor in Python (``item()``, ``bool()``), and may branch on what it is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import torch
 from counterflow.common.tensors.torch_private import TorchDispatchMode
 
 
-class Reads(TorchDispatchMode):
-    """Within this context: whether anything was read; a list of all values (``tolist()``) is none."""
+class HostReadDetector(TorchDispatchMode):
+    """Context that notes reads of single values; a list of all values (``tolist()``) does not count.
+
+    Attributes:
+        detected: True if a value was read.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.any = False
+        self.detected = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -23,5 +27,5 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        self.any = self.any or torch.Tag.data_dependent_output in func.tags
+        self.detected = self.detected or torch.Tag.data_dependent_output in func.tags
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
-"""Layers' states between the parts of a sequence that comes token by token, as samples are generated.
+"""Cache of layers' states between the tokens of a generated sequence.
 
-A layer leaves them in its ``Carry``, as it does for the next slice of a sequence; here they wait on the
-worker that holds it, by micro-batch, until the next tokens come.
+A layer leaves its state in its ``Carry``, as it does for the next slice of a sequence; the cache saves it on
+the layer's worker, by micro-batch, until the next tokens run.
 
-Invariant: nothing is remembered outside of ``Remembering.active``.
+Invariant: outside of ``GenerationCache.active`` the cache is empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 
 
-class Remembering(StageWrapper):
+class GenerationCache(StageWrapper):
     """States of one stage's layers.
 
     Args:
@@ -38,7 +38,7 @@ class Remembering(StageWrapper):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context of the parts of one sequence: layers leave states, which are forgotten after it."""
+        """Context of the parts of one sequence: layers leave states, which are dropped after it."""
         carries = [carry for of_layer in self._carries.values() for carry in of_layer]
         before = [carry.expects_slices for carry in carries]
         try:
