@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.comparison import compare_with_parts, difference, distance
 from counterflow.verification.diagnosis.graded_losses import LossProbe, WeightedLoss
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
+from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 from counterflow.verification.diagnosis.tolerances import (
     ACTIVATIONS,
     GRADIENTS,
@@ -141,3 +143,65 @@ def test_a_loss_that_fails_on_parts_is_decided_by_units_alone() -> None:
         return torch.nn.functional.mse_loss(output, target)
 
     assert diagnosed(fails) == [{"decided": True, "reason": None}]
+
+
+class SequenceRows(NamedTuple):
+    """A slice of three positions, of nine."""
+
+    slice: int
+    slices: int = 3
+    micro_batch: int = 0
+    samples: int = 2
+    positions: int = 3
+    whole: int = 9
+
+    def uncut(self) -> SequenceRows:
+        return self._replace(slice=0, slices=1)
+
+
+@dataclass
+class SlicedStage:
+    """One layer: it returns its output and its states."""
+
+    layer: Callable[[Tensor, Mapping[int, Tensor]], tuple[Tensor, Mapping[int, Tensor]] | None]
+    number: int = 4
+    lower_precision: bool = False
+    undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def layers(self) -> list[SlicedLayer]:
+        return [SlicedLayer("layer 0 (Sums)", lambda value, states, _: self.layer(value, states))]
+
+    def diagnose(self) -> None:
+        diagnosis = SlicedLayerDiagnosis()
+        for number in range(3):
+            value, rows = torch.randn(2, 3, 4), SequenceRows(number)
+            assert diagnosis.expects(self.number, value, 0, rows)
+            diagnosis.add(self, value, rows)
+        assert not diagnosis.expects(self.number, value, 1, SequenceRows(0))
+        assert diagnosis.expects(self.number, value, 1, SequenceRows(0, whole=18))
+
+
+def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:
+    """Running sums over positions need the sum of the slices before, with its gradient."""
+
+    def sums(value: Tensor, states: Mapping[int, Tensor]) -> tuple[Tensor, Mapping[int, Tensor]]:
+        output = value.cumsum(1) + states.get(0, torch.zeros(()))
+        return output, {0: output[:, -1:]}
+
+    def detached(value: Tensor, states: Mapping[int, Tensor]) -> tuple[Tensor, Mapping[int, Tensor]]:
+        output, states = sums(value, states)
+        return output, {0: states[0].detach()}
+
+    SlicedStage(sums).diagnose()
+    SlicedStage(lambda value, _: (value.tanh(), {})).diagnose()
+    assert not caplog.records
+    wrong: list[Any] = [
+        detached,
+        lambda value, _: (value.cumsum(1), {}),
+        lambda value, _: (value.flip(1), {}),
+    ]
+    for layer in wrong:
+        with pytest.raises(ConfigError, match=r"layer 0 \(Sums\) of stage 4 makes something else of a whole"):
+            SlicedStage(layer).diagnose()
+    SlicedStage(lambda *_: None).diagnose()
+    assert "it could not be seen whether layer 0 (Sums), and what comes after it" in caplog.text

@@ -20,7 +20,7 @@ from ..messages.arrivals import NONE
 from ..messages.values import Unit, Value, ValueLayout, unflatten_value
 from ..mini_batch.batch import Batch
 from ..mini_batch.prefetcher import MicroBatchPrefetcher
-from ..mini_batch.probes import diagnose_aux
+from ..mini_batch.probes import diagnose_aux, diagnose_slices
 from ..stages.passes import StagePass
 from ..stages.recomputation import copied, mapped
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
@@ -133,12 +133,10 @@ class RunForward(RunOp):
 
     def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
         diagnosis, rows = batch.aux_diagnosis, inputs.rows
-        if (
-            diagnosis is None
-            or self.copy.aux_losses.collects is False
-            or batch.guarded
-            or rows.start == rows.stop
-        ):
+        is_empty = rows.start == rows.stop
+        if batch.slice_diagnosis is not None and not is_empty:
+            diagnose_slices(batch.slice_diagnosis, self.copy, inputs.value, batch.step, rows)
+        if diagnosis is None or self.copy.aux_losses.collects is False or batch.guarded or is_empty:
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)

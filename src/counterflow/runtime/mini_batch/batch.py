@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from counterflow.verification.diagnosis.aux_means import AuxMeanDiagnosis
+from counterflow.verification.diagnosis.sliced_layers import SlicedLayerDiagnosis
 
 from ..messages.values import Shapes, Unit
 from ..stages.sample_rows import SampleRows
@@ -85,6 +86,7 @@ class Batch:
         loss_scale: what its losses are multiplied by before their backwards.
         loss_diagnoses: diagnoses of the loss as a mean over samples, and over positions; empty: none is due.
         aux_diagnosis: diagnosis of what layers add to the loss; None: none is due.
+        slice_diagnosis: diagnosis of layers on slices; None: there are no slices.
         losses: losses of its micro-batches so far.
         outputs: outputs of the last stage by unit, if requested.
         has_loss: whether losses are computed.
@@ -116,6 +118,7 @@ class Batch:
     loss_scale: float = 1.0
     loss_diagnoses: list[LossDiagnosis] = field(default_factory=list)
     aux_diagnosis: AuxMeanDiagnosis | None = None
+    slice_diagnosis: SlicedLayerDiagnosis | None = None
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

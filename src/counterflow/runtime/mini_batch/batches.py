@@ -222,6 +222,7 @@ class Batches:
             compared=call.trains and self._compares(step),
             loss_diagnoses=loss_diagnoses,
             aux_diagnosis=aux_diagnosis,
+            slice_diagnosis=self._first_steps.of_slices(trains=call.trains),
             sequence=sequence,
             input_cuts=input_cuts,
             ways=0 if follows else agreed.ways,

@@ -16,6 +16,7 @@ from counterflow.execution import Batching
 from counterflow.verification.diagnosis.aux_means import AuxMeanDiagnosis
 from counterflow.verification.diagnosis.position_means import PositionMeanDiagnosis
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
+from counterflow.verification.diagnosis.sliced_layers import SlicedLayerDiagnosis
 
 from .input_cuts import InputCutDiagnosis
 from .samples import LossDims
@@ -87,6 +88,7 @@ class FirstSteps:
         self._positions = LossDims(
             self._option if isinstance(self._option, int) else 1, self._option, uncut=True
         )
+        self._sliced_layers = SlicedLayerDiagnosis()
         self._settled_inputs: set[Hashable] = set()
         """Tensors whose cut was compared, and kinds of mini-batches in which nothing is to be compared."""
         self._loss_kinds: dict[Hashable, _Kind] = {}
@@ -166,6 +168,14 @@ class FirstSteps:
         if not first and not _rechecks(step, trains=trains):
             return None
         return AuxMeanDiagnosis(self._note_undecided_aux, graph=trains, single=not first)
+
+    def of_slices(self, *, trains: bool) -> SlicedLayerDiagnosis | None:
+        """Diagnosis of layers on slices, which knows when it is due; None: there are no slices.
+
+        Args:
+            trains: whether gradients are computed.
+        """
+        return self._sliced_layers if self._sliced and trains else None
 
     def _note_undecided_aux(self, reason: str) -> None:
         if not self._warned_of_aux:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
 from counterflow.verification.diagnosis.aux_means import AuxLayer, AuxMeanDiagnosis, Terms, UnitRows
 from counterflow.verification.diagnosis.graded_losses import LossProbe
+from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 
 from ..messages.values import Unit, Value
 from ..stages.named_layer import place_of
 from ..stages.sample_rows import SampleRows
-from ..stages.slice_check import calm
+from ..stages.skips import Carried
 from ..stages.stage_wrappers import Run
 from .losses import LossFunction, UnitLoss, elements_in
 
@@ -57,15 +58,73 @@ def diagnose_aux(
     diagnosis.run(_AuxStage(copy, step, rows), copy.carried(value), unit)
 
 
+def diagnose_slices(
+    diagnosis: SlicedLayerDiagnosis, copy: LocalStage, value: Value, step: int, rows: SampleRows
+) -> None:
+    """Diagnose a stage's layers on a slice, before its forward.
+
+    Args:
+        diagnosis: diagnosis of the pipeline.
+        copy: the stage.
+        value: the stage's input.
+        step: the step's number.
+        rows: samples and positions of the slice.
+
+    Raises:
+        ConfigError: a layer computes something else of the whole sequence.
+    """
+    if not diagnosis.expects(copy.stage, value, step, rows):
+        return
+    with added_losses():
+        value = copy.carried(value)
+        if copy.stage == 0:
+            value = copy.precision.cast_input(value)
+        states = [number for _, _, numbers in copy.layer_runs() for number in numbers]
+        diagnosis.add(_SlicedStage(copy, step), _without(value, states), rows)
+
+
 @dataclass(frozen=True, slots=True)
-class _AuxStage:
+class _ProbedStage:
     copy: LocalStage
     step: int
-    rows: SampleRows
 
     @property
     def number(self) -> int:
         return self.copy.stage
+
+
+@dataclass(frozen=True, slots=True)
+class _SlicedStage(_ProbedStage):
+    @property
+    def lower_precision(self) -> bool:
+        return not self.copy.precision.plain
+
+    def layers(self) -> Iterator[SlicedLayer]:
+        for layer, run, numbers in self.copy.layer_runs():
+            yield SlicedLayer(place_of(layer), partial(self._run, run, numbers))
+
+    def _run(
+        self, run: Run, numbers: Collection[int], value: Value, states: Mapping[int, Any], rows: Any
+    ) -> tuple[Value, Mapping[int, Any]] | None:
+        if states:
+            value = value._replace(skips=value.skips | states)
+        output = self.copy.streams.unless_drawn(lambda: (run(value, self.step, rows),))
+        if output is None:
+            return None
+        states_out = {number: output[0].skips[number] for number in numbers if number in output[0].skips}
+        return _without(output[0], numbers), states_out
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        copy = self.copy
+        norms = {id(module) for module, _ in copy.buffers.norms}  # normalise by their input, as in training
+        with _calm(copy, lambda module: id(module) in norms), copy.precision.computing():
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _AuxStage(_ProbedStage):
+    rows: SampleRows
 
     @property
     def sharded(self) -> bool:
@@ -94,5 +153,28 @@ class _AuxStage:
     def undisturbed(self, *, training: bool) -> Iterator[None]:
         copy = self.copy
         buffers = copy.buffers.swapped_in(copy.buffers.snapshot())
-        with calm(copy, lambda _: training), copy.streams.kept(), buffers, copy.precision.computing():
+        with _calm(copy, lambda _: training), copy.streams.kept(), buffers, copy.precision.computing():
             yield
+
+
+@contextmanager
+def _calm(copy: LocalStage, trains: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Context in which only the modules that ``trains`` selects are in training mode; buffers stay."""
+    modules = [module for layer in copy.layers for module in layer.module.modules()]
+    modes = [module.training for module in modules]
+    contents = copy.buffers.snapshot()
+    try:
+        for module in modules:
+            module.training = module.training and trains(module)
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        if copy.buffers.snapshot() is not contents:
+            copy.buffers.restore(contents)
+
+
+def _without(value: Value, numbers: Collection[int]) -> Value:
+    if type(value) is not Carried:
+        return value
+    return Carried(value.value, {n: skip for n, skip in value.skips.items() if n not in numbers})

@@ -58,8 +58,5 @@ class RunnableStage(Protocol):
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
         """Run several units as one; None if the outputs of samples depend on each other."""
 
-    def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
-        """Check that the layers compute slices like the whole sequence."""
-
     def note_checked(self) -> None:
         """Note that the stage's first graph was checked."""

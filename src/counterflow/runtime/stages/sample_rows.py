@@ -20,3 +20,7 @@ class SampleRows(NamedTuple):
     slices: int = 1
     positions: int = 0
     whole: int = 0
+
+    def uncut(self) -> SampleRows:
+        """Return the rows of the sequence of which this is the first slice."""
+        return self._replace(slice=0, slices=1)

@@ -38,7 +38,6 @@ class SlicedPass(StagePass):
 
     @override
     def forward(self, inputs: list[Tensor], value: Value) -> Output:
-        self.stage.look_at_slice(value, self.step, self.rows)
         structure, tensors = self.unit_pass.forward(inputs, value)
         if self.stage.last:
             self.loss = tensors[0].detach()

@@ -39,7 +39,6 @@ from .saved_bytes import SavedBytes
 from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
-from .slice_check import SliceCheck
 from .sliced_pass import PassMaker
 from .split_backward import SplitBackwardPlanner
 from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
@@ -131,7 +130,6 @@ class LocalStage:
         self._skip_runner = None if skips is None else SkipRunner(skips, self.layers, by_layer=by_layer)
         self._pass_by = None if skips is None else PassBy(skips, self.layers)
         self._compose()
-        self._slice_check = SliceCheck(self.layer_runs())
 
     def layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
         """Its layers without a stage around them, and the numbers of their carried states."""
@@ -140,14 +138,6 @@ class LocalStage:
         wrappers = _present(precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), wrappers) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
-
-    def look_at_slice(self, value: Value, step: int, rows: SampleRows) -> None:
-        """See whether layers make of slices what they make of the whole; errors as of ``SliceCheck``."""
-        check = self._slice_check
-        if check.expects(value, step, rows):
-            with added_losses():
-                value = self.carried(value)
-                check.add(self, self.precision.cast_input(value) if self.stage == 0 else value, step, rows)
 
     def carried(self, value: Value) -> Value:
         """Return the layers' input: the stage's without auxiliary losses."""

@@ -1,0 +1,385 @@
+"""Diagnosis of a stage's layers on slices: whether they compute slices like the whole sequence.
+
+Layer by layer all slices run one after the other, and in one piece, with the same weights and without
+dropout; outputs and the gradients of inputs are compared. So the diagnosis finds a layer that mixes positions
+without a ``Carry`` (attention to both sides, a norm over positions), counts positions from the beginning of
+the slice, detaches its carried state, or leaves what is enough for the next slice and too little for later
+ones. It is due in a stage's first micro-batch, and again in one at least twice as long, which a window may be
+too short for.
+
+It does not find errors in layers that draw random numbers in evaluation mode or pass on values without a
+dimension of positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from counterflow.common.trees import dimensional, tensors_in
+from counterflow.errors import ConfigError
+
+from .comparison import compare_with_parts, distance
+from .tolerances import ACTIVATIONS, COARSE
+
+_LOG = logging.getLogger(__name__)
+
+_LEAST = 3
+"""Number of slices that are compared if the memory does not suffice for all."""
+
+_GROWTH = 2
+"""Factor of the length of micro-batches at which stages are diagnosed again."""
+
+_PERIOD = 65521
+"""Number of different weights in the sum of an output; a prime, so that no dimension divides it."""
+
+Value = Any
+States = Mapping[int, Any]
+"""Carried states by number."""
+
+
+class SliceRows(Protocol):
+    """Samples and positions of a slice."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of the micro-batch."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the micro-batch."""
+
+    @property
+    def slice(self) -> int:
+        """Number of the slice."""
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the micro-batch."""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions of the slice; 0: unknown."""
+
+    @property
+    def whole(self) -> int:
+        """Number of positions of the sequence; 0: unknown."""
+
+    def uncut(self) -> Self:
+        """Return the rows of the sequence of which this is the first slice."""
+
+
+class SlicedLayer(NamedTuple):
+    """A layer of a stage.
+
+    Attributes:
+        place: the layer in words.
+        run: output and carried states of an input, the states before it, and its rows; None: the layer draws
+            random numbers, so it would give another output the next time.
+    """
+
+    place: str
+    run: Callable[[Value, States, SliceRows], tuple[Value, States] | None]
+
+
+class SlicedStage(Protocol):
+    """A stage, as the diagnosis runs it."""
+
+    @property
+    def number(self) -> int:
+        """Number of the stage."""
+
+    @property
+    def lower_precision(self) -> bool:
+        """True if it computes in a lower precision than that of its weights."""
+
+    def layers(self) -> Iterable[SlicedLayer]:
+        """Layers in their order."""
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Context of runs in evaluation mode, but for batch norms, after which nothing is changed."""
+
+
+class _Slices(NamedTuple):
+    """Values of the slices of a micro-batch, their rows, and the value of the sequence, if known."""
+
+    values: Sequence[Value]
+    rows: Sequence[SliceRows]
+    whole: Value | None
+
+
+class _Joined(NamedTuple):
+    """Slices joined to a sequence; ``complete``: all of its tensors are of the slices."""
+
+    value: Value
+    complete: bool
+
+
+@dataclass(slots=True)
+class _StageState:
+    """Slices of a stage that are collected, and the length of the longest micro-batch so far.
+
+    Attributes:
+        micro_batch: step and number of the micro-batch whose slices are collected; None: none is due.
+        slices: its slices so far.
+        length: length in positions, or in elements of each sample.
+    """
+
+    micro_batch: tuple[int, int] | None = None
+    slices: list[tuple[Value, SliceRows]] = field(default_factory=list)
+    length: int = 0
+
+
+class SlicedLayerDiagnosis:
+    """Diagnosis of the stages on one worker."""
+
+    def __init__(self) -> None:
+        self._stages: dict[int, _StageState] = defaultdict(_StageState)
+
+    def expects(self, stage: int, value: Value, step: int, rows: SliceRows) -> bool:
+        """Return whether a slice is to be passed to ``add``.
+
+        Args:
+            stage: number of the stage.
+            value: input of the slice's forward.
+            step: number of the step.
+            rows: rows of the slice.
+        """
+        state, micro_batch = self._stages[stage], (step, rows.micro_batch)
+        if not rows.slice:
+            free = state.micro_batch is None or state.micro_batch[0] != step
+            if free and _length(value, rows) >= max(1, _GROWTH * state.length):
+                state.micro_batch = micro_batch
+        return state.micro_batch == micro_batch
+
+    def add(self, stage: SlicedStage, value: Value, rows: SliceRows) -> None:
+        """Save a slice's input; diagnose the layers at the last slice.
+
+        Args:
+            stage: the stage.
+            value: input of the stage's layers.
+            rows: rows of the slice.
+
+        Raises:
+            ConfigError: a layer computes something else of the whole sequence.
+        """
+        state = self._stages[stage.number]
+        if not rows.slice:
+            state.slices = []  # of a step that was ended by an error
+        state.slices.append((pytree.tree_map_only(Tensor, _copy, value), rows))
+        if rows.slice < rows.slices - 1:
+            return
+        slices, state.slices, state.micro_batch = state.slices, [], None
+        state.length = max(state.length, _length(*slices[0]))
+        try:
+            _diagnose(stage, slices)
+        except torch.OutOfMemoryError:
+            if len(slices) <= _LEAST:
+                raise
+            _LOG.warning(
+                "the memory does not suffice to compare all %d slices of stage %d with the whole sequence; "
+                "the first %d are compared", len(slices), stage.number, _LEAST,
+            )  # fmt: skip
+            _diagnose(stage, slices[:_LEAST])
+
+
+def _diagnose(stage: SlicedStage, slices: Sequence[tuple[Value, SliceRows]]) -> None:
+    inputs = _Slices([value for value, _ in slices], [rows for _, rows in slices], None)
+    with stage.undisturbed(), torch.enable_grad():
+        for layer in stage.layers():
+            outputs = _LayerComparison(stage, layer, inputs).outputs()
+            if outputs is None:
+                _warn(layer, ", and what comes after it in its stage,")
+                break
+            inputs = outputs
+
+
+class _Undecided(Exception):  # noqa: N818 - an outcome, not an error
+    """Outputs of a layer that cannot be compared."""
+
+
+class _LayerComparison:
+    """Comparison of a layer's outputs of the sequence with those of its slices."""
+
+    def __init__(self, stage: SlicedStage, layer: SlicedLayer, inputs: _Slices) -> None:
+        self._stage, self._layer, self._rows = stage, layer, inputs.rows
+        self._leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in inputs.values]
+        self._input = _join(_Slices(self._leaves, inputs.rows, inputs.whole))
+        self._states: States = {}
+
+    def outputs(self) -> _Slices | None:
+        """Compare the outputs, and return them as the next layer's inputs; None: nothing can be decided.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        parts = [partial(self._run_slice, *item) for item in zip(self._leaves, self._rows, strict=True)]
+        try:
+            return compare_with_parts(self._run_whole, parts, list, self._compare)
+        except _Undecided:
+            return None
+
+    def _run_slice(self, value: Value, rows: SliceRows) -> Value:
+        output, self._states = self._run(value, self._states, rows)
+        return output
+
+    def _run_whole(self) -> Value:
+        if self._input is None:
+            raise _Undecided
+        return self._run(self._input.value, {}, self._rows[0].uncut())[0]
+
+    def _run(self, value: Value, states: States, rows: SliceRows) -> tuple[Value, States]:
+        result = self._layer.run(value, states, rows)
+        if result is None:
+            raise _Undecided
+        return result
+
+    def _compare(self, whole: Value, outputs: Sequence[Value]) -> _Slices:
+        joined = _join(_Slices(outputs, self._rows, whole))
+        if joined is None or self._input is None:
+            raise _Undecided
+        stage, layer = self._stage, self._layer
+        connected = self._leaves if self._input.complete else ()  # else the whole has no graph with them
+        if not _are_near(whole, joined.value, connected, lower_precision=stage.lower_precision):
+            raise ConfigError(
+                f"{layer.place} of stage {stage.number} makes something else of a whole sequence than of "
+                f"its {len(self._rows)} slices one after the other; if it looks across the sequence (or "
+                "counts positions), let it hold a cf.Carry, take from it what the slices before left, and "
+                "leave what all later ones need, or train without slices"
+            )
+        if not (self._input.complete and joined.complete):
+            _warn(layer, "")
+        values, whole = pytree.tree_map_only(Tensor, Tensor.detach, (list(outputs), whole))
+        return _Slices(values, self._rows, whole)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _length(value: Value, rows: SliceRows) -> int:
+    """Length of a micro-batch in positions or, if these are not known, in elements of its first slice."""
+    if rows.whole:
+        return rows.whole
+    first = next(tensors_in(value), None)
+    return 1 if first is None else first.numel() // rows.samples
+
+
+def _sizes(slices: _Slices) -> list[int] | None:
+    """Number of positions in each slice; None: not known.
+
+    On a worker without the mini-batch they are the sizes of the first tensor in its second dimension or, if
+    that contains the samples, in its first one.
+    """
+    if slices.rows[0].positions:
+        return [rows.positions for rows in slices.rows]
+    first = [next(iter(dimensional(value)), None) for value in slices.values]
+    shapes = [tensor.shape for tensor in first if tensor is not None and tensor.dim() > 1]
+    if len(shapes) < len(slices.values):
+        return None
+    dim = 0 if shapes[0][1] == slices.rows[0].samples != shapes[0][0] else 1
+    return [shape[dim] for shape in shapes]
+
+
+def _join(slices: _Slices) -> _Joined | None:
+    """Join slices to a sequence; None: not known, or no tensor has positions.
+
+    A leaf that has no positions and differs between slices is that of the whole sequence, if that is known.
+    """
+    flat = [pytree.tree_flatten(value) for value in slices.values]
+    spec, sizes = flat[0][1], _sizes(slices)
+    if sizes is None or any(spec_of_slice != spec for _, spec_of_slice in flat):
+        return None
+    wholes: Sequence[Any] = [None] * spec.num_leaves
+    if slices.whole is not None:
+        wholes, whole_spec = pytree.tree_flatten(slices.whole)
+        if whole_spec != spec:
+            return None
+    leaves, joins, complete = [], False, True
+    for whole, *parts in zip(wholes, *(leaves for leaves, _ in flat), strict=True):
+        dim = _position_dim(parts, sizes)
+        if dim is not None:
+            joins = True
+            leaves.append(torch.cat(parts, dim))
+        elif all(_equal(part, parts[0]) for part in parts[1:]):
+            leaves.append(parts[0])
+        elif slices.whole is not None:
+            complete = complete and not isinstance(whole, Tensor)
+            leaves.append(whole)
+        else:
+            return None
+    known = joins or slices.whole is not None
+    return _Joined(pytree.tree_unflatten(leaves, spec), complete) if known else None
+
+
+def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:
+    """Dimension of the positions in the tensors of slices; None: they have none."""
+    if not all(isinstance(part, Tensor) and part.dim() == parts[0].dim() for part in parts):
+        return None
+    dims = [dim for dim in range(parts[0].dim()) if [part.shape[dim] for part in parts] == sizes]
+    return 1 if 1 in dims else next(iter(dims), None)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
+def _are_near(expected: Any, got: Any, inputs: Sequence[Any], *, lower_precision: bool) -> bool:
+    """True if outputs are equal up to rounding, and the gradients that they give their inputs."""
+
+    def near(expected: Tensor, got: Tensor) -> bool:
+        return distance(expected, got) <= (COARSE if lower_precision else ACTIVATIONS.of(expected.dtype))
+
+    pairs = list(zip(dimensional(expected), dimensional(got), strict=False))
+    if len(pairs) != len(dimensional(expected)) or not all(near(*pair) for pair in pairs):
+        return False
+    leaves = [leaf for value in inputs for leaf in dimensional(value) if leaf.requires_grad]
+    if lower_precision or not leaves or not pairs:
+        return True
+    gradients = (_gradients(outputs, leaves) for outputs in zip(*pairs, strict=True))
+    return all(
+        of_whole is of_slices or near(_or_zeros(of_whole, leaf), _or_zeros(of_slices, leaf))
+        for of_whole, of_slices, leaf in zip(*gradients, leaves, strict=True)
+    )
+
+
+def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of a sum of the outputs in which each element has another weight."""
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    if not differentiable:
+        return [None] * len(leaves)
+    weights = [_weights(tensor) for tensor in differentiable]
+    return torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    """Weights of the elements of a tensor, of which neighbours differ."""
+    count = tensor.numel()
+    period = torch.arange(min(count, _PERIOD), device=tensor.device, dtype=torch.float64).cos()
+    return period.to(tensor.dtype).repeat(-(-count // _PERIOD))[:count].view(tensor.shape)
+
+
+def _warn(layer: SlicedLayer, more: str) -> None:
+    _LOG.warning(
+        "it could not be seen whether %s%s makes of slices what it makes of the whole sequence, as it is "
+        "taken to do", layer.place, more,
+    )  # fmt: skip
