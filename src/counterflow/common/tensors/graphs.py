@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -31,6 +32,11 @@ def graph_of(
             nodes.append(node)
             waiting += [before for before, _ in node.next_functions]
     return nodes
+
+
+def variable(node: Node) -> Any:
+    """Return the leaf whose gradient a node accumulates; None for any other node."""
+    return getattr(node, "variable", None)
 
 
 def saved_by(nodes: Iterable[Node]) -> Iterator[Tensor]:

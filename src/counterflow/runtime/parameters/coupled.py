@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.tolerances import EXACT_UNITS
+from counterflow.verification.diagnosis.tolerances import UPDATE_UNITS
 
 from ..messages.values import number_of
 from ..stages.randomness import RandomStreams
@@ -238,7 +238,7 @@ def _close(value: Any, reference: Any) -> bool:
     number, expected = value.detach().to(exact), reference.detach().to(exact)
     size = float(number.abs().max()) if number.numel() else 0.0
     units = torch.finfo(value.dtype).eps * (size if math.isfinite(size) else 0.0)
-    return torch.allclose(number, expected, rtol=0.0, atol=EXACT_UNITS * units, equal_nan=True)
+    return torch.allclose(number, expected, rtol=0.0, atol=UPDATE_UNITS * units, equal_nan=True)
 
 
 # -- where one cannot be tried

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from counterflow.common.tensors.graphs import variable
 from counterflow.common.trees import versions
 
-from .graph_split import TraversedGraph, below, is_cut, variable
+from .graph_split import TraversedGraph, below, is_cut
 from .recomputation import Replay, mapped, same_tensors
 
 NODES_A_PIECE = 24

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from counterflow.common.tensors.graphs import pointers, saved_names
+from counterflow.common.tensors.graphs import pointers, saved_names, variable
 
 from .recomputation import Packed
 
@@ -240,11 +240,6 @@ def is_cut(roots: Sequence[GradientEdge], cut: Sequence[GradientEdge], inputs: S
                 seen.add(child)
                 waiting.append(child)
     return True
-
-
-def variable(node: Node) -> Any:
-    """Return the leaf whose gradient a node accumulates; None for any other node."""
-    return getattr(node, "variable", None)
 
 
 def saved_in(nodes: Sequence[Node], slots: Iterable[Slot]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The part of a stage that passes, checks and precisions use.
+"""The part of a stage that passes use.
 
 It is a protocol, so that these modules do not depend on the one that composes a stage of them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from counterflow.schedule.modes import Recompute
 
@@ -27,7 +27,7 @@ from .stage_wrappers import Run
 
 
 class RunnableStage(Protocol):
-    """A stage as its passes and checks use it; ``LocalStage`` documents the members."""
+    """A stage as its passes use it; ``LocalStage`` documents the members."""
 
     stage: int
     last: bool
@@ -58,5 +58,8 @@ class RunnableStage(Protocol):
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
         """Run several units as one; None if the outputs of samples depend on each other."""
 
+    def graph_leaves(self) -> list[Tensor]:
+        """Return tensors beside the parameters where graphs end."""
+
     def note_checked(self) -> None:
-        """Note that the stage's first graph was checked."""
+        """Note that the stage's first graph is diagnosed."""

@@ -30,11 +30,11 @@ from typing_extensions import override
 
 from counterflow.common.tensors.dtensors import settled
 from counterflow.common.tensors.graphs import graph_of
+from counterflow.verification.diagnosis.graph_leaves import StageGraph, diagnose_graph
 
 from ..messages.values import Value
 from ..transport.base import PeerLost, TimedOut
 from .detach_points import DetachPoints
-from .graph_check import check_graph
 from .interface import RunnableStage
 from .recomputation import copied, mapped
 from .sample_rows import SampleRows
@@ -241,7 +241,7 @@ class PlainPass(StagePass):
         return self.stage.forward(value, self.step, self.rows)
 
     def end_graph(self, outputs: list[Tensor], spare: Value) -> None:
-        """Count what the graph saves, and check the stage's first graph.
+        """Count what the graph saves, and diagnose the stage's first graph.
 
         Args:
             outputs: outputs with the graph.
@@ -253,8 +253,22 @@ class PlainPass(StagePass):
         if self.detach_points is not None:
             self.detach_points.learn(outputs, self.inputs)
         if not self.stage.checked:
-            inputs = [*self.inputs, *self.head.targets()]
-            check_graph(self.stage, outputs, inputs, self.detach_points, rerun=partial(self._rerun, spare))
+            self.stage.note_checked()
+            diagnose_graph(self._first_graph(outputs), partial(self._rerun, spare))
+
+    def _first_graph(self, outputs: list[Tensor]) -> StageGraph:
+        stage, points = self.stage, self.detach_points
+        leaves, ends = ([], []) if points is None else (points.leaves, points.ends)
+        return StageGraph(
+            stage.stage,
+            outputs,
+            inputs=[*self.inputs, *self.head.targets()],
+            weights=stage.parameters(),
+            leaves=[*stage.graph_leaves(), *leaves],
+            ends=ends,
+            casts=bool(stage.precision.masters),
+            recomputes=stage.replays is not None,
+        )
 
     def _rerun(self, value: Value) -> Sequence[Tensor]:
         stage = self.stage

@@ -21,7 +21,8 @@ from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import buffers_of, keeps_statistics, same_memory
 from counterflow.common.trees import tensors_in, versions
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.tolerances import square_root_tolerance
+from counterflow.verification.diagnosis.comparison import norm_distance
+from counterflow.verification.diagnosis.tolerances import RERUNS_ON_GPU, square_root_tolerance
 
 from ..messages.values import Value
 from .counters import summed
@@ -122,7 +123,7 @@ def _no_leaf(tensor: Tensor) -> Tensor:
     return same_memory(tensor)
 
 
-class First:
+class FirstOutput:
     """Output of a run, to be compared with that of its recomputation.
 
     Args:
@@ -152,7 +153,7 @@ class FirstRuns:
         self._waits = device.type != "cpu"
         self._last: int | None = None
 
-    def of(self, tensors: Sequence[Tensor], step: int) -> First | None:
+    def of(self, tensors: Sequence[Tensor], step: int) -> FirstOutput | None:
         """Return the output to compare with a recomputation; None: it is not compared."""
         last = self._last
         if last == step:
@@ -160,7 +161,7 @@ class FirstRuns:
         self._last = step
         if last is not None and self._waits and not is_doubling(step):
             return None
-        return First(tensors, exact=last is None)
+        return FirstOutput(tensors, exact=last is None)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -173,30 +174,29 @@ def _norm(tensor: Tensor) -> Tensor:
     return tensor.norm() if counts else torch.zeros(())
 
 
-def other_values(place: str) -> ConfigError:
-    """Error of a second run that gives something else than the first."""
+def rerun_error(place: str) -> ConfigError:
+    """Error of a second run whose output is not that of the first."""
     return ConfigError(
         f"{place} gives other values when it is computed again for its backward; what it does may depend on "
         "its input, weights, buffers and torch's random numbers only, or take recompute='none'"
     )
 
 
-def refuse_other(output: Sequence[Tensor], first: First, place: str) -> None:
-    """Refuse a second run that finds other values than the first; what rounding explains is the same.
+def compare_rerun(output: Sequence[Tensor], first: FirstOutput, place: str) -> None:
+    """Compare the output of a second run with the first one, within rounding.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: they differ.
     """
     if len(output) != len(first.contents):
-        raise other_values(place)
+        raise rerun_error(place)
     values = output if first.exact else first.of(output)
     for new, old in zip(values, first.contents, strict=True):
         if not (old.is_floating_point() or old.is_complex()) or new.shape != old.shape or is_dtensor(new):
             continue
-        limit = max(square_root_tolerance(old.dtype), 1e-2 if old.is_cuda else 0.0)
-        far = (new.detach() - old).norm() > limit * old.norm()  # False where one is not finite
-        if bool(far.item()):
-            raise other_values(place)
+        limit = max(square_root_tolerance(old.dtype), RERUNS_ON_GPU if old.is_cuda else 0.0)
+        if norm_distance(old, new) > limit:  # False if a value is not finite
+            raise rerun_error(place)
 
 
 class Buffers:
@@ -321,7 +321,7 @@ class Replay:
         self.needed_twice: set[int] = set()
         """What is kept although a backward asks for it."""
         self._ran = self._runs = False
-        self.first: First | None = None
+        self.first: FirstOutput | None = None
         """Record of a run that is compared with the next one."""
 
     def keep(self, value: Any, *, changes: bool, hold: Callable[[], None] | None = None) -> None:
@@ -418,7 +418,7 @@ class Replay:
                 "and torch's random numbers only"
             )
         if self.first is not None:
-            refuse_other(list(tensors_in(output)), self.first, self.place)
+            compare_rerun(list(tensors_in(output)), self.first, self.place)
             self.first = None
         self.tensors = dict(enumerate(saved_tensors))
         self._ran = True

@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from counterflow.common.trees import each_tensor, versions
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.tolerances import square_root_tolerance
+from counterflow.verification.diagnosis.comparison import distance
+from counterflow.verification.diagnosis.tolerances import ROW_FACTOR, square_root_tolerance
 
 from ..messages.values import Value, flatten_value, takes_gradient, unflatten_value
 from .interface import RunnableStage
 from .passes import Output, PlainPass, StagePass
-from .recomputation import Contents, First, copied, mapped, other_values, refuse_other, same_tensors
+from .recomputation import Contents, FirstOutput, compare_rerun, copied, mapped, rerun_error, same_tensors
 
 _NOTHING = nullcontext()
 
@@ -43,7 +44,7 @@ class RecomputeInput(NamedTuple):
     versions: list[int]
     buffers: Contents
     marked: list[bool]
-    first: First | None = None
+    first: FirstOutput | None = None
 
 
 class RecomputedPass(StagePass):
@@ -118,9 +119,9 @@ class RecomputedPass(StagePass):
             _, tensors = self.head(output, rerun=True)
         del output
         if source.marked and len(tensors) != len(source.marked):
-            raise other_values(place)
+            raise rerun_error(place)
         if source.first is not None:
-            refuse_other(tensors, source.first, place)
+            compare_rerun(tensors, source.first, place)
         with stage.precision.computing() if not stage.checked else _NOTHING:
             graph.end_graph(tensors, spare)
         graph.outputs = [tensor for tensor, marked in zip(tensors, source.marked, strict=True) if marked]
@@ -235,15 +236,10 @@ def _published(
 
 
 def _nearly_equal(tensors: Sequence[Tensor], references: Sequence[Tensor]) -> bool:
-    """True if tensors are equal but for rounding."""
-    for tensor, reference in zip(tensors, references, strict=True):
-        if tensor.shape != reference.shape or tensor.dtype != reference.dtype:
-            return False
-        if not takes_gradient(tensor):
-            if not torch.equal(tensor, reference):
-                return False
-        elif tensor.numel():
-            error = square_root_tolerance(tensor.dtype, 8.0)
-            if not bool((tensor - reference).abs().max() <= error * reference.abs().max()):
-                return False  # also if a value is not finite
-    return True
+    """True if tensors are finite and equal up to rounding."""
+    return all(
+        bool(reference.isfinite().all())
+        and distance(reference, tensor, skip_non_finite=False)
+        <= square_root_tolerance(reference.dtype, ROW_FACTOR)
+        for tensor, reference in zip(tensors, references, strict=True)
+    )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from typing_extensions import override
 
-from counterflow.common.tensors.graphs import pointers
+from counterflow.common.tensors.graphs import pointers, variable
 from counterflow.common.tensors.torch_private import run_backward
 from counterflow.errors import ConfigError
 
@@ -39,7 +39,6 @@ from .graph_split import (
     saved_in,
     slots,
     traverse,
-    variable,
 )
 from .hooks_once import Half, HooksOnce
 from .named_layer import NamedLayer

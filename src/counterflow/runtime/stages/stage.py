@@ -16,7 +16,7 @@ from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
-from ..mesh.parallel import StageModule, fsdp_modules
+from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Value
 from ..mini_batch.losses import LossOutput
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
@@ -103,7 +103,7 @@ class LocalStage:
         self.versions: Versions | None = None
         """Versions of its weights, in asynchronous schemes."""
         self.checked = False
-        """Whether ``check_graph`` has seen the stage's graph."""
+        """True if the stage's first graph was diagnosed."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
         """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
@@ -237,6 +237,11 @@ class LocalStage:
         parameters = [p for layer in self.with_weights for p in layer.module.parameters()]
         return list({id(parameter): parameter for parameter in parameters}.values())
 
+    def graph_leaves(self) -> list[Tensor]:
+        """Return tensors beside the parameters where graphs end: cast ones, and those gathered for an op."""
+        gathered = () if self.module is None else gathered_parameters(self.module)
+        return [*self.precision.masters, *gathered]
+
     def constant(self) -> list[Tensor]:
         """Return the tensors that the stage occupies between steps."""
         buffers = [buffer for layer in self.with_weights for buffer in layer.module.buffers()]
@@ -361,7 +366,7 @@ class LocalStage:
             self.module.one_sum.sum()
 
     def note_checked(self) -> None:
-        """Note that ``check_graph`` has seen the graph, and that the values its layers pass on are known."""
+        """Note that the first graph is diagnosed, and that the values that layers pass on are known."""
         self.checked = True
         self._compose()
 

@@ -65,6 +65,40 @@ def distance(expected: Tensor, got: Tensor, *, skip_non_finite: bool = True) -> 
     return largest / size if size else (math.inf if largest else 0.0)
 
 
+def norm_distance(expected: Tensor, got: Tensor) -> float:
+    """Norm of the difference relative to the norm of the expected tensor; nan if a value is not finite.
+
+    The host waits once for a device.
+
+    >>> norm_distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5]))
+    0.1
+    """
+    expected, got = expected.detach(), got.detach()
+    return float((got - expected).norm() / expected.norm())
+
+
+def equal_within_units(expected: Tensor, got: Tensor, units: float) -> bool:
+    """True if no element differs by more than some units in the last place of the largest value.
+
+    Args:
+        expected: tensor of any shape.
+        got: tensor to compare; of another shape or dtype it differs.
+        units: maximum difference, in units in the last place.
+
+    >>> equal_within_units(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 4.000002]), 8.0)
+    True
+    """
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return False
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, got)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    size = float(expected.detach().to(wide).abs().max()) if expected.numel() else 0.0
+    limit = units * torch.finfo(expected.dtype).eps * (size if math.isfinite(size) else 0.0)
+    pair = (tensor.detach().to(wide) for tensor in (expected, got))
+    return torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True)
+
+
 def difference(first: Any, second: Any, floor: float = 0.0) -> float:
     """The largest difference relative to the largest value; infinite if structure, shape or dtype differ.
 

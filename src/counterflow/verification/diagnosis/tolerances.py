@@ -71,14 +71,28 @@ WEIGHTS = 1e-9
 SMALL = 1e-2
 """Share of the tolerance, relative to the largest gradient of all, below which a gradient is noise."""
 
-EXACT_UNITS = 8.0
+UPDATE_UNITS = 8.0
 """Units in the last place by which updates may differ: some optimisers concatenate all parameters."""
+
+OPTIONS = 1e-6
+"""Numbers that an optimiser computes among the options of its groups."""
+
+RERUNS_ON_GPU = 1e-2
+"""Outputs of a second run on a GPU, whose kernels may add in another order."""
+
+ROW_FACTOR = 8.0
+"""Factor of the tolerance of two runs, if one of them has the samples of several units."""
 
 
 def square_root_tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
     """Tolerance of two runs of the same function that may round differently: half of the digits.
 
+    Args:
+        dtype: dtype of the results; of numbers that do not round it is 0.
+        factor: factor of the tolerance.
+
     >>> square_root_tolerance(torch.float64) < 2e-8
     True
     """
-    return float(factor * torch.finfo(dtype).eps ** 0.5)
+    rounds = dtype.is_floating_point or dtype.is_complex
+    return float(factor * torch.finfo(dtype).eps ** 0.5) if rounds else 0.0

@@ -1,83 +1,90 @@
-"""Check of a stage's first graph: it trains the stage's weights, and nothing more."""
+"""Diagnosis of a stage's first graph: whether it trains the stage's weights, and nothing more.
+
+It traverses the graph from the outputs to its leaves. A tensor that requires a gradient and that the layers
+create in each run is no weight: it could not be trained in one process either. So if a leaf is unknown, the
+stage runs a second time, and a leaf in both graphs existed before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from counterflow.common.tensors.graphs import graph_of
+from counterflow.common.tensors.graphs import graph_of, variable
 from counterflow.common.trees import versions
 from counterflow.errors import ConfigError
 
-from ..mesh.parallel import gathered_parameters
-from .detach_points import DetachPoints
-from .graph_split import variable
-from .interface import RunnableStage
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """The first graph of a stage.
+
+    Attributes:
+        stage: number of the stage.
+        outputs: outputs with their graph.
+        inputs: inputs of the stage, and targets of the loss.
+        weights: parameters of the stage.
+        leaves: further tensors where the graph may end, such as parameters that are gathered for an op.
+        ends: nodes where the graph is continued behind detach points.
+        casts: True if weights are cast to another precision.
+        recomputes: True if saved tensors of layers go through hooks.
+    """
+
+    stage: int
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    ends: Sequence[Node]
+    casts: bool
+    recomputes: bool
 
 
-def check_graph(
-    copy: RunnableStage,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    detach_points: DetachPoints | None = None,
-    *,
-    rerun: Callable[[], Sequence[Tensor]],
-) -> None:
-    """Refuse a stage that computes with weights that are no module's parameters; called once.
-
-    A tensor that requires a gradient and that the layers create in each run is no weight: it could not be
-    trained in one process either. So if an unknown tensor is found, the stage runs a second time, and a
-    tensor in both graphs existed before.
+def diagnose_graph(graph: StageGraph, rerun: Callable[[], Sequence[Tensor]]) -> None:
+    """Refuse a stage that computes with weights that are no module's parameters.
 
     Args:
-        copy: the stage.
-        outputs: outputs with their graph.
-        inputs: all inputs.
-        detach_points: detach points of the graph; None: there are none.
+        graph: the stage's first graph.
         rerun: runs the stage once more, and returns the outputs of that run.
 
     Raises:
         ConfigError: the stage computes with such a weight.
     """
-    copy.note_checked()
-    gathered = gathered_parameters(copy.module) if copy.module is not None else ()
-    leaves, ends = (detach_points.leaves, detach_points.ends) if detach_points is not None else ([], [])
-    masters = copy.precision.masters
-    known = {id(tensor) for tensor in (*copy.parameters(), *masters, *gathered, *inputs, *leaves)}
-    nodes = graph_of(outputs, inputs, ends)
-    unknown = {id(leaf): leaf for leaf in _leaves(outputs, nodes) if id(leaf) not in known}
+    known = {id(tensor) for tensor in (*graph.weights, *graph.inputs, *graph.leaves)}
+    nodes = graph_of(graph.outputs, graph.inputs, graph.ends)
+    unknown = {id(leaf): leaf for leaf in _leaves(graph.outputs, nodes) if id(leaf) not in known}
     if unknown:
-        _refuse_there_before(copy, unknown, rerun)
+        _refuse_existing(graph, unknown, rerun)
     for node in nodes:
-        if (masters or copy.replays is not None) and issubclass(type(node), BackwardCFunction):
-            weights = [_weight_at(before, cast=bool(masters)) for before, _ in node.next_functions]
+        if (graph.casts or graph.recomputes) and issubclass(type(node), BackwardCFunction):
+            weights = [_weight_at(before, cast=graph.casts) for before, _ in node.next_functions]
             if any(isinstance(tensor, nn.Parameter) for tensor in weights):
-                node.register_hook(partial(_refuse_own_gradients, copy.stage, node.name(), weights))
+                node.register_hook(partial(_refuse_own_gradients, graph.stage, node.name(), weights))
 
 
-def _refuse_there_before(
-    copy: RunnableStage, unknown: Mapping[int, Tensor], rerun: Callable[[], Sequence[Tensor]]
+def _refuse_existing(
+    graph: StageGraph, unknown: Mapping[int, Tensor], rerun: Callable[[], Sequence[Tensor]]
 ) -> None:
     """Refuse unknown tensors that are in the graph of a second run as well: they existed before."""
-    weights = copy.parameters()
-    before = versions(weights)
+    before = versions(graph.weights)
     outputs = rerun()
     known = (unknown.get(id(leaf)) for leaf in _leaves(outputs, graph_of(outputs)))
     tensor = next((leaf for leaf in known if leaf is not None), None)
     if tensor is not None:
         raise ConfigError(
-            f"stage {copy.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
+            f"stage {graph.stage} computes with a tensor of shape {tuple(tensor.shape)} that requires "
             "a gradient and is no parameter of its layers or of a loss function that is a module: it "
             "would not be trained; make it one, or let it require no gradient"
         )
-    if versions(weights) != before:
+    if versions(graph.weights) != before:
         shape = tuple(next(iter(unknown.values())).shape)
         raise ConfigError(
-            f"stage {copy.stage} computes with a tensor of shape {shape} that requires a gradient and is "
+            f"stage {graph.stage} computes with a tensor of shape {shape} that requires a gradient and is "
             "no parameter, and it changes weights as it runs, so that a second run cannot tell whether "
             "that tensor was there before; let the tensor require no gradient, or change no weight"
         )
