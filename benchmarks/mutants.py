@@ -45,7 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "synthesis/bounds/windows.py": ("synthesis/bounds",),
     "runtime/parameters/weights.py": ("runtime/parameters/test_one_worker.py",),
     "runtime/parameters/local_state.py": ("runtime/parameters/test_local_state.py",),
-    "runtime/parameters/changes.py": ("runtime/parameters/test_changes.py",),
+    "runtime/parameters/mutation_check.py": ("runtime/parameters/test_mutation_check.py",),
     "runtime/parameters/statistics.py": ("runtime/parameters/test_statistics.py",),
     "runtime/parameters/parameter_placement.py": ("runtime/parameters/test_parameter_placement.py",),
     "runtime/parameters/gradients.py": (

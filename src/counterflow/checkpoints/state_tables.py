@@ -110,7 +110,7 @@ def _is_options(entry: StateName) -> bool:
 def changing_in_forward(pipeline: Pipeline, tensors: Iterable[str]) -> set[str]:
     """Keys of local tensors that a forward may change: buffers, and weights that were seen to change."""
     weights = pipeline.weights
-    steady = {first for names in weights.names for _, first in names} - weights.changes.in_forward
+    steady = {first for names in weights.names for _, first in names} - weights.mutations.mutated_weights
     kinds = ((key, *key.partition("/")[::2]) for key in tensors)
     return {key for key, kind, name in kinds if kind == MODEL and name not in steady}
 

@@ -297,7 +297,7 @@ def test_a_worker_goes_on_while_another_has_not_updated(barrier: bool) -> None:
         pipeline = Pipeline(
             deepcopy(layers), mean_square, schemes.dapple(2, 2), optimizer=momentum, barrier=barrier
         )
-        check = pipeline.weights.changes.check
+        check = pipeline.weights.mutations.check
 
         def late() -> None:  # after all ops, before anything is heard or updated
             if not found:
@@ -305,7 +305,7 @@ def test_a_worker_goes_on_while_another_has_not_updated(barrier: bool) -> None:
             check()
 
         if pipeline.worker == 0:
-            pipeline.weights.changes.check = late  # type: ignore[method-assign]
+            pipeline.weights.mutations.check = late  # type: ignore[method-assign]
         pipeline.step(*numbers(4))
         if pipeline.worker == 1:
             went_on.set()

@@ -355,10 +355,10 @@ def test_running_statistics_wait_within_a_step() -> None:
 def test_a_changed_weight_is_named_by_the_model() -> None:
     modules: list[list[nn.Module]] = [[nn.Linear(1, 1)], [nn.Linear(1, 1)]]
     weights = weights_of(modules)
-    weights.changes.note_parameters()
+    weights.mutations.note_parameters()
     change(modules[1][0].get_parameter("bias"))
-    weights.changes.check()
-    assert weights.changes.in_forward == {"1.bias"}
+    weights.mutations.check()
+    assert weights.mutations.mutated_weights == {"1.bias"}
 
 
 def test_ties_are_told_ascending() -> None:

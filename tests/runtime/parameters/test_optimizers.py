@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters.coupled import Trial
 from counterflow.runtime.parameters.optimizers import Parameters, home_of
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
+from counterflow.verification.diagnosis.optimizer_coupling import OptimizerCouplingDiagnosis
 
 from ...kit import mean_square, run
 
@@ -312,11 +312,12 @@ def coupled(make: Any, dtype: torch.dtype = torch.float32, *, layers: int = 2) -
     kept = copy.deepcopy(made.state_dict())
     state = torch.get_rng_state()
     with torch.random.fork_rng():
-        found = Trial(make, made, given).coupled(nullcontext())
+        diagnosis = OptimizerCouplingDiagnosis(lambda named: make(Parameters(named)), made, given)
+        couples = diagnosis.run(nullcontext())
     assert torch.equal(state, torch.get_rng_state())
     assert all(map(torch.equal, before, model.parameters()))
     assert str(made.state_dict()) == str(kept)
-    return found
+    return couples
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.runtime.parameters.changes import Changes
+from counterflow.runtime.parameters.mutation_check import InPlaceMutationCheck
 from counterflow.runtime.parameters.statistics import Statistics
 from counterflow.runtime.stages.deferred import defer
 from counterflow.runtime.stages.versions import Versions
@@ -44,7 +44,7 @@ class Copies:
             if versions:
                 stage.versions = Versions(1, stage.parameters, lambda _: None)
             groups: dict[int, Group | None] = {1: transport.group(range(count))}
-            self.changes.append(Changes({1: stage}, [[], *names_of(stage)], groups))
+            self.changes.append(InPlaceMutationCheck({1: stage}, [[], *names_of(stage)], groups))
             self.parts.append(Statistics({1: stage}, groups, self.changes[-1], transport))
 
     def note(self) -> None:
@@ -148,7 +148,7 @@ def test_all_norms_of_all_stages_wait() -> None:
     stages = {number: stage_of(number, deferred(1.0, 2.0), 2 * number) for number in range(2)}
     groups: dict[int, Group | None] = dict.fromkeys(stages)
     transport = Hub(1).transport(0)
-    changes = Changes(stages, names_of(*stages.values()), groups)
+    changes = InPlaceMutationCheck(stages, names_of(*stages.values()), groups)
     part = Statistics(stages, groups, changes, transport)
     norms = [norm for stage in stages.values() for norm in stage.deferred]
     assert len(norms) == 4

@@ -252,7 +252,7 @@ class Runner:
         if batch is not None and self._flushes:
             self._report, self._compare = batch.report, batch.compare
         self.weights.attach()
-        self.weights.changes.note_parameters()
+        self.weights.mutations.note_parameters()
         self._shared.note(training=True)
         shown = self._offset if self.interpreter.tracing or not self._flushes else 0
         try:
@@ -261,8 +261,8 @@ class Runner:
             )
         except WorkerError as error:
             if isinstance(error.__cause__, RuntimeError):
-                changes = self.weights.changes
-                (changes.refuse_overwritten if self._flushes else changes.check)()
+                mutations = self.weights.mutations
+                (mutations.refuse_overwritten if self._flushes else mutations.check)()
             self._shared.explain(error)
             raise
         finally:
@@ -310,7 +310,7 @@ class Runner:
             del self._mini_batches[number]
 
     def _check_changes(self) -> None:
-        self.weights.changes.check()
+        self.weights.mutations.check()
         self._shared.check()
 
     def _request(self, gather: GatherAction) -> GatherRequest:

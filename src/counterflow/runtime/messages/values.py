@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from counterflow.common.mappings import PLAIN, flat_with_paths, register_mapping_classes
+from counterflow.common.numbering import number_of
 from counterflow.common.tensors.torch_private import storage_uses
 from counterflow.common.trees import tensors_in
 from counterflow.errors import ConfigError
@@ -297,12 +298,6 @@ def read_description(head: Tensor, count: int) -> tuple[Sequence[Structure | Non
 def takes_gradient(tensor: Tensor) -> bool:
     """True if a tensor of this dtype can require a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def number_of(*parts: object) -> int:
-    """A number below 2**52 that identifies ``parts``, equal in every process."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 12
 
 
 def signature(tree: object, *more: Any) -> int:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from counterflow.common.mappings import flat_with_paths, register_mapping_classes
+from counterflow.common.numbering import number_of
 from counterflow.errors import ConfigError
 from counterflow.schedule.ir import Schedule
 
-from ..messages.values import Keyworded, content_digest, not_dense, number_of, signature
+from ..messages.values import Keyworded, content_digest, not_dense, signature
 from .entries import KnownLayouts
 from .samples import Dims, cut, samples_in, split_points
 from .step_report import BatchForm

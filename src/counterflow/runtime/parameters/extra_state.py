@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterflow.common.numbering import number_of
 from counterflow.errors import ConfigError
 
-from ..messages.values import number_of
 from ..stages.layers import EXTRA_STATE, Model, aliases_of
 from ..transport.base import Transport
 from .digest import digest

@@ -12,12 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from counterflow.common.numbering import number_of
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.schedule.owners import pieces
 
 from ..mesh.parallel_dims import ParallelDims
-from ..messages.values import number_of
 from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
 from .digest import digest

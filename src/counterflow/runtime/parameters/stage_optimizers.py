@@ -12,7 +12,7 @@ from counterflow.errors import ConfigError
 
 from ..stages.randomness import RandomStreams
 from ..transport.base import Transport
-from .coupled import Coupling
+from .optimizer_probe import OptimizerProbe
 from .optimizers import MakeOptimizer, MakeScheduler, optimizer_of, refuse_others, scheduler_of
 from .parameter_placement import ParameterPlacement
 from .recipes import Recipes
@@ -54,7 +54,7 @@ class StageOptimizers:
         self.by_stage: dict[int, Optimizer] = {}
         self.schedulers: dict[int, LRScheduler] = {}
         sharded = owners is not None
-        self._coupling = Coupling(optimizer, streams, transport, sharded=sharded)
+        self._probe = OptimizerProbe(optimizer, streams, transport, sharded=sharded)
         for stage in stages:
             parameters = self.parameters(stage)
             of_stage = optimizer_of(stage, optimizer, parameters) if parameters else None
@@ -93,7 +93,7 @@ class StageOptimizers:
         Raises:
             ConfigError: the model has several optimisers, and one is such.
         """
-        self._coupling.refuse(self.by_stage, self.parameters)
+        self._probe.refuse(self.by_stage, self.parameters)
 
     def step(self, stage: int, step: int) -> None:
         """Step a stage's optimiser and scheduler.
@@ -108,7 +108,7 @@ class StageOptimizers:
             optimizer, apart = self.by_stage[stage], self._placement.apart
             with self._streams.update("optimizer", step, stage):
                 before = self._streams.states() if stage in apart else []
-                self._coupling.step(stage, optimizer)
+                self._probe.step(stage, optimizer)
                 if before and self.owners is None and not self._streams.drew_nothing(before):
                     name, stages = apart[stage]
                     raise ConfigError(

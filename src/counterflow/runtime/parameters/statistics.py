@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..stages.stage import LocalStage
 from ..transport.base import Group, Pending, Transport
-from .changes import Changes
+from .mutation_check import InPlaceMutationCheck
 
 
 class _StatisticsSum(NamedTuple):
@@ -32,7 +32,7 @@ class Statistics:
     Args:
         stages: the worker's.
         groups: by stage, those who hold copies of it; None: nobody else.
-        changes: knows what counters were before the mini-batch.
+        mutations: has the counters before the mini-batch.
         transport: how to reach the others.
     """
 
@@ -40,10 +40,10 @@ class Statistics:
         self,
         stages: Mapping[int, LocalStage],
         groups: Mapping[int, Group | None],
-        changes: Changes,
+        mutations: InPlaceMutationCheck,
         transport: Transport,
     ) -> None:
-        self._stages, self._groups, self._changes, self._transport = stages, groups, changes, transport
+        self._stages, self._groups, self._mutations, self._transport = stages, groups, mutations, transport
         self._sums: dict[int, _StatisticsSum] = {}
         """In flight, by stage."""
 
@@ -79,7 +79,7 @@ class Statistics:
         counters = []
         for place in buffers.summed:
             module, name = buffers.places[place]
-            then = self._changes.held[stage][place]
+            then = self._mutations.buffer_contents[stage][place]
             assert then is not None
             counters.append((module.get_buffer(name), then))
         return counters

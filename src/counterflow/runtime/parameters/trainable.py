@@ -10,10 +10,10 @@ from typing import cast
 
 from torch import nn
 
+from counterflow.common.numbering import number_of
 from counterflow.errors import ConfigError
 
 from ..mesh.parallel_dims import ParallelDims
-from ..messages.values import number_of
 from ..transport.base import Transport
 
 Parameters = Mapping[int, Mapping[str, nn.Parameter]]

@@ -25,13 +25,13 @@ from ..mini_batch.refusal import refusing
 from ..stages.randomness import RandomStreams
 from ..stages.stage import LocalStage
 from ..transport.base import Group, Transport
-from .changes import Changes
 from .ema import ExponentialAverage, WeightEma
 from .extra_state import ExtraState
 from .gradients import GradientGroup, OwnNorm, SquaredNorms, squared_norms
 from .hooks import Hooks
 from .local_state import LocalState
 from .loss_scale import LossScale
+from .mutation_check import InPlaceMutationCheck
 from .names import Names, named_parameters, named_tensors, shared_names
 from .parameter_placement import ParameterPlacement
 from .pending_copies import PendingCopies
@@ -92,8 +92,8 @@ class Weights:
         self._streams = streams
         self.hooked = any(row[0] for row in transport.gather([float(self.hooks.first() is not None)]))
         """True if a parameter of the model has a hook."""
-        self.changes = Changes(stages, names, placement.groups)
-        self._statistics = Statistics(stages, placement.groups, self.changes, transport)
+        self.mutations = InPlaceMutationCheck(stages, names, placement.groups)
+        self._statistics = Statistics(stages, placement.groups, self.mutations, transport)
         self.digests = ReplicaDigests(self._compared, dims, transport)
 
     @property
@@ -164,7 +164,7 @@ class Weights:
         for gradients in self.placement.every():
             gradients.attach()
         self._statistics.defer(deferring=True)
-        self.changes.note_buffers()
+        self.mutations.note_buffers()
 
     def commit_statistics(self) -> None:
         """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..messages.values import Value, number_of
+from counterflow.common.numbering import number_of
+
+from ..messages.values import Value
 from ..transport.base import TimedOut
 from ..transport.rng_lock import holds_rng, process_lock, synchronize_stream
 from .named_layer import NamedLayer

@@ -95,8 +95,8 @@ def equal_within_units(expected: Tensor, got: Tensor, units: float) -> bool:
     wide = torch.complex128 if expected.is_complex() else torch.float64
     size = float(expected.detach().to(wide).abs().max()) if expected.numel() else 0.0
     limit = units * torch.finfo(expected.dtype).eps * (size if math.isfinite(size) else 0.0)
-    pair = (tensor.detach().to(wide) for tensor in (expected, got))
-    return torch.allclose(*pair, rtol=0.0, atol=limit, equal_nan=True)
+    first, second = (tensor.detach().to(wide) for tensor in (expected, got))
+    return torch.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True)
 
 
 def difference(first: Any, second: Any, floor: float = 0.0) -> float:

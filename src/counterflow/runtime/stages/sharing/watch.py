@@ -20,9 +20,9 @@ from types import CodeType
 from typing import cast
 
 from counterflow.common.doubling import is_doubling
+from counterflow.common.numbering import number_of
 from counterflow.errors import ConfigError
 
-from ...messages.values import number_of
 from ...transport.base import Transport
 from ..named_layer import LOSS, NamedLayer, place_of
 from .reach import Kind, Path, Reach, Reached, Root, reach_of

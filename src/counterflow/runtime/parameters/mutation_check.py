@@ -1,4 +1,4 @@
-"""Check that no layer changes, in training, tensors of updates alone: weights, and buffers of copies."""
+"""Check that no layer mutates, in training, what only updates may change: weights, and buffers of copies."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from ..transport.base import Group
 from .names import Names, named_parameters, shared_names
 
 
-class Changes:
-    """Changes that a worker's layers made since tensors were noted.
+class InPlaceMutationCheck:
+    """Check of a worker's layers for mutations of weights and buffers since these were noted.
 
     Args:
-        stages: the worker's.
-        names: of the parameters of all stages.
-        groups: by stage, those who hold copies of it; None: nobody else.
+        stages: the worker's stages.
+        names: names of the parameters of all stages.
+        groups: group of the workers with copies of a stage, by stage; None: there is one copy.
 
     Attributes:
-        held: by stage with copies, what its buffers held when they were noted.
-        in_forward: weights that a layer was seen to change in its forward, by first name.
+        buffer_contents: contents of the noted buffers, by stage with copies.
+        mutated_weights: first names of weights that a layer has changed in its forward.
     """
 
     def __init__(
         self, stages: Mapping[int, LocalStage], names: Names, groups: Mapping[int, Group | None]
     ) -> None:
         self._stages, self._names, self._groups = stages, names, groups
-        self.held: dict[int, Contents] = {}
-        self.in_forward: set[str] = set()
+        self.buffer_contents: dict[int, Contents] = {}
+        self.mutated_weights: set[str] = set()
         self._watched = {
             stage: [parameter for parameter in copy.parameters() if not is_dtensor(parameter)]
             for stage, copy in stages.items()
         }
         """Parameters of each stage that are not sharded."""
         self._unchanged: dict[int, list[int]] = {}
-        """How often these had been changed when they were noted."""
+        """Number of changes of these parameters when they were noted."""
 
     def note_buffers(self) -> None:
-        """Note what buffers of stages with copies hold."""
-        self.held = {
+        """Note the contents of buffers of stages with copies."""
+        self.buffer_contents = {
             stage: copy.buffers.snapshot()
             for stage, copy in self._stages.items()
             if self._groups.get(stage) is not None and copy.buffers.places
         }
 
     def note_parameters(self) -> None:
-        """Note how often the parameters were changed, for ``check`` and ``refuse_overwritten``."""
+        """Note the number of changes of the parameters, for ``check`` and ``refuse_overwritten``."""
         for copy in self._stages.values():
             if copy.versions is not None:
                 copy.versions.note()
@@ -63,12 +63,11 @@ class Changes:
     def check(self) -> None:
         """Refuse a layer that changed a buffer since ``note_buffers``, or a weight, if its stage has copies.
 
-        Running statistics of batch norms are averaged, and counters added up, unless mini-batches are under
-        way together; what would become of another nobody knows. A buffer that becomes one of another shape is
-        a cache.
+        Running statistics of batch norms are averaged, and counters added up, unless mini-batches are in
+        flight together; for other buffers there is no rule. A buffer whose shape changes is a cache.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: a layer changed one.
         """
         for stage, place, name, full in self._changed_weights():
             group = self._groups.get(stage)
@@ -89,13 +88,13 @@ class Changes:
                     f"each of the {len(group.ranks)} copies of stage {stage} would change its own; take a "
                     "scheme with one copy of a stage and one replica, or let only the optimizer change it"
                 )
-            self.in_forward.add(full)
-        for stage, before in self.held.items():
+            self.mutated_weights.add(full)
+        for stage, before in self.buffer_contents.items():
             group, copy = self._groups[stage], self._stages[stage]
             assert group is not None
-            now = copy.buffers.snapshot()
+            current = copy.buffers.snapshot()
             counters = copy.buffers.summed if copy.versions is None else ()
-            for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            for number, (old, new) in enumerate(zip(before, current, strict=True)):
                 if number in counters or old is new or old is None or new is None:
                     continue
                 if old.shape != new.shape or old.equal(new):
@@ -110,10 +109,10 @@ class Changes:
                 )
 
     def refuse_overwritten(self) -> None:
-        """After an error of autograd: see whether it is that a layer changed a weight in its forward.
+        """Refuse a layer that changed a weight in its forward, after an error of autograd.
 
         Raises:
-            ConfigError: one did.
+            ConfigError: a layer changed one.
         """
         for _, place, name, _ in self._changed_weights():
             raise ConfigError(
@@ -133,7 +132,7 @@ class Changes:
                             yield stage, place, name, firsts[id(changed)]
 
     def _changed_parameters(self, stage: int, noted: Sequence[int]) -> list[nn.Parameter]:
-        """A stage's parameters whose version is not the noted one, or of whose versions one was changed."""
+        """A stage's parameters that were changed since they were noted, or one of whose versions was."""
         versions, watched = self._stages[stage].versions, self._watched[stage]
         swapped = set() if versions is None else versions.swapped
         overwritten = [] if versions is None else [p for p in versions.overwritten() if not is_dtensor(p)]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import counterflow as cf
 from counterflow.errors import ConfigError
-from counterflow.runtime.parameters.changes import Changes
+from counterflow.runtime.parameters import mutation_check
+from counterflow.runtime.parameters.mutation_check import InPlaceMutationCheck
 from counterflow.runtime.stages.versions import Versions
 from counterflow.runtime.transport.base import Group
 
@@ -31,9 +32,9 @@ class Notes(nn.Module):
         cf.sum_over_copies(self, "count")
 
 
-def changes(*modules: nn.Module, group: Group | None = None, first: int = 4) -> Changes:
+def changes(*modules: nn.Module, group: Group | None = None, first: int = 4) -> InPlaceMutationCheck:
     stage = stage_of(0, modules, first)
-    return Changes({0: stage}, names_of(stage), {0: group})
+    return InPlaceMutationCheck({0: stage}, names_of(stage), {0: group})
 
 
 def changed(weight: Tensor) -> None:
@@ -43,36 +44,36 @@ def changed(weight: Tensor) -> None:
 
 def test_what_no_layer_changed_is_no_matter() -> None:
     layer, notes = nn.Linear(2, 2), Notes()
-    found = changes(layer, notes, group=COPIES)
+    check = changes(layer, notes, group=COPIES)
     changed(layer.weight)
-    found.check()  # nothing was noted yet
-    found.refuse_overwritten()
-    found.note_parameters()
-    found.note_buffers()
-    found.check()
-    found.refuse_overwritten()
-    assert not found.in_forward
+    check.check()  # nothing was noted yet
+    check.refuse_overwritten()
+    check.note_parameters()
+    check.note_buffers()
+    check.check()
+    check.refuse_overwritten()
+    assert not check.mutated_weights
 
 
 def test_a_weight_of_one_copy_may_change_and_is_known() -> None:
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
-    found = changes(*layers)
-    found.note_parameters()
+    check = changes(*layers)
+    check.note_parameters()
     changed(layers[1].weight)
-    found.check()
-    assert found.in_forward == {"5.weight"}
+    check.check()
+    assert check.mutated_weights == {"5.weight"}
     changed(layers[0].bias)
-    found.check()
-    assert found.in_forward == {"4.bias", "5.weight"}
+    check.check()
+    assert check.mutated_weights == {"4.bias", "5.weight"}
 
 
 def test_a_weight_that_is_changed_before_its_backward_is_refused() -> None:
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
-    found = changes(*layers)
-    found.note_parameters()
+    check = changes(*layers)
+    check.note_parameters()
     changed(layers[1].bias)
     with pytest.raises(ConfigError) as refused:
-        found.refuse_overwritten()
+        check.refuse_overwritten()
     assert str(refused.value) == (
         "layer 5 (Linear) changes its weight 'bias' in training, and the backwards of the micro-batches "
         "before need it as it was; let only the optimizer change it (in a hook after its step, say)"
@@ -81,28 +82,28 @@ def test_a_weight_that_is_changed_before_its_backward_is_refused() -> None:
 
 def test_a_weight_of_several_copies_is_refused() -> None:
     layer = nn.Linear(2, 2)
-    found = changes(layer, group=COPIES)
-    found.note_parameters()
+    check = changes(layer, group=COPIES)
+    check.note_parameters()
     changed(layer.weight)
     with pytest.raises(ConfigError) as refused:
-        found.check()
+        check.check()
     assert str(refused.value) == (
         "layer 4 (Linear) changes its weight 'weight' in training (max_norm of an embedding does), and "
         "each of the 3 copies of stage 0 would change its own; take a scheme with one copy of a stage and "
         "one replica, or let only the optimizer change it"
     )
-    assert not found.in_forward
+    assert not check.mutated_weights
 
 
 def test_a_weight_of_several_stages_is_refused() -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight
     stages = stage_of(0, [first]), stage_of(1, [last], 1)
-    found = Changes({1: stages[1]}, names_of(*stages), {1: None})
-    found.note_parameters()
+    check = InPlaceMutationCheck({1: stages[1]}, names_of(*stages), {1: None})
+    check.note_parameters()
     changed(last.weight)
     with pytest.raises(ConfigError) as refused:
-        found.check()
+        check.check()
     assert str(refused.value) == (
         "layer 1 (Linear) changes its weight 'weight' in training, which is one of other stages too, where "
         "it would stay; let only the optimizer change it (in a hook after its step, say)"
@@ -113,11 +114,11 @@ def test_a_weight_with_several_versions_is_refused() -> None:
     layer = nn.Linear(2, 2)
     stage = stage_of(0, [layer])
     stage.versions = Versions(0, stage.parameters, lambda _: None)
-    found = Changes({0: stage}, names_of(stage), {0: None})
-    found.note_parameters()
+    check = InPlaceMutationCheck({0: stage}, names_of(stage), {0: None})
+    check.note_parameters()
     changed(layer.weight)
     with pytest.raises(ConfigError) as refused:
-        found.check()
+        check.check()
     assert str(refused.value) == (
         "layer 0 (Linear) changes its weight 'weight' in training, and an asynchronous schedule keeps "
         "several versions of it, of which one would be changed; let only the optimizer change it (in a "
@@ -127,11 +128,11 @@ def test_a_weight_with_several_versions_is_refused() -> None:
 
 def test_a_buffer_of_several_copies_is_refused() -> None:
     layer, notes = nn.Linear(2, 2), Notes()
-    found = changes(layer, nn.Sequential(notes), group=COPIES)
-    found.note_buffers()
+    check = changes(layer, nn.Sequential(notes), group=COPIES)
+    check.note_buffers()
     notes.last += 1
     with pytest.raises(ConfigError) as refused:
-        found.check()
+        check.check()
     assert str(refused.value) == (
         "layer 5 (Sequential) changes its buffer 'last' in training, and each of the 3 copies of stage 0 "
         "would change its own; take a scheme with one copy of a stage and one replica, let training keep "
@@ -141,28 +142,28 @@ def test_a_buffer_of_several_copies_is_refused() -> None:
 
 def test_buffers_that_may_change_and_those_after_them() -> None:
     notes = Notes()
-    found = changes(notes, group=COPIES)
-    found.note_buffers()
+    check = changes(notes, group=COPIES)
+    check.note_buffers()
     notes.count += 1  # it is added up
     notes.cache = torch.ones(3)  # was none
-    found.check()
-    found.note_buffers()
+    check.check()
+    check.note_buffers()
     notes.cache = torch.ones(4)  # has another shape: a cache
     notes.last = notes.last.clone()  # another object that is equal
-    found.check()
-    found.note_buffers()
+    check.check()
+    check.note_buffers()
     notes.cache = None
-    found.check()
+    check.check()
     notes.last = notes.last + 1
     with pytest.raises(ConfigError, match="'last'"):
-        found.check()
+        check.check()
 
 
 def test_what_comes_after_a_buffer_that_may_change_is_seen() -> None:
     first, notes = Notes(), Notes()
-    found = changes(first, notes, group=COPIES)
+    check = changes(first, notes, group=COPIES)
     for may_change in ("count", "last", "cache"):
-        found.note_buffers()
+        check.note_buffers()
         if may_change == "count":
             first.count += 1
         elif may_change == "last":
@@ -171,58 +172,58 @@ def test_what_comes_after_a_buffer_that_may_change_is_seen() -> None:
             first.cache = torch.zeros(5)
         notes.last += 1
         with pytest.raises(ConfigError, match="layer 5"):
-            found.check()
+            check.check()
 
 
 def test_a_counter_is_no_counter_without_a_flush() -> None:
     notes = Notes()
     stage = stage_of(0, [notes])
     stage.versions = Versions(0, stage.parameters, lambda _: None)
-    found = Changes({0: stage}, names_of(stage), {0: COPIES})
-    found.note_buffers()
+    check = InPlaceMutationCheck({0: stage}, names_of(stage), {0: COPIES})
+    check.note_buffers()
     notes.count += 1
     with pytest.raises(ConfigError, match="'count'"):
-        found.check()
+        check.check()
 
 
 def test_buffers_of_one_copy_are_its_own() -> None:
     notes = Notes()
-    found = changes(notes)
-    found.note_buffers()
-    assert found.held == {}
+    check = changes(notes)
+    check.note_buffers()
+    assert check.buffer_contents == {}
     notes.last += 1
-    found.check()
+    check.check()
     without = changes(nn.Linear(2, 2), group=COPIES)
     without.note_buffers()
-    assert without.held == {}
+    assert without.buffer_contents == {}
 
 
 def test_what_is_sharded_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(2, 2)
-    monkeypatch.setattr("counterflow.runtime.parameters.changes.is_dtensor", lambda one: one is layer.weight)
-    found = changes(layer)
-    found.note_parameters()
+    monkeypatch.setattr(mutation_check, "is_dtensor", lambda one: one is layer.weight)
+    check = changes(layer)
+    check.note_parameters()
     changed(layer.weight)
-    found.check()
-    assert not found.in_forward
+    check.check()
+    assert not check.mutated_weights
     changed(layer.bias)
-    found.check()
-    assert found.in_forward == {"4.bias"}
+    check.check()
+    assert check.mutated_weights == {"4.bias"}
 
 
 def test_each_stage_is_looked_at() -> None:
     stages = [stage_of(number, [nn.Linear(2, 2), Notes()], 2 * number) for number in range(3)]
     group = {0: None, 1: COPIES, 2: COPIES}
-    found = Changes(dict(enumerate(stages)), names_of(*stages), group)
-    found.note_parameters()
-    found.note_buffers()
-    assert [*found.held] == [1, 2]
+    check = InPlaceMutationCheck(dict(enumerate(stages)), names_of(*stages), group)
+    check.note_parameters()
+    check.note_buffers()
+    assert [*check.buffer_contents] == [1, 2]
     notes = stages[2].with_weights[1].module
     assert isinstance(notes, Notes)
     notes.last += 1
     with pytest.raises(ConfigError, match=r"layer 5 .* stage 2"):
-        found.check()
-    found.note_buffers()
+        check.check()
+    check.note_buffers()
     changed(stages[2].with_weights[0].module.get_parameter("bias"))
     with pytest.raises(ConfigError, match=r"layer 4 .* 'bias' .* stage 2"):
-        found.check()
+        check.check()
