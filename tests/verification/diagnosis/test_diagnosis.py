@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from counterflow.errors import ConfigError
-from counterflow.verification.diagnosis.comparison import compare_with_parts, difference, distance
+from counterflow.verification.diagnosis.comparison import (
+    compare_with_parts,
+    difference,
+    distance,
+    equal_within_units,
+    norm_distance,
+)
 from counterflow.verification.diagnosis.graded_losses import LossProbe, WeightedLoss
 from counterflow.verification.diagnosis.sample_means import SampleMeanDiagnosis
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
@@ -25,6 +31,7 @@ from counterflow.verification.diagnosis.tolerances import (
     LOSSES_OF_SLICES,
     MODELS,
     TRAININGS,
+    square_root_tolerance,
 )
 
 DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -58,6 +65,21 @@ def test_a_distance_is_relative_to_the_largest_expected_value() -> None:
     infinite = torch.tensor([-math.inf, 2.0])
     assert distance(infinite, infinite, skip_non_finite=False) == 0.0
     assert difference((expected, 1), (expected, 2)) == math.inf
+
+
+def test_distances_of_reruns_and_updates() -> None:
+    expected, infinite = torch.tensor([3.0, 4.0]), torch.tensor([math.inf, 4.0])
+    assert norm_distance(expected, torch.tensor([3.0, 3.375])) == 0.125
+    assert norm_distance(torch.zeros(2), torch.ones(2)) == math.inf
+    assert math.isnan(norm_distance(torch.zeros(2), torch.zeros(2)))  # both are zero
+    assert math.isnan(norm_distance(infinite, infinite))
+    eps = torch.finfo(torch.float32).eps
+    assert equal_within_units(expected, expected + 8 * eps, 2.0)
+    assert not equal_within_units(expected, expected + 16 * eps, 2.0)
+    assert equal_within_units(infinite, infinite, 0.0)
+    assert not equal_within_units(expected, expected.double(), 8.0)
+    assert equal_within_units(torch.tensor([1]), torch.tensor([1]), 0.0)
+    assert square_root_tolerance(torch.int64) == 0.0
 
 
 def test_parts_are_joined_and_compared_with_the_whole() -> None:

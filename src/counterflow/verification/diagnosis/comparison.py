@@ -70,8 +70,8 @@ def norm_distance(expected: Tensor, got: Tensor) -> float:
 
     The host waits once for a device.
 
-    >>> norm_distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5]))
-    0.1
+    >>> norm_distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.375]))
+    0.125
     """
     expected, got = expected.detach(), got.detach()
     return float((got - expected).norm() / expected.norm())
