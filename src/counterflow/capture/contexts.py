@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
-class Autocast(NamedTuple):
+class AutocastState(NamedTuple):
     """State of autocast for one device type."""
 
     device_type: str
@@ -38,7 +38,7 @@ class Context(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[Autocast, ...]
+    autocast: tuple[AutocastState, ...]
     attention: tuple[SDPBackend, ...]
 
     @classmethod
@@ -68,7 +68,7 @@ class Change(NamedTuple):
 
     grad: bool | None
     inference: bool | None
-    autocast: tuple[Autocast, ...] | None
+    autocast: tuple[AutocastState, ...] | None
     attention: tuple[SDPBackend, ...] | None
 
     @contextmanager
@@ -95,10 +95,10 @@ _BACKENDS = {
 }
 
 
-def autocast_states() -> tuple[Autocast, ...]:
+def autocast_states() -> tuple[AutocastState, ...]:
     """State of autocast for each device type."""
     return tuple(
-        Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in _DEVICE_TYPES
     )
 
@@ -108,7 +108,7 @@ def autocast_of(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-class Settings(NamedTuple):
+class TorchSettings(NamedTuple):
     """Settings of the whole process on which results of torch depend."""
 
     dtype: torch.dtype
@@ -117,9 +117,9 @@ class Settings(NamedTuple):
     precision: str
 
 
-def process_settings() -> Settings:
+def process_settings() -> TorchSettings:
     """Settings of the process now."""
-    return Settings(
+    return TorchSettings(
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -127,7 +127,7 @@ def process_settings() -> Settings:
     )
 
 
-def restore_process_settings(settings: Settings) -> None:
+def restore_process_settings(settings: TorchSettings) -> None:
     """Set the process's settings, if a forward has changed them."""
     if process_settings() != settings:
         torch.set_default_dtype(settings.dtype)

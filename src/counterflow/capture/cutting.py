@@ -27,7 +27,7 @@ _WIDER = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutPoint:
     """A place to cut.
 
     Attributes:
@@ -117,7 +117,7 @@ def _is_ref(leaf: object) -> bool:
     return isinstance(leaf, Ref)
 
 
-def cuts_of(records: Records) -> list[Cut]:
+def cuts_of(records: Records) -> list[CutPoint]:
     """All places at which a model is cut."""
     pairs = _between(records.training, records.evaluation)
     training, evaluation = Living(records.training), Living(records.evaluation)
@@ -129,7 +129,7 @@ def cuts_of(records: Records) -> list[Cut]:
         if training_places and evaluation_places:
             place = min(training_places, key=lambda p: (training.bytes(p), -p))
             twin = min(evaluation_places, key=lambda p: (evaluation.bytes(p), -p))
-            cuts.append(Cut(place, twin, training.bytes(place), costs[place]))
+            cuts.append(CutPoint(place, twin, training.bytes(place), costs[place]))
     return _chosen(cuts, costs[-1])
 
 
@@ -161,7 +161,7 @@ def _between(first: Record, second: Record) -> list[tuple[tuple[int, int], tuple
     return spans
 
 
-def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
+def _chosen(cuts: Sequence[CutPoint], total: float) -> list[CutPoint]:
     narrow = []
     for cut in cuts:
         near = [c for c in cuts if abs(c.cost - cut.cost) <= total * _WINDOW]
@@ -169,7 +169,7 @@ def _chosen(cuts: Sequence[Cut], total: float) -> list[Cut]:
         after = min((c.bytes for c in near if c.cost >= cut.cost and c is not cut), default=cut.bytes)
         if cut.bytes <= _WIDER * max(before, after):
             narrow.append(cut)
-    chosen: list[Cut] = []
+    chosen: list[CutPoint] = []
     for cut in narrow:
         done = chosen[-1].cost if chosen else 0.0
         if cut.cost - done < total * _SMALLEST:

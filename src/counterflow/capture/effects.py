@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .instances import instances_of
-from .python_state import Entries, State, Watch
+from .python_state import DictEntries, PythonState, WatchedContainer
 from .tracing_internals import OF_TORCH, FakeTensor
 from .walk import LRU_CACHE, Walk, is_library
 
@@ -26,13 +26,13 @@ LruCache = Any
 """A function with a cache, as ``functools.lru_cache`` makes it."""
 
 
-def lru_caches(reachable: State) -> list[LruCache]:
+def lru_caches(reachable: PythonState) -> list[LruCache]:
     """Functions with a cache of ``functools``: all that are of no library, and those that forwards reach."""
     caches = {id(cache): cache for cache in instances_of(LRU_CACHE) if not is_library(cache.__module__)}
     return [*(caches | reachable.caches).values()]  # objects that were frozen are in the second only
 
 
-def globals_of(model: nn.Module) -> State:
+def globals_of(model: nn.Module) -> PythonState:
     """Globals, closures and class attributes that forwards of a model's modules can reach."""
     walk = Walk(model)
     for kind in dict.fromkeys(type(module) for module in model.modules()):
@@ -63,7 +63,7 @@ class Effects:
         self,
         model: nn.Module,
         opened: Collection[str],
-        reachable: State,
+        reachable: PythonState,
         caches: Collection[LruCache],
         lasts: Callable[[Tensor], bool],
     ) -> None:
@@ -75,7 +75,7 @@ class Effects:
         self.live: list[str] = []
         """Names of the values that called modules change."""
 
-    def _attributes(self) -> State:
+    def _attributes(self) -> PythonState:
         walk = Walk(self._model)
         for path, module in self._model.named_modules():
             if path in self._opened:
@@ -125,9 +125,9 @@ class Effects:
                 cache.cache_clear()
             self._misses[id(cache)] = cache.cache_info().misses
 
-    def _is_cache(self, watch: Watch) -> bool:
+    def _is_cache(self, watch: WatchedContainer) -> bool:
         """Tell whether a container only gained tensors that are the same in every forward."""
-        if not isinstance(watch, Entries):
+        if not isinstance(watch, DictEntries):
             return False
         added = watch.added()
         return bool(added) and all(

@@ -19,8 +19,8 @@ from torch.nn.modules import module as of_torch
 
 from .contexts import autocast_of
 from .fake_model import CONTAINERS, observed_objects
-from .python_state import ABSENT, Entries, Plain, Same, State, Trained, Unknown
-from .record_comparison import Comparison
+from .python_state import ABSENT, DictEntries, Plain, PythonState, Same, TrainedFlags, Unknown
+from .record_comparison import ContainerComparison
 from .tracing_internals import hook_tables, parameter_tables
 from .walk import Walk
 
@@ -42,7 +42,7 @@ class Environment(NamedTuple):
         return cls(torch.get_default_dtype(), autocast_of(device_type))
 
 
-class Reads(NamedTuple):
+class RecordDependencies(NamedTuple):
     """Values that a record depends on.
 
     Attributes:
@@ -66,8 +66,8 @@ class Guards(NamedTuple):
         environment: settings of torch.
     """
 
-    state: State
-    comparison: Comparison
+    state: PythonState
+    comparison: ContainerComparison
     weights: Mapping[str, object]
     environment: Environment
 
@@ -80,7 +80,7 @@ class Guards(NamedTuple):
         for name in names:
             self.state.tokens[name] = guards.state.tokens.get(name, ABSENT)
         self.state.watches.append(Unknown())
-        return self._replace(comparison=Comparison(self.state.watches))
+        return self._replace(comparison=ContainerComparison(self.state.watches))
 
     def differences(self, guards: Guards) -> list[str]:
         """Names of what differs from other guards, besides weights."""
@@ -92,7 +92,7 @@ class Guards(NamedTuple):
         return names
 
 
-def guards_of(model: nn.Module, reads: Reads, environment: Environment) -> Guards:
+def guards_of(model: nn.Module, reads: RecordDependencies, environment: Environment) -> Guards:
     """Guards of a record, with the values of now."""
     modules = dict(model.named_modules())
     observed = observed_objects(model)
@@ -111,21 +111,21 @@ def guards_of(model: nn.Module, reads: Reads, environment: Environment) -> Guard
             walk.children(path, module)
             hook = f"{HOOK}{path!r}" if path else f"{HOOK}the model"
             for table in hook_tables(module):
-                walk.state.watches.append(Entries(hook, table))
+                walk.state.watches.append(DictEntries(hook, table))
             walk.state.tokens[hook] = Plain(sum(map(len, hook_tables(module))))
             for tensors in parameter_tables(module):
-                walk.state.watches.append(Entries(f"weights of {path!r}", tensors))
+                walk.state.watches.append(DictEntries(f"weights of {path!r}", tensors))
                 weights |= {f"{path}.{n}" if path else n: Same(t) for n, t in tensors.items()}
     tables = [vars(of_torch)[name] for name in _GLOBAL_HOOKS]
     for table in tables:
-        walk.state.watches.append(Entries(f"{HOOK}all modules", table))
+        walk.state.watches.append(DictEntries(f"{HOOK}all modules", table))
     walk.state.tokens[f"{HOOK}all modules"] = Plain(sum(map(len, tables)))
     state = walk.done()
     if state.asks_for_gradients:
-        trained = Trained([*model.parameters()])
+        trained = TrainedFlags([*model.parameters()])
         state.watches.append(trained)
         state.tokens[trained.label] = Plain(trained.flags())
-    return Guards(state, Comparison(state.watches), weights, environment)
+    return Guards(state, ContainerComparison(state.watches), weights, environment)
 
 
 HOOK = "a hook on "

@@ -19,7 +19,7 @@ from counterflow.errors import ConfigError
 
 from .example_call import Call, Example
 from .placeholders import Around, Member, OfDtype, Ref, Size, Template
-from .record import Step
+from .record import RecordedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CapturedInput:
     """Input of a first layer, and the example for which the model was captured.
 
     Attributes:
@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerSteps:
     """A layer's steps in one mode.
 
     Attributes:
@@ -66,13 +66,13 @@ class Part:
 
     takes: tuple[Ref, ...]
     sizes: Sizes
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedCall, ...]
     frees: tuple[tuple[Ref, ...], ...]
     gives: tuple[Ref, ...]
     numbers: tuple[int, ...]
     output: Template | None
     dtype_of: str | Ref | None
-    entry: Entry | None
+    entry: CapturedInput | None
     used: frozenset[str]
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -99,7 +99,7 @@ class LayerRecords(Protocol):
         called: modules that the steps call, by path.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerSteps, ...]
     constants: Mapping[str, Tensor]
     replaced: Mapping[str, Any]
     called: Mapping[str, nn.Module]
@@ -128,7 +128,7 @@ class CapturedLayer(nn.Module):
         recording: ModelRecords,
         number: int,
         title: str,
-        parts: tuple[Part, Part],
+        parts: tuple[LayerSteps, LayerSteps],
         *,
         tensors: Mapping[str, Tensor],
         cost: float,
@@ -207,7 +207,7 @@ class CapturedLayer(nn.Module):
         return all(modules.get(path) is self.module_at(path) for path in paths if path is not None)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[RecordedCall, ...]:
         """Steps of the layer in its current mode."""
         return self._part.steps
 
@@ -222,7 +222,7 @@ class CapturedLayer(nn.Module):
         return self.get_submodule(self._local[path])
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> LayerSteps:
         model = None if self.follows else self.model
         training = self.training and (model is None or model.training)
         return self._parts[0] if training else self._parts[1]
@@ -296,7 +296,9 @@ class CapturedLayer(nn.Module):
             return values[part.gives[0]]
         return (*(values[ref] for ref in part.gives), *(sizes[group] for group in part.numbers))
 
-    def _dtype(self, part: Part, values: Mapping[Ref, Tensor], tensors: Mapping[str, Any]) -> torch.dtype:
+    def _dtype(
+        self, part: LayerSteps, values: Mapping[Ref, Tensor], tensors: Mapping[str, Any]
+    ) -> torch.dtype:
         of = part.dtype_of
         if of is None:
             return torch.get_default_dtype()
@@ -314,7 +316,7 @@ class CapturedLayer(nn.Module):
         )
 
 
-def _entered(entry: Entry, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, Tensor]:
+def _entered(entry: CapturedInput, inputs: Any, kwargs: Mapping[str, Any]) -> dict[Ref, Tensor]:
     example = entry.example
     leaves, spec = pytree.tree_flatten(example.call.bound(inputs, kwargs))
     if spec != example.spec:
@@ -361,19 +363,19 @@ def _shown(leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
     return ", ".join([*map(str, args), *(f"{name}={kind}" for name, kind in kwargs.items())])
 
 
-def held_names(part: Part) -> list[str]:
+def held_names(part: LayerSteps) -> list[str]:
     """Names of the parameters, buffers and constants that a part's steps take."""
     templates = [step.takes for step in part.steps] + ([] if part.output is None else [part.output])
     return list(dict.fromkeys(x.name for t in templates for x in t.leaves() if isinstance(x, Member)))
 
 
-def needs_dtype(steps: Sequence[Step], output: Template | None) -> bool:
+def needs_dtype(steps: Sequence[RecordedCall], output: Template | None) -> bool:
     """Check whether some steps use the dtype of the weights."""
     templates = [step.takes for step in steps] + ([] if output is None else [output])
     return any(isinstance(leaf, OfDtype) for template in templates for leaf in template.leaves())
 
 
-def groups_in(steps: Sequence[Step], output: Template | None) -> set[int]:
+def groups_in(steps: Sequence[RecordedCall], output: Template | None) -> set[int]:
     """Groups of free sizes that some steps use."""
     templates = [step.takes for step in steps] + ([] if output is None else [output])
     leaves = (leaf for template in templates for leaf in template.leaves() if isinstance(leaf, Size))

@@ -9,9 +9,9 @@ from torch import nn
 
 from counterflow.errors import ConfigError
 
-from .cutting import Cut, cuts_of
+from .cutting import CutPoint, cuts_of
 from .guards import Environment
-from .layer import CapturedLayer, Part, held_names
+from .layer import CapturedLayer, LayerSteps, held_names
 from .layer_steps import parts_of
 from .opening import records_of
 from .recording import Recording, capturing
@@ -60,9 +60,9 @@ def layers(
     cuts = cuts_of(records)
     total = records.training.costs.get("", 0.0)
     edges = [
-        Cut(0, 0, 0, 0.0),
+        CutPoint(0, 0, 0, 0.0),
         *cuts,
-        Cut(len(records.training.steps), len(records.evaluation.steps), 0, total),
+        CutPoint(len(records.training.steps), len(records.evaluation.steps), 0, total),
     ]
     training = parts_of(records.training, records.example, [edge.training for edge in edges], model)
     evaluation = parts_of(records.evaluation, records.example, [edge.evaluation for edge in edges], model)
@@ -78,7 +78,7 @@ def layers(
     return captured
 
 
-def _title(part: Part) -> str:
+def _title(part: LayerSteps) -> str:
     called = [step.module for step in part.steps if step.module is not None]
     if not called:
         return "no module"

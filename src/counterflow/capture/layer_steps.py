@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from .cutting import Living
 from .example_call import Example
-from .layer import Entry, Part, Sizes, groups_in, held_names, needs_dtype
+from .layer import CapturedInput, LayerSteps, Sizes, groups_in, held_names, needs_dtype
 from .placeholders import Ref, Size
 from .record import Record, main_dtype
 
 
-def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.Module) -> list[Part]:
+def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.Module) -> list[LayerSteps]:
     """A record's steps, by layer.
 
     Args:
@@ -28,7 +28,7 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
     """
     living = Living(record)
     shapes = record.shapes
-    entry = Entry(example, record.inputs)
+    entry = CapturedInput(example, record.inputs)
     at_entry = _of_example(example, record)
     used = _used(example, record)
     needed: list[set[int]] = [set() for _ in places]
@@ -58,7 +58,9 @@ def parts_of(record: Record, example: Example, places: Sequence[int], model: nn.
             )
             for k, step in enumerate(steps)
         )
-        part = Part(takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None, used)
+        part = LayerSteps(
+            takes, sizes, steps, frees, gives, numbers, output, None, entry if first else None, used
+        )
         if needs_dtype(steps, output):
             part = replace(part, dtype_of=_dtype_of(part, record, model))
         parts.append(part)
@@ -92,7 +94,7 @@ def _telling(refs: Sequence[Ref], shapes: Any, groups: set[int]) -> dict[int, tu
     }
 
 
-def _dtype_of(part: Part, record: Record, model: nn.Module) -> str | Ref | None:
+def _dtype_of(part: LayerSteps, record: Record, model: nn.Module) -> str | Ref | None:
     dtype = main_dtype(model)
     for name in held_names(part):
         tensor = dict(model.named_parameters()).get(name)

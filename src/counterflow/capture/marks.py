@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .placeholders import OfDtype, Span, Template
-from .record import Record, Step
+from .placeholders import OfDtype, PlaceholderSlice, Template
+from .record import Record, RecordedCall
 from .sizes import Varies
 
 MARKS = (torch.float64, torch.bfloat16, None)
@@ -55,7 +55,7 @@ class _Names:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def step(self, marked: Step, unmarked: Step) -> Step:
+    def step(self, marked: RecordedCall, unmarked: RecordedCall) -> RecordedCall:
         kinds = {(s.module, s.function, s.inside, s.leaves, s.gives, s.within) for s in (marked, unmarked)}
         if len(kinds) > 1:
             raise Varies("it takes other steps", marked.inside)
@@ -71,7 +71,7 @@ class _Names:
         )
 
     def _leaf(self, marked: Any, unmarked: Any) -> Any:
-        if isinstance(marked, Span) or isinstance(unmarked, Span):
+        if isinstance(marked, PlaceholderSlice) or isinstance(unmarked, PlaceholderSlice):
             return marked
         if isinstance(marked, OfDtype):
             limits = torch.finfo(self._dtype)

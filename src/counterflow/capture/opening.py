@@ -17,7 +17,7 @@ from counterflow.errors import ConfigError
 from .contexts import autocast_of
 from .effects import globals_of, lru_caches
 from .example_call import Example, example_of
-from .guards import Environment, Reads, guards_of
+from .guards import Environment, RecordDependencies, guards_of
 from .marks import MARKS, with_named_dtypes
 from .record import Record, main_dtype
 from .recorder import Recorder
@@ -199,7 +199,9 @@ class _Opening:
         return self._freed(record, training=training)
 
     def _refuse_live(self, record: Record) -> None:
-        reads = Reads(frozenset(record.reads), frozenset(self._opened), frozenset(record.observed))
+        reads = RecordDependencies(
+            frozenset(record.reads), frozenset(self._opened), frozenset(record.observed)
+        )
         state = guards_of(self._model, reads, Environment.current("cpu")).state
         for path, why in state.refused:
             raise Unfollowed(self._opened_around(path), why)

@@ -70,7 +70,7 @@ class OfDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PlaceholderSlice:
     """A slice whose ends are placeholders."""
 
     start: Any
@@ -96,7 +96,7 @@ class Around(NamedTuple):
     device: torch.device
 
 
-def _span(span: Span, around: Around) -> slice:
+def _span(span: PlaceholderSlice, around: Around) -> slice:
     return slice(*(read(part, around) for part in (span.start, span.stop, span.step)))
 
 
@@ -108,7 +108,7 @@ _READ: dict[type, Callable[[Any, Around], Any]] = {
         getattr(torch.finfo(around.dtype), leaf.limit) if leaf.limit else around.dtype
     ),
     OfDevice: lambda _, around: around.device,
-    Span: _span,
+    PlaceholderSlice: _span,
 }
 
 
@@ -136,7 +136,7 @@ class Template:
 
     def leaves(self) -> list[Any]:
         """All leaves, including those within slices."""
-        spans = [leaf for leaf in self.parts if type(leaf) is Span]
+        spans = [leaf for leaf in self.parts if type(leaf) is PlaceholderSlice]
         return [*self.parts, *(part for span in spans for part in (span.start, span.stop, span.step))]
 
     def filled(self, around: Around) -> Any:

@@ -1,6 +1,6 @@
 """Python values that a forward can read beside its tensors, their fast comparison, and their restoration.
 
-A ``State`` is the result of a walk (``walk``): every value by its name, and the containers in which they are.
+A ``PythonState`` is the result of a walk (``walk``): every value by its name, and the containers in which they are.
 Whether a container has the same objects takes nanoseconds an entry; only if one has not are values compared.
 
 Invariant: a state keeps all objects that it names alive, so identities stay theirs.
@@ -61,7 +61,7 @@ class Plain:
         return str(self.value) if self.kind in (float, complex) else repr(self.value)
 
 
-class Watch(Protocol):
+class WatchedContainer(Protocol):
     """A container whose entries are compared and restored."""
 
     @property
@@ -120,7 +120,7 @@ class Names:
                 self.mapping[name] = value  # type: ignore[index]
 
 
-class Entries:
+class DictEntries:
     """All entries of a dict."""
 
     __slots__ = ("entries", "keys", "label", "values")
@@ -213,7 +213,7 @@ class Slots:
                 setattr(self._object, name, value)
 
 
-class Trained:
+class TrainedFlags:
     """Flags of the parameters that are trained.
 
     Args:
@@ -275,7 +275,7 @@ class Version:
         """Leave the tensor as it is: a run without values changes none that has some."""
 
 
-class Content:
+class ArrayContent:
     """Content of a small array of NumPy."""
 
     __slots__ = ("_array", "_bytes", "label")
@@ -313,7 +313,7 @@ def content_of(cell: CellType) -> Any:
 
 
 @dataclass(slots=True)
-class State:
+class PythonState:
     """Values by name, and the containers in which they are.
 
     Attributes:
@@ -326,7 +326,7 @@ class State:
     """
 
     tokens: dict[str, object] = field(default_factory=dict)
-    watches: list[Watch] = field(default_factory=list)
+    watches: list[WatchedContainer] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     mentions: set[str] = field(default_factory=set)
     caches: dict[int, Any] = field(default_factory=dict)
@@ -336,11 +336,11 @@ class State:
         """Compare all containers with the saved entries, by identity."""
         return all(watch.unchanged() for watch in self.watches)
 
-    def changed(self) -> list[Watch]:
+    def changed(self) -> list[WatchedContainer]:
         """Containers whose entries are other objects than the saved ones."""
         return [watch for watch in self.watches if not watch.unchanged()]
 
-    def differences(self, state: State) -> list[str]:
+    def differences(self, state: PythonState) -> list[str]:
         """Names whose values differ from those of another state."""
         names = [*self.tokens, *(name for name in state.tokens if name not in self.tokens)]
         return [n for n in names if self.tokens.get(n, ABSENT) != state.tokens.get(n, ABSENT)]

@@ -15,7 +15,7 @@ from .placeholders import Ref, Template
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedCall:
     """A recorded call.
 
     Attributes:
@@ -58,7 +58,7 @@ class Record:
         live: names of the values that called modules change.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedCall] = field(default_factory=list)
     output: Template = field(default_factory=lambda: Template([], pytree.tree_structure(())))
     inputs: dict[int, Ref] = field(default_factory=dict)
     shapes: dict[Ref, tuple[tuple[Any, ...], torch.dtype]] = field(default_factory=dict)

@@ -11,23 +11,23 @@ from operator import contains, is_
 from types import MappingProxyType
 from typing import Any
 
-from .python_state import ABSENT, Entries, Items, Names, Watch
+from .python_state import ABSENT, DictEntries, Items, Names, WatchedContainer
 
 
-class Comparison:
+class ContainerComparison:
     """Comparison of the containers of a state.
 
     Args:
         watches: the containers.
     """
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
+    def __init__(self, watches: Sequence[WatchedContainer]) -> None:
         names = [watch for watch in watches if isinstance(watch, Names)]
         self._of_dicts = _Lookups(dict.get, [n for n in names if isinstance(n.mapping, dict)])
         self._of_classes = _Lookups(
             MappingProxyType.get, [n for n in names if isinstance(n.mapping, MappingProxyType)]
         )
-        entries = [watch for watch in watches if isinstance(watch, Entries)]
+        entries = [watch for watch in watches if isinstance(watch, DictEntries)]
         self._dicts = [watch.entries for watch in entries]
         self._lengths = list(map(len, self._dicts))
         self._filled = [watch.entries for watch in entries if watch.keys]

@@ -38,9 +38,9 @@ from .effects import Effects, LruCache
 from .example_call import Example
 from .fake_model import DEVICE, FakeModel, observed_objects, observing
 from .marks import following
-from .placeholders import Member, OfDevice, Ref, Span, Template
-from .python_state import State
-from .record import Record, Step
+from .placeholders import Member, OfDevice, PlaceholderSlice, Ref, Template
+from .python_state import PythonState
+from .record import Record, RecordedCall
 from .tracing_internals import (
     OF_TORCH,
     WEIGHT,
@@ -86,7 +86,7 @@ class Recorder(TorchFunctionMode):
         mark: torch.dtype | None,
         costs: Mapping[str, float] | None,
         autocast: torch.dtype | None,
-        reachable: State,
+        reachable: PythonState,
         caches: Collection[LruCache],
     ) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Recorder(TorchFunctionMode):
                     self._graphs[id(leaf)] = type(leaf.grad_fn)
         within = self._around.change_to(Context.current())
         self._record.steps.append(
-            Step(module, function, takes, len(leaves), tuple(gives), within, self._stack[-1])
+            RecordedCall(module, function, takes, len(leaves), tuple(gives), within, self._stack[-1])
         )
         if changed:
             self._record.changes[number] = {memory_of(tensor) for tensor in changed}
@@ -351,7 +351,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise self._unfollowed("makes a number of a tensor's values")
         if isinstance(leaf, slice):
-            return Span(*(self._stand_in(part) for part in (leaf.start, leaf.stop, leaf.step)))
+            return PlaceholderSlice(*(self._stand_in(part) for part in (leaf.start, leaf.stop, leaf.step)))
         if isinstance(leaf, torch.device) and leaf.type == DEVICE.type:
             return OfDevice()
         if isinstance(leaf, (torch.dtype, float)):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from counterflow.errors import ConfigError
 
-from .guards import HOOK, Environment, Guards, Reads, guards_of
-from .layer import CapturedLayer, Part, held_names
+from .guards import HOOK, Environment, Guards, RecordDependencies, guards_of
+from .layer import CapturedLayer, LayerSteps, held_names
 from .layer_steps import parts_of
 from .leaks import remove_leaks
 from .opening import Records, record_again
@@ -39,7 +39,7 @@ _VARIANTS = 8
 """Largest number of records of a model that are saved: flags may go back and forth."""
 
 
-class Slot(IntEnum):
+class RecordSlot(IntEnum):
     """Use of a record."""
 
     TRAINING = 0
@@ -61,9 +61,9 @@ class Variant:
 
     def __init__(
         self,
-        reads: Reads,
+        reads: RecordDependencies,
         guards: Guards,
-        parts: Sequence[Part],
+        parts: Sequence[LayerSteps],
         record: Record,
     ) -> None:
         self.reads, self.guards, self.parts = reads, guards, tuple(parts)
@@ -102,7 +102,7 @@ class Recording:
         self,
         model: nn.Module,
         records: Records,
-        parts: tuple[Sequence[Part], Sequence[Part]],
+        parts: tuple[Sequence[LayerSteps], Sequence[LayerSteps]],
         environment: Environment,
     ) -> None:
         self._model = weakref.ref(model)
@@ -139,7 +139,7 @@ class Recording:
         copied._model = weakref.ref(twin)
         copied._called = {path: twin.get_submodule(path) for path in self._called}
         copied.current = list(map(copy.copy, self.current))
-        for slot in Slot:
+        for slot in RecordSlot:
             variant = copied.current[slot]
             old, names = variant.guards, self.stale(slot, variant.guards.environment)
             variant.guards = guards_of(twin, variant.reads, old.environment)
@@ -168,7 +168,9 @@ class Recording:
             else:
                 variant.guards = variant.guards._replace(weights=now.weights)
 
-    def stale(self, slot: Slot, environment: Environment, *, ignores_weights: bool = False) -> list[str]:
+    def stale(
+        self, slot: RecordSlot, environment: Environment, *, ignores_weights: bool = False
+    ) -> list[str]:
         """Names of the values that differ from the recorded ones; none: layers may run.
 
         Args:
@@ -188,7 +190,7 @@ class Recording:
             variant.guards = now
         return names
 
-    def digest(self, slot: Slot, environment: Environment, names: Sequence[str]) -> int:
+    def digest(self, slot: RecordSlot, environment: Environment, names: Sequence[str]) -> int:
         """A number of the values that differ, which is the same on workers that have set the same."""
         model = self.model
         if model is None:
@@ -199,7 +201,7 @@ class Recording:
         ]
         return zlib.crc32(repr(values).encode())
 
-    def refresh(self, slot: Slot, environment: Environment, names: Sequence[str]) -> None:
+    def refresh(self, slot: RecordSlot, environment: Environment, names: Sequence[str]) -> None:
         """Record the model as it is now, unless it was recorded so before.
 
         Args:
@@ -213,7 +215,7 @@ class Recording:
         with self._lock:  # of threads that were given one model the first records it
             self._refresh(slot, environment, names)
 
-    def _refresh(self, slot: Slot, environment: Environment, names: Sequence[str]) -> None:
+    def _refresh(self, slot: RecordSlot, environment: Environment, names: Sequence[str]) -> None:
         model = self.model
         if model is None:
             return
@@ -234,11 +236,11 @@ class Recording:
         self._variants[slot].append(variant)
         del self._variants[slot][:-_VARIANTS]
 
-    def _of_evaluation(self, model: nn.Module, slot: Slot, environment: Environment) -> Variant | None:
-        evaluation = self.current[Slot.EVALUATION]
-        if slot is not Slot.TRAINING or any(module.training for module in model.modules()):
+    def _of_evaluation(self, model: nn.Module, slot: RecordSlot, environment: Environment) -> Variant | None:
+        evaluation = self.current[RecordSlot.EVALUATION]
+        if slot is not RecordSlot.TRAINING or any(module.training for module in model.modules()):
             return None
-        if evaluation.guards.state.asks_for_gradients or self.stale(Slot.EVALUATION, environment):
+        if evaluation.guards.state.asks_for_gradients or self.stale(RecordSlot.EVALUATION, environment):
             return None
         variant = copy.copy(evaluation)
         modes = {(path, "training") for path in self._opened}
@@ -247,7 +249,7 @@ class Recording:
         return variant
 
     def _record(
-        self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
+        self, model: nn.Module, slot: RecordSlot, environment: Environment, names: Sequence[str]
     ) -> Variant:
         try:
             record = record_again(
@@ -255,7 +257,7 @@ class Recording:
                 self._example,
                 self._opened,
                 mark=self._mark,
-                evaluates=slot is Slot.EVALUATION,
+                evaluates=slot is RecordSlot.EVALUATION,
                 grad_in_evaluation=self._grad,
                 autocast=environment.autocast,
             )
@@ -270,13 +272,13 @@ class Recording:
             raise self._refusal(names, "other tensors would cross between the layers") from None
         for number, part in enumerate(parts):
             self._refuse_foreign(model, number, part, names)
-        reads = self._reads(record, evaluates=slot is Slot.EVALUATION)
+        reads = self._reads(record, evaluates=slot is RecordSlot.EVALUATION)
         variant = Variant(reads, guards_of(model, reads, environment), parts, record)
         paths = {step.module for part in parts for step in part.steps} - {None}
         variant.called = {path: model.get_submodule(path) for path in paths if path is not None}
         return variant
 
-    def _recut(self, model: nn.Module, record: Record, slot: Slot) -> list[Part]:
+    def _recut(self, model: nn.Module, record: Record, slot: RecordSlot) -> list[LayerSteps]:
         for variant in (self.current[slot], self.current[1 - slot]):
             try:
                 places = places_of(record, variant.parts, variant.crossings)
@@ -288,19 +290,19 @@ class Recording:
                 return parts
         raise Uncut
 
-    def _reads(self, record: Record, *, evaluates: bool) -> Reads:
+    def _reads(self, record: Record, *, evaluates: bool) -> RecordDependencies:
         names = frozenset(r for r in record.reads if not (evaluates and r[1] == "training"))
-        return Reads(names, frozenset(self._opened), frozenset(record.observed))
+        return RecordDependencies(names, frozenset(self._opened), frozenset(record.observed))
 
     def _assume_training(self) -> None:
-        variant = self.current[Slot.TRAINING]
+        variant = self.current[RecordSlot.TRAINING]
         for path, name in variant.reads.attributes:
             if name == "training":
                 variant.guards.state.tokens[f"{path}.training" if path else name] = Plain(value=True)
         variant.guards = variant.guards.with_values(variant.guards, ())
 
     def _refuse_replaced(
-        self, model: nn.Module, slot: Slot, environment: Environment, names: Sequence[str]
+        self, model: nn.Module, slot: RecordSlot, environment: Environment, names: Sequence[str]
     ) -> dict[str, Any]:
         before = self.current[slot].guards
         now = guards_of(model, self.current[slot].reads, environment)
@@ -338,7 +340,7 @@ class Recording:
             replaced[name] = tensor
         return replaced
 
-    def _refuse_foreign(self, model: nn.Module, number: int, part: Part, names: Sequence[str]) -> None:
+    def _refuse_foreign(self, model: nn.Module, number: int, part: LayerSteps, names: Sequence[str]) -> None:
         for name in held_names(part):
             if not name.startswith("constant ") and name not in self._names[number]:
                 raise self._refusal(names, f"layer {number} would use {name!r}, which it did not before")
@@ -391,10 +393,10 @@ def follow_model(layers: Sequence[nn.Module]) -> None:
     environment = Environment.current("cpu")
     for recording in recordings_of(layers):
         recording.settle()
-        if names := recording.stale(Slot.TRAINING, environment):
-            recording.refresh(Slot.TRAINING, environment, names)
+        if names := recording.stale(RecordSlot.TRAINING, environment):
+            recording.refresh(RecordSlot.TRAINING, environment, names)
             for layer in captured:
                 if layer.recording is recording:
-                    layer.adopt(recording.current[Slot.TRAINING], Slot.TRAINING)
+                    layer.adopt(recording.current[RecordSlot.TRAINING], RecordSlot.TRAINING)
     for layer in captured:
         layer.follows = True

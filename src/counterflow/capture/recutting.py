@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cutting import Living
-from .layer import Part
-from .record import Record, Step
+from .layer import LayerSteps
+from .record import Record, RecordedCall
 
 Crossing = tuple[tuple[object, ...], int]
 """Shapes and dtypes of the tensors between two layers, and the number of sizes."""
@@ -20,12 +20,12 @@ class Uncut(Exception):  # noqa: N818 - nothing is wrong with the model
     """A record that cannot be cut where the layers were."""
 
 
-def crossings_of(record: Record, parts: Sequence[Part]) -> list[Crossing]:
+def crossings_of(record: Record, parts: Sequence[LayerSteps]) -> list[Crossing]:
     """Tensors that cross after each layer but the last."""
     return [(tuple(record.shapes[ref] for ref in part.gives), len(part.numbers)) for part in parts[:-1]]
 
 
-def places_of(record: Record, parts: Sequence[Part], crossings: Sequence[Crossing]) -> list[int]:
+def places_of(record: Record, parts: Sequence[LayerSteps], crossings: Sequence[Crossing]) -> list[int]:
     """Number of steps before each layer, and of all steps.
 
     Args:
@@ -58,11 +58,11 @@ def places_of(record: Record, parts: Sequence[Part], crossings: Sequence[Crossin
     return [*places, len(record.steps)]
 
 
-def _call(step: Step) -> tuple[object, object]:
+def _call(step: RecordedCall) -> tuple[object, object]:
     return step.module, step.function
 
 
-def _windows(steps: Sequence[Step], parts: Sequence[Part]) -> list[tuple[int, int]]:
+def _windows(steps: Sequence[RecordedCall], parts: Sequence[LayerSteps]) -> list[tuple[int, int]]:
     homes: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         for step in part.steps:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from .example_call import Example
-from .placeholders import Size, Span, Template
-from .record import Record, Step
+from .placeholders import PlaceholderSlice, Size, Template
+from .record import Record, RecordedCall
 
 
 class Varies(Exception):  # noqa: N818 - nothing is wrong with the model
@@ -112,8 +112,8 @@ class _Fit:
         groups = sorted(sizes[0])
         self._products = [part for n in range(1, len(groups) + 1) for part in combinations(groups, n)]
 
-    def steps(self, of_records: Sequence[Sequence[Step]]) -> list[Step]:
-        steps: list[Step] = []
+    def steps(self, of_records: Sequence[Sequence[RecordedCall]]) -> list[RecordedCall]:
+        steps: list[RecordedCall] = []
         errors: dict[str, str] = {}
         for same in zip(*of_records, strict=True):
             try:
@@ -124,7 +124,7 @@ class _Fit:
             raise Varies(next(iter(errors.values())), *errors)
         return steps
 
-    def _step(self, steps: Sequence[Step]) -> Step:
+    def _step(self, steps: Sequence[RecordedCall]) -> RecordedCall:
         first = steps[0]
         kinds = {(s.leaves, s.gives, s.within) for s in steps}
         if len(kinds) > 1:
@@ -153,9 +153,9 @@ class _Fit:
         first = leaves[0]
         if all(type(leaf) is type(first) and _equal(leaf, first) for leaf in leaves):
             return first
-        if all(type(leaf) is Span for leaf in leaves):
+        if all(type(leaf) is PlaceholderSlice for leaf in leaves):
             ends = ([getattr(leaf, name) for leaf in leaves] for name in ("start", "stop", "step"))
-            return Span(*map(self.leaf, ends))
+            return PlaceholderSlice(*map(self.leaf, ends))
         if all(type(leaf) is int for leaf in leaves):
             for groups in self._products:
                 size = self._fitted(groups, leaves)

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 from .python_state import (
     ABSENT,
+    ArrayContent,
     Cell,
-    Content,
-    Entries,
+    DictEntries,
     Items,
     Names,
     Order,
     Plain,
+    PythonState,
     Same,
     Slots,
-    State,
     Version,
     content_of,
 )
@@ -87,7 +87,7 @@ class Walk:
     """
 
     def __init__(self, model: nn.Module, objects: Iterable[object] = ()) -> None:
-        self.state = State()
+        self.state = PythonState()
         self.weights: dict[str, object] = {}
         """Parameters and buffers that are read, by name."""
         self._model = {id(m) for m in (*model.modules(), *objects)}
@@ -97,7 +97,7 @@ class Walk:
         self._functions: dict[int, object] = {}
         self._path = ""
 
-    def done(self) -> State:
+    def done(self) -> PythonState:
         """State of all that was walked."""
         self.state.watches += [Names(*entry) for entry in self._names.values()]
         self._names.clear()
@@ -138,7 +138,7 @@ class Walk:
     def children(self, path: str, module: nn.Module) -> None:
         """Walk which modules, and in which order, a module has."""
         table = vars(module)["_modules"]
-        self.state.watches.append(Entries(f"the modules of {path!r}" if path else "the modules", table))
+        self.state.watches.append(DictEntries(f"the modules of {path!r}" if path else "the modules", table))
         for name, child in table.items():
             self._token(f"{path}.{name}" if path else name, Same(child))
         self._token(f"the order of the modules of {path!r}", Plain(tuple(table)))
@@ -275,7 +275,7 @@ class Walk:
         if len(entries) > _LONGEST:
             self._token(label, Plain(len(entries)))
             return
-        self.state.watches.append(Entries(label, entries))
+        self.state.watches.append(DictEntries(label, entries))
         if isinstance(entries, OrderedDict):
             self.state.watches.append(Order(label, entries))
         keys = tuple(key if isinstance(key, _NUMBERS) else number for number, key in enumerate(entries))
@@ -327,7 +327,7 @@ class Walk:
         self._token(label, Same(kind))
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and len(attributes) <= _LONGEST:
-            self.state.watches.append(Entries(label, attributes))
+            self.state.watches.append(DictEntries(label, attributes))
             for name, attribute in attributes.items():
                 self.value(f"{label}.{name}", attribute)
         for base in kind.__mro__ if not is_library(kind.__module__) else ():
@@ -344,7 +344,7 @@ class Walk:
     def _array(self, label: str, array: Any) -> None:
         self._token(label, Same(array))
         if array.nbytes <= _BYTES and array.dtype != object:
-            watch = Content(label, array)
+            watch = ArrayContent(label, array)
             self.state.watches.append(watch)
             self._token(f"the content of {label}", Plain(array.tobytes()))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from counterflow.capture.guards import Environment
 from counterflow.capture.layer import CapturedLayer
-from counterflow.capture.recording import Recording, Slot, recordings_of
+from counterflow.capture.recording import Recording, RecordSlot, recordings_of
 from counterflow.errors import ConfigError
 
 from ..mini_batch.agreement import agreed_call
@@ -83,7 +83,7 @@ class Recordings:
         """
         if not self._recordings:
             return
-        slot = Slot.TRAINING if training else Slot.EVALUATION
+        slot = RecordSlot.TRAINING if training else RecordSlot.EVALUATION
         with self._precision.computing():
             environment = Environment.current(self._transport.device.type)
             for recording in self._recordings:
@@ -109,7 +109,7 @@ class Recordings:
             )
 
     def _adopt(
-        self, recording: Recording, slot: Slot, environment: Environment, names: Sequence[str]
+        self, recording: Recording, slot: RecordSlot, environment: Environment, names: Sequence[str]
     ) -> None:
         recording.refresh(slot, environment, names)
         variant = self._adopted[id(recording)][slot] = recording.current[slot]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from counterflow.capture.python_state import Entries, Items
+from counterflow.capture.python_state import DictEntries, Items
 from counterflow.common.trees import version_of
 
 _TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -54,6 +54,6 @@ def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name not in _TORCH}
 
 
-def _saved(container: Any) -> Entries | Items:
+def _saved(container: Any) -> DictEntries | Items:
     """Entries of a container as they are now."""
-    return Entries("", container) if type(container) is dict else Items("", container)
+    return DictEntries("", container) if type(container) is dict else Items("", container)
