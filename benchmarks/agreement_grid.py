@@ -37,8 +37,8 @@ from counterflow.runtime.transport.kinds import kinds
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.training.trial import Trial, small_trial
-from counterflow.verification.training_agreement import Trained
+from counterflow.training.trial import TrialTraining, small_trial
+from counterflow.verification.training_agreement import TrainingResult
 
 
 def schedules(depth: int) -> Iterator[tuple[str, Schedule]]:
@@ -98,7 +98,9 @@ def cases(depth: int) -> Iterator[tuple[str, Schedule, dict[str, Any]]]:
 
 
 @lru_cache(maxsize=8)
-def reference(text: str, replicas: int, device: str) -> tuple[Trial, Trained | None, tuple[int, ...]]:
+def reference(
+    text: str, replicas: int, device: str
+) -> tuple[TrialTraining, TrainingResult | None, tuple[int, ...]]:
     """A trial and what one process makes of it, which the next cases need, too; the steps to flush after.
 
     With old weights ``verify`` makes it: only that knows the cuts.

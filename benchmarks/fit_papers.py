@@ -12,8 +12,8 @@ from dataclasses import replace
 from counterflow.papers.figures import FIGURES
 from counterflow.papers.figures.figure_changes import changed_task
 from counterflow.papers.figures.figure_entries import best_plan
-from counterflow.papers.figures.published import Figure, Run, Stated, Use
-from counterflow.papers.figures.reproduction import Verdict, predict_row, reproduce
+from counterflow.papers.figures.published import Figure, PublishedUse, Run, Stated
+from counterflow.papers.figures.reproduction import ReproductionVerdict, predict_row, reproduce
 from counterflow.planning.inputs.cluster import Cluster, Link
 from counterflow.planning.task import PlanningTask
 from counterflow.schedule.modes import Recompute
@@ -81,7 +81,7 @@ def best_configurations(
         other = [
             f"{row.published.label} has {row.configurations[0]}"
             for row in found.rows
-            if row.verdict is not Verdict.HIT
+            if row.verdict is not ReproductionVerdict.HIT
         ]
         met = len(found.rows) - len(other)
         print(f"  {value:6g}{_mark(value, now)} {met} of {len(found.rows)}; {'; '.join(other)}")
@@ -96,7 +96,7 @@ def ratios(
     now: float,
 ) -> None:
     """The ratios that a constant was fitted on."""
-    published = [v for v in figure.published if v.over in others and v.use is Use.FIT]
+    published = [v for v in figure.published if v.over in others and v.use is PublishedUse.FIT]
     runs = ", ".join(dict.fromkeys(run for value in published for run in value.runs))
     print(f"\n{name}: {figure.title}, {runs}")
     for each in values:

@@ -90,7 +90,7 @@ def best(depth: int, k: int, g: int, most_idle: int, seconds: float) -> tuple[in
 
 def listed(depth: int, k: int, g: int) -> int:
     """The idle time of the shortest list schedule."""
-    shape = mixpipe_plan.Shape(depth, depth // 2, k + g, k // 2)
+    shape = mixpipe_plan.PlanConstraints(depth, depth // 2, k + g, k // 2)
     end = (depth + 1) * (depth // 2) - 1
     return min(plan[end] for plan in mixpipe_plan._tries(shape)) - 3 * depth
 

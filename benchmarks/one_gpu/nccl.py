@@ -32,7 +32,7 @@ from counterflow.schedule.cuts import balance
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import CLIP_NORM, small_trial
 from counterflow.verification.reference import Staleness
-from counterflow.verification.training_agreement import Trained, _train, compare
+from counterflow.verification.training_agreement import TrainingResult, _train, compare
 from one_gpu import Report, case_name
 
 s = cf.schemes
@@ -172,7 +172,7 @@ def _agrees(
     return max(found.loss_error, found.norm_error, found.gradient_error, found.weight_error), found.ok
 
 
-def _on_host(trained: Trained) -> Trained:
+def _on_host(trained: TrainingResult) -> TrainingResult:
     """The same numbers on the CPU, for other processes."""
     tensors = trained.gradients, trained.state
     gradients, state = ({name: t.cpu() for name, t in each.items()} for each in tensors)

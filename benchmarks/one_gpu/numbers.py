@@ -16,7 +16,7 @@ from counterflow.models.gpt import GPTConfig
 from counterflow.models.loss import next_token_loss
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
-from counterflow.verification.training_agreement import Agreement
+from counterflow.verification.training_agreement import TrainingAgreement
 from one_gpu import Report, case_name
 
 s = cf.schemes
@@ -104,7 +104,7 @@ def verified(report: Report, case: Case) -> tuple[str, str, dict[str, Any]]:
         dropout=0.0 if lower or schedule.workload.slices > 1 else 0.1,
     )
     where = {"transport": "strict-nccl"} if report.pretend else {"transport": "local", "device": "cuda"}
-    found: Agreement = trial.verify(**where, timeout_seconds=WAIT_SECONDS, **options)
+    found: TrainingAgreement = trial.verify(**where, timeout_seconds=WAIT_SECONDS, **options)
     errors = found.loss_error, found.norm_error, found.gradient_error, found.weight_error
     limit = LOWER[schedule.synchronous] if lower else found.tolerance
     verdict = "agrees" if max(errors) <= limit else "differs"

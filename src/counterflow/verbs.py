@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .runtime.parameters.optimizers import MakeOptimizer, MakeScheduler
     from .training import Callback, RunConfig
     from .training.training_report import RunResult
-    from .verification.training_agreement import Agreement, MiniBatches
+    from .verification.training_agreement import MiniBatches, TrainingAgreement
 
 
 def plan(
@@ -151,7 +151,7 @@ def verify(
     execution: Execution | None = None,
     batching: Batching | None = None,
     **options: Any,
-) -> Agreement:
+) -> TrainingAgreement:
     """Train with one process and with a pipeline on this machine, and compare their numbers.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import counterflow as cf
-from counterflow.checkpoints.host_copies import _SLAB_BYTES, HostCopies, HostCopy, _targets
-from counterflow.checkpoints.memory_copies import Memory
+from counterflow.checkpoints.host_copies import _SLAB_BYTES, HostCopies, StateHostCopy, _targets
+from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.checkpoints.memory_file import opened
 from counterflow.checkpoints.saver import Saver
 from counterflow.checkpoints.state_tables import at_hand
@@ -131,7 +131,7 @@ def late(copies: HostCopies) -> threading.Event:
     """Let who waits for a copy do so when the event is set: the training has gone on by then."""
     gone_on, begin = threading.Event(), copies.begin
 
-    def begin_(*arguments: Any) -> HostCopy:
+    def begin_(*arguments: Any) -> StateHostCopy:
         gone_on.clear()
         copy = begin(*arguments)
         wait = copy.wait
@@ -180,7 +180,7 @@ def read(folder: str) -> dict[str, Tensor]:
 
 def keep_beside(root: str) -> list[tuple[dict[str, Tensor], tuple[int, dict[str, Tensor]]]]:
     pipeline, states = pipeline_(), []
-    memory = Memory(current_transport(), "run", [2], root=Path(root))
+    memory = MemoryCopies(current_transport(), "run", [2], root=Path(root))
     gone_on = late(memory._copies)
     steps(pipeline, 1)
     for _ in range(3):

@@ -17,8 +17,8 @@ from torch import nn
 import counterflow as cf
 from counterflow.checkpoints import files
 from counterflow.checkpoints.files import packed, pieces_of
-from counterflow.checkpoints.memory_copies import Memory, folder_of
-from counterflow.checkpoints.memory_file import Slot, opened
+from counterflow.checkpoints.memory_copies import MemoryCopies, folder_of
+from counterflow.checkpoints.memory_file import MemoryFile, opened
 from counterflow.errors import ConfigError
 from counterflow.runtime.workers.world import current_transport
 
@@ -42,11 +42,11 @@ def keep_and_die(root: str, steps: list[int], pieces: int) -> list[int | None]:
         pipeline.steps = step
         return pipeline
 
-    before = Memory(transport, "run", [], root=Path(root))
+    before = MemoryCopies(transport, "run", [], root=Path(root))
     for step in steps:
         before.keep(at(step), [])
     before.settle()
-    reopened = Memory(transport, "run", [], root=Path(root))
+    reopened = MemoryCopies(transport, "run", [], root=Path(root))
     points = [reopened.find()]
 
     def die(*arguments: Any) -> Iterator[memoryview]:
@@ -58,7 +58,7 @@ def keep_and_die(root: str, steps: list[int], pieces: int) -> list[int | None]:
         reopened.keep(at(steps[-1] + 1), [])
         with pytest.raises(Killed):
             reopened.settle()
-    points.append(Memory(transport, "run", [], root=Path(root)).find())
+    points.append(MemoryCopies(transport, "run", [], root=Path(root)).find())
     return [point.step if point is not None else None for point in points]
 
 
@@ -79,7 +79,7 @@ def _dies(*_: object) -> Iterator[memoryview]:
 
 def test_a_file_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a copy, after one of less, and once its writer died in a third."""
-    slot = Slot(tmp_path / "slot")
+    slot = MemoryFile(tmp_path / "slot")
     for number, size in enumerate((5, 3)):
         tensors = {
             "a": torch.full((size,), float(number)),
@@ -98,14 +98,14 @@ def test_a_file_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_writer_of_before_writes_into_no_others_file(tmp_path: Path) -> None:
     """One that was frozen while another worker took its place."""
-    before, after = Slot(tmp_path / "slot"), Slot(tmp_path / "slot")
+    before, after = MemoryFile(tmp_path / "slot"), MemoryFile(tmp_path / "slot")
     for number, slot in enumerate((before, after, before)):
         slot.write({}, packed({"of": number}))
     assert opened(tmp_path / "slot") == ({"of": 1}, {})
 
 
 def test_a_file_that_has_no_room_is_none(tmp_path: Path) -> None:
-    slot, limits = Slot(tmp_path / "slot"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    slot, limits = MemoryFile(tmp_path / "slot"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
@@ -125,10 +125,10 @@ def restored(root: str) -> list[dict[str, Any]]:
     )
     for _ in range(2):
         first.step(*torch.ones(2, 8, 4, dtype=torch.float64))
-    before = Memory(first.transport, "run", first.cuts, root=Path(root))
+    before = MemoryCopies(first.transport, "run", first.cuts, root=Path(root))
     before.keep(first, [{"loss": 1.0}])
     before.settle()
-    reopened = Memory(first.transport, "run", first.cuts, root=Path(root))
+    reopened = MemoryCopies(first.transport, "run", first.cuts, root=Path(root))
     point = reopened.find()
     assert point is not None
     assert point.records == [{"loss": 1.0}]
@@ -147,7 +147,7 @@ def test_what_is_restored_is_what_was_there(tmp_path: Path) -> None:
 
 
 def make(root: str) -> str:
-    memory = Memory(current_transport(), "run", [], root=Path(root))
+    memory = MemoryCopies(current_transport(), "run", [], root=Path(root))
     memory.keep(made(), [])
     memory.settle()
     return oct(memory.folder.stat().st_mode)

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow import ConfigError
-from counterflow.data.text_batches import IGNORED, MASK, Batches, MaskedByte, NextByte, Tensors
+from counterflow.data.text_batches import IGNORED, MASK, MaskedByte, NextByte, Tensors, TextBatches
 
 TEXT = bytes(range(200)) * 10  # a byte tells where it stands, but for the round
 
 few = settings(max_examples=25, deadline=None)
 
 
-def next_byte(positions: int = 8, seed: int = 0) -> Batches:
+def next_byte(positions: int = 8, seed: int = 0) -> TextBatches:
     return NextByte(TEXT, positions, seed=seed)
 
 
-def masked_byte(positions: int = 8, seed: int = 0) -> Batches:
+def masked_byte(positions: int = 8, seed: int = 0) -> TextBatches:
     return MaskedByte(TEXT, positions, seed=seed)
 
 
@@ -59,7 +59,7 @@ def joined(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 def test_the_mini_batch_does_not_depend_on_the_replicas_it_is_spread_over(
     make: Any, seed: int, step: int, samples: int, replicas: int
 ) -> None:
-    batches: Batches = make(seed=seed)
+    batches: TextBatches = make(seed=seed)
     mini_batch = tensors(*batches.batch(step, samples * replicas))
     parts = [tensors(*batches.batch(step, samples, replica=r, replicas=replicas)) for r in range(replicas)]
     assert equal(joined(parts), mini_batch)
@@ -82,7 +82,7 @@ def test_the_same_on_every_worker_and_different_by_seed_step_sample_and_replica(
 
 @KINDS
 def test_shapes_types_and_range(make: Any) -> None:
-    batches: Batches = make(positions=5)
+    batches: TextBatches = make(positions=5)
     assert batches.positions == 5
     for batch in (batches.batch(0, 3), batches.validation(3)):
         for tensor in tensors(*batch):

@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 from counterflow import ConfigError
-from counterflow.drawing import Box, BoxKind, Chart, Lane, chart_of, draw, draw_charts, palette
+from counterflow.drawing import Box, BoxKind, BoxLane, Chart, chart_of, draw, draw_charts, palette
 from counterflow.drawing.figure import make_figure
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue, Schedule
@@ -171,8 +171,8 @@ def test_numbers_are_left_out_where_most_do_not_fit() -> None:
 
 def test_a_chart_that_comes_from_no_simulation(tmp_path: Path) -> None:
     box = Box(0, 0.0, 0.25, BoxKind.FORWARD, "$x^", stage=0, lane=0, pipe=0, micro_batches=(0,))
-    chart = Chart("measured $1 <run>", "", 2, 0.5, (Lane("", 0),), (box,))
-    empty = Chart("nothing ran", "", 1, 0.0, (Lane("", 0),), ())
+    chart = Chart("measured $1 <run>", "", 2, 0.5, (BoxLane("", 0),), (box,))
+    empty = Chart("nothing ran", "", 1, 0.0, (BoxLane("", 0),), ())
     for suffix in ("png", "svg", "html", "trace.json"):
         draw_charts([chart, empty], tmp_path / f"x.{suffix}")
     # One box, and no letter of what stands in it or above is taken for a formula or a tag.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from counterflow.drawing import Box, BoxKind, Chart, Lane, chart_of
+from counterflow.drawing import Box, BoxKind, BoxLane, Chart, chart_of
 from counterflow.drawing.page import page, page_data
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import OptionValue
@@ -100,7 +100,7 @@ def test_the_page_loads_nothing() -> None:
 def test_titles_are_text() -> None:
     evil = "</script><img src=x onerror=alert(1)> & <!-- \u2028"
     box = Box(0, 0.0, 1.0, BoxKind.FORWARD, evil, stage=0, lane=0, detail=evil)
-    text = page([Chart(evil, evil, 1, 1.0, (Lane(evil, 0),), (box,))])
+    text = page([Chart(evil, evil, 1, 1.0, (BoxLane(evil, 0),), (box,))])
     assert evil not in text
     tags = Tags()
     tags.feed(text)
@@ -131,7 +131,9 @@ def test_steady_part_reaches_the_page() -> None:
 
 
 def test_what_is_no_number_is_refused() -> None:
-    chart = Chart("x", "", 1, 1.0, (Lane("", 0),), (Box(0, 0.0, float("nan"), BoxKind.FORWARD, "0", 0, 0),))
+    chart = Chart(
+        "x", "", 1, 1.0, (BoxLane("", 0),), (Box(0, 0.0, float("nan"), BoxKind.FORWARD, "0", 0, 0),)
+    )
     with pytest.raises(ValueError, match="not JSON compliant"):
         page([chart])
     assert page_data([])["charts"] == []

@@ -18,13 +18,13 @@ from counterflow.papers.figures.published import (
     Competitor,
     Figure,
     Published,
+    PublishedUse,
     Quantity,
     Run,
     Stated,
-    Use,
 )
 from counterflow.papers.figures.quantities import difference
-from counterflow.papers.figures.reproduction import Verdict, reproduce, total
+from counterflow.papers.figures.reproduction import ReproductionVerdict, reproduce, total
 from counterflow.papers.figures.throughputs import scheme_bars
 from counterflow.planning.task import PlanningTask, load_example
 from counterflow.schedule.modes import Recompute
@@ -158,7 +158,7 @@ def test_what_was_fitted_is_marked_and_little() -> None:
         (name, value.over, value.runs)
         for name, figure in FIGURES.items()
         for value in figure.published
-        if value.use is Use.FIT and name != "chimera-fig10"
+        if value.use is PublishedUse.FIT and name != "chimera-fig10"
     }
     assert fitted == {
         ("mixpipe-fig8", "GPipe", ("32 devices",)),
@@ -168,7 +168,7 @@ def test_what_was_fitted_is_marked_and_little() -> None:
         ("hanayo-fig12", "", ("8 devices",)),
         ("hanayo-fig9", "Chimera-wave", ("TACC, P=8",)),
     }
-    assert all(value.use is Use.FIT for value in FIGURES["chimera-fig10"].published)
+    assert all(value.use is PublishedUse.FIT for value in FIGURES["chimera-fig10"].published)
     daint = load_example("chimera-bert48").cluster.sources
     for name in ("between", "allreduce_between", "reserve_bytes"):
         assert daint[name].startswith("fit on the")
@@ -264,7 +264,7 @@ def test_what_does_not_fit_has_no_ratio() -> None:
     row = reproduction.rows[0]
     assert row.predicted is None
     assert row.configurations[1] == "nothing fits"
-    assert row.verdict is Verdict.MISS
+    assert row.verdict is ReproductionVerdict.MISS
     assert scheme_bars(reproduction)[0].texts == ("does\nnot fit",)
     with pytest.raises(ValueError, match="no such competitor or run"):
         replace(figure, published=(replace(value, runs=("64 nodes",)),))
@@ -289,7 +289,7 @@ def test_a_ratio_on_the_other_side_of_one_is_a_miss() -> None:
     row = next(row for row in reproduction.rows if row.published.value == 1.017)
     assert row.difference is not None
     assert abs(row.difference) < TOLERANCE
-    assert row.verdict is not Verdict.HIT
+    assert row.verdict is not ReproductionVerdict.HIT
 
 
 def test_fits_is_about_memory_alone() -> None:
@@ -317,7 +317,7 @@ def test_equal_values_are_no_order() -> None:
     run = Run("32 nodes", lambda: load_example("chimera-bert48"))
     order = Published("first", Quantity.FASTER, ("32 nodes",), order=("first", "second"))
     row = reproduce(Figure("x", "x", "x", (first, second), (run,), (order,))).rows[0]
-    assert (row.order, row.verdict) == ("first = second", Verdict.MISS)
+    assert (row.order, row.verdict) == ("first = second", ReproductionVerdict.MISS)
 
 
 def test_several_figures_are_counted_together() -> None:

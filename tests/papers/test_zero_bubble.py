@@ -15,7 +15,7 @@ import pytest
 from counterflow import Costs, OpKind, Schedule
 from counterflow.errors import ConfigError
 from counterflow.program.checker import check
-from counterflow.program.rules import RULES, Subject, details
+from counterflow.program.rules import RULES, CheckSubject, details
 from counterflow.schedule.residency import peak_activations
 from counterflow.schedule.schemes import (
     dapple,
@@ -350,7 +350,7 @@ def test_the_checker_finds_nothing(build: Build, p: int) -> None:
     least = 2 * p if build in (dualpipe, dualpipe_v) else 1
     wanted = {1, 2, p - 1, p, 2 * p - 1, 2 * p, 2 * p + 2, 3 * p + 1} if p < 16 else {3, 2 * p}
     for m in sorted(m + m % 2 if build is dualpipe else m for m in wanted if m >= least):
-        subject = Subject(build(p, m))
+        subject = CheckSubject(build(p, m))
         assert [details(rule, subject) for rule in ON_SCHEDULES] == [""] * len(ON_SCHEDULES)
 
 

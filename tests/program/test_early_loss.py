@@ -18,7 +18,7 @@ from counterflow.program.actions import (
     WaitGather,
 )
 from counterflow.program.lowering import Ends, Shared, lower
-from counterflow.program.rules import AGREED, RULES, Subject, details, require
+from counterflow.program.rules import AGREED, RULES, CheckSubject, details, require
 from counterflow.program.segments import steps
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
@@ -65,7 +65,7 @@ def test_steps_one_after_another_break_no_rule(schedule: Schedule, matching: Mat
         program = lower(schedule, replicas=replicas, matching=matching, shared=shared, ends=ends)
         whole = repeated(program, ends, 3)
         assert len(whole.actions[0]) == 3 * len(program.actions[0]) + 2  # what is left after the last step
-        require(Subject(whole.schedule, whole), RULES)
+        require(CheckSubject(whole.schedule, whole), RULES)
 
 
 EARLY = StartGather(0, -1, -1)
@@ -105,7 +105,7 @@ def test_the_loss_is_reported_an_op_after_it_is_made(schedule: Schedule, first: 
 def _broken(program: Program, worker: int, actions: list[Action]) -> str:
     rows = list(program.actions)
     rows[worker] = tuple(actions)
-    return details(AGREED, Subject(program.schedule, replace(program, actions=tuple(rows))))
+    return details(AGREED, CheckSubject(program.schedule, replace(program, actions=tuple(rows))))
 
 
 def test_a_loss_that_is_reported_too_early_too_late_or_twice_is_found() -> None:

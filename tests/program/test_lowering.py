@@ -37,7 +37,7 @@ from counterflow.program.lowering import (
     statistics_sums,
     unit_times,
 )
-from counterflow.program.rules import Rule, Subject
+from counterflow.program.rules import CheckSubject, Rule
 from counterflow.schedule import schemes
 from counterflow.schedule.graph import OpGraph
 from counterflow.schedule.ir import Schedule
@@ -264,7 +264,7 @@ def test_receives_where_some_are_early_enough_already() -> None:
 def test_every_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[tuple[str, int, list[str]]] = []
 
-    def require(subject: Subject, asked: tuple[Rule, ...]) -> None:
+    def require(subject: CheckSubject, asked: tuple[Rule, ...]) -> None:
         done = () if subject.program is None else subject.program.actions[0]
         checked.append((subject.schedule.scheme, len(done), [rule.name for rule in asked]))
 

@@ -25,7 +25,7 @@ from counterflow.program.actions import (
     WaitSync,
 )
 from counterflow.program.lowering import Ends, Shared, lower
-from counterflow.program.rules import Rule, Subject
+from counterflow.program.rules import CheckSubject, Rule
 from counterflow.program.rules.traffic import _stuck
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Op, OpKind, Schedule, SkipLink
@@ -39,7 +39,7 @@ def said(
     rule: Rule, schedule: Schedule, program: Program | None = None, limit: float | None = None
 ) -> list[str]:
     """The lines that a rule says."""
-    return rules.details(rule, Subject(schedule, program, limit)).splitlines()
+    return rules.details(rule, CheckSubject(schedule, program, limit)).splitlines()
 
 
 def op(text: str) -> Op:
@@ -149,7 +149,7 @@ def test_an_op_that_is_there_three_times_is_told_once() -> None:
 
 def test_missing_ops_are_told_by_pipe_then_micro_batch_then_stage() -> None:
     last = Op(OpKind.BACKWARD, 1, (1,), pipe=1)
-    lines = list(rules.COMPLETE.violations(Subject(replace(TWO_PIPES, orders=((last,), ())))))
+    lines = list(rules.COMPLETE.violations(CheckSubject(replace(TWO_PIPES, orders=((last,), ())))))
     missing = [line.split()[0] for line in lines]
     # A forward and a backward of one stage may come in either order.
     assert [text[1:] for text in missing] == [*["0.0"] * 2, *["0.1"] * 2, *["1.0p1"] * 2, "1.1p1"]
@@ -734,7 +734,7 @@ def test_a_circle_of_a_send_that_holds_and_receives_that_hold() -> None:
         (2, "ReceiveActivation F1.1 from worker 1", "Forward F1.2"),
     ):
         program = rewritten(program, worker, moved(action, before))
-    subject = Subject(schedule, program)
+    subject = CheckSubject(schedule, program)
     assert list(_stuck(subject, program, rendezvous=True)) == []
     assert list(_stuck(subject, program, rendezvous=False, holding=True)) == []
     assert [rule for rule in rules.RULES if rules.details(rule, subject)] == [rules.DEADLOCK_HOLDING]
@@ -772,10 +772,10 @@ def test_the_first_rule_that_is_broken_is_raised_with_its_error() -> None:
     with pytest.raises(
         DeadlockError, match=r"mine\(\) breaks the rule 'no deadlock with buffered sends':\ndead"
     ):
-        rules.require(Subject(stuck), (rules.COMPLETE, rules.DEADLOCK))
+        rules.require(CheckSubject(stuck), (rules.COMPLETE, rules.DEADLOCK))
     with pytest.raises(ScheduleError, match=r"breaks the rule 'peak within the limit':\nworker 0, op 0"):
-        rules.require(Subject(stuck, peak_limit=0), (rules.COMPLETE, rules.PEAK, rules.DEADLOCK))
-    rules.require(Subject(stuck), (rules.COMPLETE, rules.PLACED))
+        rules.require(CheckSubject(stuck, peak_limit=0), (rules.COMPLETE, rules.PEAK, rules.DEADLOCK))
+    rules.require(CheckSubject(stuck), (rules.COMPLETE, rules.PLACED))
 
 
 def test_every_rule_is_in_the_table_after_those_it_builds_on() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from counterflow.runtime.execution.step import Step
-from counterflow.verification.training_agreement import Agreement, Trained, compare
+from counterflow.verification.training_agreement import TrainingAgreement, TrainingResult, compare
 
 D = torch.float64
 
@@ -26,10 +26,10 @@ def tensors(*values: float, dtype: torch.dtype = D) -> dict[str, Tensor]:
     }
 
 
-THEIRS = Trained([step(2.0, 5.0), step(1.0, 4.0)], 0.5, tensors(1.0, 2.0), tensors(4.0, 8.0))
+THEIRS = TrainingResult([step(2.0, 5.0), step(1.0, 4.0)], 0.5, tensors(1.0, 2.0), tensors(4.0, 8.0))
 
 
-def errors(found: Agreement) -> tuple[float, float, float, float]:
+def errors(found: TrainingAgreement) -> tuple[float, float, float, float]:
     return found.loss_error, found.norm_error, found.gradient_error, found.weight_error
 
 
@@ -40,7 +40,7 @@ def test_the_same_numbers_agree() -> None:
 
 
 def test_errors_are_relative_to_one_process() -> None:
-    ours = Trained([step(2.5, 5.0), step(1.0, 3.0)], 0.5, tensors(1.0, 2.5), tensors(5.0, 8.0))
+    ours = TrainingResult([step(2.5, 5.0), step(1.0, 3.0)], 0.5, tensors(1.0, 2.5), tensors(5.0, 8.0))
     assert errors(compare(THEIRS, [THEIRS, ours])) == (0.25, 0.25, 0.25, 0.25)
     assert errors(compare(THEIRS, [ours, THEIRS])) == (0.25, 0.25, 0.25, 0.25)
     assert errors(compare(THEIRS, [replace(THEIRS, evaluation=0.75)])) == (0.5, 0.0, 0.0, 0.0)
@@ -61,14 +61,14 @@ def test_small_tensors_are_held_to_a_thousandth_of_the_largest() -> None:
 def test_nothing_at_all_is_no_error() -> None:
     zero = torch.zeros(2, dtype=D)
     state = {"weight": zero, "empty": torch.zeros(0), "extra": "what is no tensor"}
-    nothing = Trained([step(0.0, 0.0)], 0.0, {"weight": zero}, state)  # type: ignore[arg-type]
+    nothing = TrainingResult([step(0.0, 0.0)], 0.0, {"weight": zero}, state)  # type: ignore[arg-type]
     assert errors(compare(nothing, [nothing])) == (0.0, 0.0, 0.0, 0.0)
     one = replace(nothing, gradients={"weight": zero + 1e-30}, steps=[step(1e-30, 2e-30)])
     assert errors(compare(nothing, [one])) == pytest.approx((1.0, 2.0, 1.0, 0.0))
 
 
 def test_a_training_without_numbers_agrees() -> None:
-    empty = Trained([], 0.0, {"weight": torch.zeros(0, dtype=D)}, {"weight": torch.zeros(0, dtype=D)})
+    empty = TrainingResult([], 0.0, {"weight": torch.zeros(0, dtype=D)}, {"weight": torch.zeros(0, dtype=D)})
     assert errors(compare(empty, [empty])) == (0.0, 0.0, 0.0, 0.0)
 
 

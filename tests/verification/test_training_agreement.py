@@ -16,8 +16,8 @@ import torch
 from counterflow.schedule import schemes
 from counterflow.schedule.formats import dumps, loads
 from counterflow.schedule.ir import Schedule
-from counterflow.training.trial import Trial, small_trial
-from counterflow.verification.training_agreement import Agreement, Trained
+from counterflow.training.trial import TrialTraining, small_trial
+from counterflow.verification.training_agreement import TrainingAgreement, TrainingResult
 
 SCHEDULES: list[Schedule] = [
     *(schemes.gpipe(d, n) for d, n in ((2, 1), (4, 5))),
@@ -64,7 +64,7 @@ SPLIT: list[Schedule] = [
 
 
 @cache
-def trial(text: str, replicas: int, dtype: torch.dtype) -> tuple[Trial, Trained]:
+def trial(text: str, replicas: int, dtype: torch.dtype) -> tuple[TrialTraining, TrainingResult]:
     """A schedule's trial and what one process makes of it."""
     schedule = loads(text, "trial")
     made = small_trial(schedule, replicas=replicas, dtype=dtype, steps=2)
@@ -78,7 +78,7 @@ def agreement(
     dtype: torch.dtype = torch.float64,
     transport: str = "strict-local",
     **options: Any,
-) -> Agreement:
+) -> TrainingAgreement:
     made, reference = trial(dumps(schedule), replicas, dtype)
     return made.verify(transport=transport, reference=reference, **options)
 
@@ -194,7 +194,9 @@ def test_some_backwards_of_a_stage_may_be_split(schedule: Schedule, backward: st
 
 @pytest.mark.parametrize("field", ["loss_error", "norm_error", "gradient_error", "weight_error"])
 def test_each_error_alone_is_a_disagreement(field: str) -> None:
-    none = Agreement(loss_error=0.0, norm_error=0.0, gradient_error=0.0, weight_error=0.0, tolerance=1e-5)
+    none = TrainingAgreement(
+        loss_error=0.0, norm_error=0.0, gradient_error=0.0, weight_error=0.0, tolerance=1e-5
+    )
     assert none.ok
     assert replace(none, **{field: 1e-5}).ok
     assert not replace(none, **{field: 1.001e-5}).ok

@@ -14,7 +14,7 @@ from counterflow.schedule import schemes
 from counterflow.schedule.modes import Recompute
 from counterflow.verification import training_agreement
 from counterflow.verification.reference import Staleness
-from counterflow.verification.training_agreement import Agreement, Trained, compare, verify
+from counterflow.verification.training_agreement import TrainingAgreement, TrainingResult, compare, verify
 
 from ..kit import sgd
 
@@ -25,17 +25,17 @@ class Calls:
     """Stands for both trainings and notes what they are given; each ends with the same numbers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = Trained([], 1.0, {"w": torch.ones(1)}, {"w": torch.ones(1)})
+        found = TrainingResult([], 1.0, {"w": torch.ones(1)}, {"w": torch.ones(1)})
         self.reference: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.pipeline: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.threads = 0
 
-        def one_process(*args: Any, **options: Any) -> Trained:
+        def one_process(*args: Any, **options: Any) -> TrainingResult:
             self.reference = args, options
             self.threads = torch.get_num_threads()
             return found
 
-        def launch(*args: Any, **options: Any) -> list[Trained]:
+        def launch(*args: Any, **options: Any) -> list[TrainingResult]:
             self.pipeline = args, options
             return [found]
 
@@ -75,7 +75,7 @@ def test_by_default(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     layers, schedule = linears(), schemes.chimera(2, 4, concat="backward-halving")
     batches = [[batch(0), batch(1)]]
     found = verify(schedule, layers, mean, batches, optimizer=sgd)
-    assert found == Agreement(0.0, 0.0, 0.0, 0.0, 1e-5)
+    assert found == TrainingAgreement(0.0, 0.0, 0.0, 0.0, 1e-5)
     assert calls.reference is not None
     assert calls.reference[0] == (layers, mean, (2, 2, 2, 2), batches)
     assert calls.reference[1] == {
@@ -249,7 +249,7 @@ def test_threads_train_copies_and_processes_what_is_given(monkeypatch: pytest.Mo
 
 def test_a_reference_at_hand_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    given = Trained([], 2.0, {"w": torch.ones(1)}, {"w": torch.ones(1)})
+    given = TrainingResult([], 2.0, {"w": torch.ones(1)}, {"w": torch.ones(1)})
     found = verify(schemes.dapple(2, 2), linears(), mean, [[batch()]], optimizer=sgd, reference=given)
     assert calls.reference is None
     assert found.loss_error == 0.5
@@ -291,9 +291,9 @@ def test_a_pipeline_agrees(make: Callable[[], Any], options: dict[str, Any]) -> 
 
 
 def test_the_gradients_of_every_weight_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Trained, list[Trained]]] = []
+    seen: list[tuple[TrainingResult, list[TrainingResult]]] = []
 
-    def look(reference: Trained, found: list[Trained]) -> Agreement:
+    def look(reference: TrainingResult, found: list[TrainingResult]) -> TrainingAgreement:
         seen.append((reference, found))
         return compare(reference, found)
 

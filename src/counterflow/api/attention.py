@@ -140,7 +140,7 @@ def _mask(  # noqa: PLR0917
     return mask if seen is None else mask & seen[:, None, None].bool()
 
 
-class _Part(NamedTuple):
+class _KeyPart(NamedTuple):
     """Part of the keys that a slice's queries attend to.
 
     Attributes:
@@ -244,7 +244,7 @@ def _group(tensor: Tensor, group: int, groups: int) -> Tensor:
     return tensor if groups == 1 else tensor.unflatten(1, (-1, groups))[:, :, group]
 
 
-def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, _Part]]:
+def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -> list[tuple[int, _KeyPart]]:
     lefts: list[Any] = [flat[place : place + 4] for place in range(0, len(flat), 4)]
     positions, documents = queries.shape[2], lefts[-1][2]
     start = sum(key.shape[2] for key, *_ in lefts[:-1])
@@ -256,7 +256,7 @@ def _parts(queries: Tensor, flat: Sequence[Tensor | None], window: int | None) -
         if inside or first + count - 1 > start - window:
             unmasked = inside and documents is None and seen is None
             mask = None if unmasked else _mask(queries, start, first, saved, documents, window)
-            parts.append((4 * number, _Part(key, value, is_own, mask)))
+            parts.append((4 * number, _KeyPart(key, value, is_own, mask)))
         first += count
     return parts
 

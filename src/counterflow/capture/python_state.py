@@ -1,7 +1,8 @@
 """Python values that a forward can read beside its tensors, their fast comparison, and their restoration.
 
-A ``PythonState`` is the result of a walk (``walk``): every value by its name, and the containers in which they are.
-Whether a container has the same objects takes nanoseconds an entry; only if one has not are values compared.
+A ``PythonState`` is the result of a walk (``walk``): every value by its name, and the containers in which
+they are. To compare the objects of a container takes nanoseconds an entry; values are compared only if
+objects differ.
 
 Invariant: a state keeps all objects that it names alive, so identities stay theirs.
 """

@@ -23,7 +23,7 @@ _SLAB_BYTES = 2**28
 _ALIGNED = 64
 
 
-class HostCopy:
+class StateHostCopy:
     """A copy that was begun.
 
     Attributes:
@@ -64,14 +64,14 @@ class HostCopies:
         self._table: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._targets: dict[str, Tensor] = {}
 
-    def begin(self, tensors: Mapping[str, Tensor], soon: Collection[str] = ()) -> HostCopy:
+    def begin(self, tensors: Mapping[str, Tensor], soon: Collection[str] = ()) -> StateHostCopy:
         """Begin to copy tensors after all work that the device was given so far.
 
         The memory is that of the previous copy if the tensors are alike; that copy must have been read.
 
         Args:
             tensors: tensors by key, without overlapping memory.
-            soon: keys of tensors that may change before ``HostCopy.order``: they are copied first, and
+            soon: keys of tensors that may change before ``StateHostCopy.order``: they are copied first, and
                 further work of the device waits for them.
         """
         table = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
@@ -81,7 +81,7 @@ class HostCopies:
             self._table = table
         if self._module is None:
             self._copy(tensors, tensors)
-            return HostCopy(self._targets, self._device, None)
+            return StateHostCopy(self._targets, self._device, None)
         current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
@@ -89,7 +89,7 @@ class HostCopies:
             last = self._copy(tensors, [key for key in tensors if key not in soon])
         if soon:
             current.wait_event(first)
-        return HostCopy(self._targets, self._device, last)
+        return StateHostCopy(self._targets, self._device, last)
 
     def forget(self) -> None:
         """Free the memory; the copies must have been read."""

@@ -48,11 +48,11 @@ class DamagedError(ConfigError):
     problem: str = ""
 
 
-class _Part(BaseModel):
+class _IndexModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Chunk(_Part):
+class Chunk(_IndexModel):
     """A piece of a tensor: its file, where it begins in the whole, and its shape."""
 
     file: FileName
@@ -60,7 +60,7 @@ class Chunk(_Part):
     sizes: tuple[Count, ...]
 
 
-class Stored(_Part):
+class Stored(_IndexModel):
     """A tensor: its dtype and shape, and its pieces."""
 
     dtype: str
@@ -68,14 +68,14 @@ class Stored(_Part):
     chunks: tuple[Chunk, ...] = Field(min_length=1)
 
 
-class Written(_Part):
+class Written(_IndexModel):
     """A file: its length, and the digest of its contents."""
 
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Index(_Part):
+class Index(_IndexModel):
     """Contents of a checkpoint.
 
     Attributes:

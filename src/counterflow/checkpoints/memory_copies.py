@@ -38,7 +38,7 @@ from counterflow.runtime.transport.base import Transport
 
 from .files import packed, unpacked
 from .host_copies import HostCopies
-from .memory_file import Slot, opened
+from .memory_file import MemoryFile, opened
 from .memory_parts import Part, overlapping, owned_elsewhere, parts_of
 from .state_tables import at_hand, changing_in_forward, load
 
@@ -50,7 +50,7 @@ ROOT = Path("/dev/shm")  # noqa: S108 - in a folder that only this user reads
 Records = list[dict[str, float]]
 
 
-class Holding(NamedTuple):
+class MemoryCopy(NamedTuple):
     """Contents of a file.
 
     Attributes:
@@ -86,7 +86,7 @@ class ResumePoint(NamedTuple):
     sources: dict[Part, list[tuple[int, str]]]
 
 
-class Memory:
+class MemoryCopies:
     """One worker's copies.
 
     Args:
@@ -107,7 +107,7 @@ class Memory:
         self._transport = transport
         self._machines: list[str] = []
         """Machines by rank, known after all workers have looked for copies."""
-        self._slots = [Slot(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
+        self._slots = [MemoryFile(self.folder / f"rank-{transport.rank}.{turn}") for turn in (0, 1)]
         self._turn = 0
         self._full = False
         self._copies = HostCopies(transport.device)
@@ -196,7 +196,7 @@ class Memory:
         here = [peer for peer, machine in enumerate(self._machines) if machine == self._machines[rank]]
         files = sorted(self.folder.glob("rank-*"))[here.index(rank) :: len(here)]
         holdings = [holding for path in files if (holding := holding_of(path)) is not None]
-        point = choose(cast("list[list[Holding]]", self._transport.gather_objects(holdings)), self.layout)
+        point = choose(cast("list[list[MemoryCopy]]", self._transport.gather_objects(holdings)), self.layout)
         if point is not None:
             used = {name for holder, name in chain(*point.sources.values()) if holder in here}
             self._turn = int(self._slots[0].path.name in used)  # the other file is the one to write next
@@ -248,7 +248,7 @@ class Memory:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def choose(rows: Sequence[Sequence[Holding]], current_layout: Sequence[int]) -> ResumePoint | None:
+def choose(rows: Sequence[Sequence[MemoryCopy]], current_layout: Sequence[int]) -> ResumePoint | None:
     """The newest step for which every part of every stage exists, the same on all ranks.
 
     Args:
@@ -325,7 +325,7 @@ def forget(run: str, root: Path | None = None) -> None:
     shutil.rmtree(folder_of(run, root), ignore_errors=True)
 
 
-def holding_of(path: Path) -> Holding | None:
+def holding_of(path: Path) -> MemoryCopy | None:
     """Contents of a file, if it is complete."""
     record = opened(path)
     if record is None:
@@ -343,7 +343,7 @@ def holding_of(path: Path) -> Holding | None:
                 digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[part] = digest.hexdigest()
     layout, needed = tuple(about["layout"]), frozenset(about["needed"])
-    return Holding(layout, about["step"], path.name, digests, about["records"], needed)
+    return MemoryCopy(layout, about["step"], path.name, digests, about["records"], needed)
 
 
 def _read_part(path: Path, part: Part) -> dict[str, Any]:

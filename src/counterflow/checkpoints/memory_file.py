@@ -26,7 +26,7 @@ _BLOCK = 65_536
 """The description is padded to a multiple of this size, so most copies are equally long."""
 
 
-class Slot:
+class MemoryFile:
     """A file in memory, written repeatedly in place; made anew if the tensors change."""
 
     def __init__(self, path: Path) -> None:

@@ -46,7 +46,7 @@ _Tokens = npt.NDArray[np.int64]
 _Batch = TypeVar("_Batch")
 
 
-class Batches(Protocol):
+class TextBatches(Protocol):
     """Mini-batches by number; two calls with the same arguments give the same tensors."""
 
     @property
@@ -99,7 +99,7 @@ class _OfText(ABC, Generic[_Batch]):
         self.positions = positions
 
     def batch(self, step: int, samples: int, *, replica: int = 0, replicas: int = 1) -> _Batch:
-        """One replica's part of mini-batch ``step``; see ``Batches.batch``."""
+        """One replica's part of mini-batch ``step``; see ``TextBatches.batch``."""
         in_range("step", step, 0, VALIDATION_STEP - 1)
         streams = [stream(self._seed, step, sample) for sample in part_of(samples, replica, replicas)]
         return self._batch_of(
@@ -107,7 +107,7 @@ class _OfText(ABC, Generic[_Batch]):
         )
 
     def validation(self, samples: int, *, replica: int = 0, replicas: int = 1) -> _Batch:
-        """Windows evenly spread over the validation part, always the same; see ``Batches.validation``."""
+        """Windows evenly spread over the validation part, always the same; see ``TextBatches.validation``."""
         chosen = part_of(samples, replica, replicas)
         windows = self._windows.spread(chosen, samples * replicas)
         return self._batch_of(windows, [stream(0, VALIDATION_STEP, sample) for sample in chosen])

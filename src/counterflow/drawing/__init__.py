@@ -16,7 +16,7 @@ from counterflow.schedule.ir import OptionValue, Schedule
 from counterflow.schedule.registry import schedule_of
 from counterflow.simulation import Simulation, simulate
 
-from .chart import Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory
+from .chart import Arrow, Box, BoxKind, BoxLane, Bubble, Chart, Memory
 from .charting import chart_of, order_chart
 from .look import USUAL, Look
 from .page import write_page
@@ -34,9 +34,9 @@ __all__ = [
     "Arrow",
     "Box",
     "BoxKind",
+    "BoxLane",
     "Bubble",
     "Chart",
-    "Lane",
     "Memory",
     "chart_of",
     "draw",

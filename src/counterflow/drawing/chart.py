@@ -47,7 +47,7 @@ LETTERS = {box: op.value for op, box in _KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class BoxLane:
     """Meaning of a box's colour: a pipe, or a chunk of a worker's stages.
 
     ``name`` is empty if there is only one; ``hue`` is a number in the palette.
@@ -145,7 +145,7 @@ class Chart:
     summary: str
     workers: int
     makespan: float
-    lanes: tuple[Lane, ...]
+    lanes: tuple[BoxLane, ...]
     boxes: tuple[Box, ...]
     memory: Memory | None = None
     steady: tuple[tuple[float, float], ...] | None = None
@@ -222,7 +222,7 @@ class Chart:
     def legend(self) -> tuple[tuple[int, str], ...]:
         """Each hue in use and what it stands for; lanes that share a hue are named together.
 
-        >>> lanes = tuple(Lane(f"chunk {i}", i % 8) for i in range(9))
+        >>> lanes = tuple(BoxLane(f"chunk {i}", i % 8) for i in range(9))
         >>> Chart("", "", 1, 1.0, lanes, ()).legend()[:2]
         ((0, 'chunk 0, 8'), (1, 'chunk 1'))
         """

@@ -13,7 +13,7 @@ from counterflow.schedule.placement import Placement
 from counterflow.simulation import Costs, MemoryUse, MessageSpan, Piece, Simulation, Span, SyncSpan
 from counterflow.simulation.timed_schedule import TimedSchedule
 
-from .chart import _KINDS, Arrow, Box, BoxKind, Bubble, Chart, Lane, Memory, percent
+from .chart import _KINDS, Arrow, Box, BoxKind, BoxLane, Bubble, Chart, Memory, percent
 from .palette import HUES
 from .time_units import AmountUnit, time_unit
 
@@ -158,7 +158,7 @@ def _steady(simulation: Simulation) -> tuple[tuple[float, float], ...] | None:
 # --- lanes ---------------------------------------------------------------------------------------
 
 
-def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], int]]:
+def _lanes(schedule: Schedule) -> tuple[tuple[BoxLane, ...], dict[tuple[int, int], int]]:
     placement = schedule.placement
     placed_stages = [(pipe, stage) for pipe in range(placement.pipes) for stage in range(placement.stages)]
     if placement.pipes > 1:
@@ -172,20 +172,20 @@ def _lanes(schedule: Schedule) -> tuple[tuple[Lane, ...], dict[tuple[int, int], 
     turns = any(a == b for a, b in pairwise(placement.pipes_stages[0])) and placement.workers > 1
     word = known.chunk if known else "leg" if turns else "chunk"
     names = [f"{word} {i}" for i in range(count)] if count > 1 else [""]
-    return tuple(Lane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
+    return tuple(BoxLane(name, i % len(HUES)) for i, name in enumerate(names)), lane_of
 
 
-def _pipe_lanes(placement: Placement) -> tuple[Lane, ...]:
+def _pipe_lanes(placement: Placement) -> tuple[BoxLane, ...]:
     """Down pipes in cool hues, up pipes in warm ones; pipes with no direction take hues in turn."""
     words = [_direction(stages) for stages in placement.pipes_stages]
     if not {"down", "up"}.issuperset(words):
-        return tuple(Lane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
+        return tuple(BoxLane(f"pipe {i}", i % len(HUES)) for i in range(len(words)))
     lanes = []
     for pipe, word in enumerate(words):
         index = words[:pipe].count(word)
         number = f" {index}" if words.count(word) > 1 else ""
         hue = (2 * index + (word == "up")) % len(HUES)
-        lanes.append(Lane(f"{word} pipe{number}", hue))
+        lanes.append(BoxLane(f"{word} pipe{number}", hue))
     return tuple(lanes)
 
 

@@ -113,7 +113,7 @@ def convert(
     opened = _Files(source)
     if into_file:
         return _into_file(opened.sizes, opened.read, target)
-    return _into_checkpoint(_State({MODEL: opened.sizes}, lambda _, name: opened.read(name)), target)
+    return _into_checkpoint(_TrainingState({MODEL: opened.sizes}, lambda _, name: opened.read(name)), target)
 
 
 def _require_training(source: Path, target: Path, model: Path | None, *, ema: bool, is_run: bool) -> None:
@@ -256,7 +256,7 @@ Table = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _TrainingState:
     """The state of a training, to be written as a checkpoint.
 
     Attributes:
@@ -276,7 +276,7 @@ class _State:
         return self.read(kind, of_file[name])
 
 
-def _into_checkpoint(state: _State, target: Path) -> Converted:
+def _into_checkpoint(state: _TrainingState, target: Path) -> Converted:
     """Write a checkpoint with which a training begins or goes on."""
     with _draft(target) as root:
         draft = root / name_of(state.step)
@@ -344,7 +344,7 @@ def _from_torch(source: Path, target: Path, optimizer: str | None, *, into_file:
         if opened.schedule_step is not None:
             objects[f"{SCHEDULER}/0"] = {"last_epoch": opened.schedule_step}
     return _into_checkpoint(
-        _State(
+        _TrainingState(
             tensors,
             lambda kind, name: opened.read(keys[kind][name]),
             objects,

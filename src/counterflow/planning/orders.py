@@ -156,7 +156,9 @@ def compute_orders(
             every machine.
         progress: called with the progress.
     """
-    return _Run(result, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)).run()
+    return _OrderSearch(
+        result, constraints, seconds, moves, progress or (lambda _best, _bound, _what: None)
+    ).run()
 
 
 def with_orders(result: SearchResult, orders: Orders) -> SearchResult:
@@ -190,7 +192,7 @@ class _Job:
         )
 
 
-class _Run:
+class _OrderSearch:
     def __init__(
         self,
         result: SearchResult,

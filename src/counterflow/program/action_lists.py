@@ -30,7 +30,7 @@ from .actions import (
     WaitSync,
 )
 from .lists import instant, played
-from .player import Lists
+from .player import ListArrays
 
 Start = StartSync | StartGather
 Output = tuple[Op, SkipLink | None]
@@ -53,7 +53,7 @@ class ActionLists:
     """
 
     program: Program
-    lists: Lists
+    lists: ListArrays
     actions: list[int]
     events: list[Event]
     starts: list[Start]
@@ -79,7 +79,7 @@ class _List:
         self.makes[-1].append(event)
 
 
-class _Writing:
+class _ListWriter:
     """A program's lists under construction.
 
     Args:
@@ -156,7 +156,7 @@ def action_lists(
             message waits.
         one_at_a_time: whether a worker's sums run one after another, in the order in which it starts them.
     """
-    written = _Writing(program, graph, rendezvous=rendezvous, holding=holding)
+    written = _ListWriter(program, graph, rendezvous=rendezvous, holding=holding)
     starts = list(written.waiting)
     follow: list[tuple[Start, Start]] = []
     if one_at_a_time:
@@ -211,7 +211,7 @@ def _numbered(program: Program, rows: Sequence[_List], starts: list[Start]) -> A
     events = [*makers, *(event for event in takers if event not in makers)]
     message = {event: number for number, event in enumerate(events)}
     inputs = [[message[event] for event in takes] for row in rows for takes in row.takes]
-    lists = Lists(
+    lists = ListArrays(
         first=first,
         takes=np.cumsum([0, *map(len, inputs)]),
         inputs=np.array([number for takes in inputs for number in takes], dtype=np.int64),

@@ -11,7 +11,7 @@ from counterflow.schedule.modes import Sync
 
 from .actions import Matching, Program
 from .lowering import NOTHING_SHARED, WITH_A_BARRIER, Ends, OpTimes, Shared, lower
-from .rules import RULES, Subject, details, require
+from .rules import RULES, CheckSubject, details, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def inspect(schedule: Schedule, *, program: Program | None = None, peak_limit: f
     True
     """
     results: dict[str, RuleResult] = {}
-    subject = Subject(schedule, program, peak_limit)
+    subject = CheckSubject(schedule, program, peak_limit)
     for rule in RULES:
         broken = [name for name in rule.after if not results[name].ok]
         if not broken and rule.lowered and subject.program is None:
@@ -91,7 +91,7 @@ def check(
         DeadlockError: the workers wait for each other in a circle; the message shows it.
         ScheduleError: another rule is broken; the message says which, where, expected and got.
     """
-    subject = Subject(registry.schedule_of(schedule, sizes), program, peak_limit)
+    subject = CheckSubject(registry.schedule_of(schedule, sizes), program, peak_limit)
     for rule in RULES:
         if rule.lowered and subject.program is None:
             subject.program = lower(subject.schedule, recheck=False)
@@ -115,7 +115,7 @@ def checked_program(
         ScheduleError: another rule is broken.
         ConfigError: replicas below 1, an unknown sync mode.
     """
-    require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
+    require(CheckSubject(schedule), (rule for rule in RULES if not rule.lowered))
     return lower(
         schedule,
         replicas=replicas,

@@ -14,7 +14,7 @@ import numpy as np
 from counterflow.errors import DeadlockError
 from counterflow.schedule.graph import OpGraph
 
-from .player import Floats, Ints, Lasting, Lists, Times, play
+from .player import Floats, Ints, Lasting, ListArrays, Times, play
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def messages_of(graph: OpGraph) -> Messages:
     return Messages(makers, takers, worker[makers], worker[takers], skips)
 
 
-def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) -> Lists:
+def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) -> ListArrays:
     """Lists in which one node takes each message.
 
     Args:
@@ -76,7 +76,7 @@ def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) 
     """
     nodes = np.arange(first[-1] + 1)
     by_taker = np.argsort(takers, kind="stable")
-    return Lists(
+    return ListArrays(
         first=np.array(first, dtype=np.int64),
         takes=np.searchsorted(takers[by_taker], nodes),
         inputs=by_taker,
@@ -85,7 +85,7 @@ def lists_of(first: Sequence[int], makers: Ints, takers: Ints, receivers: Ints) 
     )
 
 
-def lists_of_ops(graph: OpGraph, messages: Messages) -> Lists:
+def lists_of_ops(graph: OpGraph, messages: Messages) -> ListArrays:
     """The orders of a schedule.
 
     Raises:
@@ -108,14 +108,14 @@ def _before_their_own(graph: OpGraph) -> dict[int, tuple[int, int]]:
     }
 
 
-def instant(lists: Lists, nodes: Floats | None = None) -> Lasting:
+def instant(lists: ListArrays, nodes: Floats | None = None) -> Lasting:
     """Messages that take no time, between nodes with the given durations or none."""
     none, messages = np.zeros(lists.first[-1]), np.zeros(len(lists.receivers))
     lanes = np.full(len(messages), -1, dtype=np.int64)
     return Lasting(none if nodes is None else nodes, none, messages, messages, lanes)
 
 
-def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: Floats) -> Lasting:
+def spread(lasting: Lasting, lists: ListArrays, ops: Ints, messages: Ints, seconds: Floats) -> Lasting:
     """Durations of everything in lists that have more in them than ops and the messages between workers.
 
     What a further message says is known as soon as its maker is done with all messages between workers.
@@ -138,7 +138,7 @@ def spread(lasting: Lasting, lists: Lists, ops: Ints, messages: Ints, seconds: F
     return Lasting(nodes, busy, late, travel, lanes)
 
 
-def played(lists: Lists, lasting: Lasting) -> Times:
+def played(lists: ListArrays, lasting: Lasting) -> Times:
     """A play without a limit, in which all lists begin at 0 and all lanes are free."""
     lanes = int(lasting.lanes.max(initial=-1)) + 1
     times = play(lists, lasting, (np.zeros(len(lists.first) - 1), np.zeros(lanes)))
@@ -159,7 +159,7 @@ def earliest(graph: OpGraph, durations: Sequence[int]) -> tuple[list[int], list[
     return times.start.astype(int).tolist(), times.end.astype(int).tolist()
 
 
-def _instantly(graph: OpGraph, durations: Floats | None = None) -> tuple[Lists, Times]:
+def _instantly(graph: OpGraph, durations: Floats | None = None) -> tuple[ListArrays, Times]:
     lists = lists_of_ops(graph, messages_of(graph))
     return lists, played(lists, instant(lists, durations))
 
@@ -172,7 +172,7 @@ def circle_of_ops(graph: OpGraph) -> list[tuple[int, int]]:
     return graph.circle(stuck) if stuck else []
 
 
-def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
+def refuse_stuck(graph: OpGraph, lists: ListArrays, times: Times) -> None:
     """Refuse orders that do not reach their end.
 
     Raises:
@@ -185,7 +185,7 @@ def refuse_stuck(graph: OpGraph, lists: Lists, times: Times) -> None:
         raise DeadlockError("deadlock, the workers wait in a circle for sums of gradients; run the checker")
 
 
-def _stuck_ops(graph: OpGraph, lists: Lists, times: Times) -> dict[int, tuple[int, int]]:
+def _stuck_ops(graph: OpGraph, lists: ListArrays, times: Times) -> dict[int, tuple[int, int]]:
     """For each worker that does not reach the end of its order, its next op and the op whose product this
     takes.
 

@@ -69,8 +69,8 @@ from .rules import (
     SUMS,
     SYNCS,
     VERSIONS,
+    CheckSubject,
     Rule,
-    Subject,
     require,
 )
 from .sync import by_last_backward, first_users, gradient_syncs, plan_syncs
@@ -167,7 +167,7 @@ def lower(
     mode = parse_mode(Sync, "sync", sync)
     graph = OpGraph(schedule)
     if recheck:
-        require(Subject(schedule, graph=graph), (PLACED,))
+        require(CheckSubject(schedule, graph=graph), (PLACED,))
     unit = unit_times(graph)
     traffic = COMPUTES, MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING
     passes: list[tuple[Callable[[Program], Program], tuple[Rule, ...]]] = [
@@ -181,7 +181,7 @@ def lower(
     for lowering_pass, rules in passes:
         program = lowering_pass(program)
         if recheck:
-            require(Subject(schedule, program, graph=graph), rules)
+            require(CheckSubject(schedule, program, graph=graph), rules)
     return program
 
 
@@ -205,7 +205,8 @@ def lower_evaluation(schedule: Schedule, *, matching: Matching = Matching.ORDER)
     graph = OpGraph(forwards)
     program = with_messages(Program(forwards, (), matching=matching), graph, unit_times(graph))
     require(
-        Subject(forwards, program, graph=graph), (MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING)
+        CheckSubject(forwards, program, graph=graph),
+        (MESSAGES, DEADLOCK_RENDEZVOUS, POSTED, DEADLOCK_HOLDING),
     )
     return program
 

@@ -37,7 +37,7 @@ Gaps = list[dict[int, list[Tagged]]]
 """For each worker, the actions before its op number i (i = number of ops: at the end)."""
 
 
-class Cut:
+class MiniBatchCuts:
     """A schedule, and where its mini-batches begin on each worker."""
 
     def __init__(self, schedule: Schedule, replicas: int, matching: Matching, shared: Shared) -> None:

@@ -31,7 +31,7 @@ LOAD_NUMBA_AFTER = 400_000
 """Nodes played in plain Python, over the life of the process, before numba is loaded (half a second)."""
 
 
-class Lists(NamedTuple):
+class ListArrays(NamedTuple):
     """Arrays that are played; nodes are numbered list by list in order, messages by their makers.
 
     Attributes:
@@ -89,7 +89,7 @@ class Times(NamedTuple):
     head: Ints
     waits: Ints
 
-    def stuck(self, lists: Lists) -> list[int]:
+    def stuck(self, lists: ListArrays) -> list[int]:
         """The lists that never come to their end."""
         numbers: list[int] = np.flatnonzero(self.head < lists.first[1:]).tolist()
         return numbers
@@ -152,7 +152,7 @@ def _play(data: Any, limit: float, times: Any, state: Any) -> tuple[int, bool]:
 
 
 def play(
-    lists: Lists,
+    lists: ListArrays,
     lasting: Lasting,
     begin: tuple[Floats, Floats],
     *,

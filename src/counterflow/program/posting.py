@@ -44,7 +44,7 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
             ``posted`` of some becomes later.
         workers: number of workers.
     """
-    rows = _Rows(messages, workers)
+    rows = _PostingRows(messages, workers)
     over = bytearray(len(messages))
     first = 0
     look = list(range(workers))
@@ -71,7 +71,7 @@ def settle(messages: Sequence[Posting], workers: int) -> None:
                 look.append(worker)
 
 
-class _Rows:
+class _PostingRows:
     def __init__(self, messages: Sequence[Posting], workers: int) -> None:
         self.messages = messages
         self.rows: list[list[tuple[int, int]]] = [[] for _ in range(workers)]

@@ -39,7 +39,7 @@ from .actions import (
     WaitGather,
 )
 from .lowering import NOTHING_SHARED, Ends, Shared
-from .mini_batch_cuts import Cut
+from .mini_batch_cuts import MiniBatchCuts
 from .player import accelerated
 from .rules import (
     AGREED,
@@ -53,7 +53,7 @@ from .rules import (
     SUMS,
     SYNCS,
     VERSIONS,
-    Subject,
+    CheckSubject,
     require,
 )
 from .shifts import shifted
@@ -147,8 +147,8 @@ def segments(
         raise ConfigError(
             f"{schedule} is synchronous: each mini-batch runs the whole order; choose an asynchronous one"
         )
-    require(Subject(schedule), (rule for rule in RULES if not rule.lowered))
-    cut = Cut(schedule, replicas, matching, shared)
+    require(CheckSubject(schedule), (rule for rule in RULES if not rule.lowered))
+    cut = MiniBatchCuts(schedule, replicas, matching, shared)
     last = cut.repeats_from()
     while last is None:
         longer = _longer(cut.schedule)
@@ -157,7 +157,7 @@ def segments(
                 f"{schedule}: its {schedule.periods} periods do not reach the part that repeats; "
                 "make it with more periods"
             )
-        cut = Cut(longer, replicas, matching, shared)
+        cut = MiniBatchCuts(longer, replicas, matching, shared)
         last = cut.repeats_from()
     together = math.ceil(TOGETHER / schedule.micro_batches)
     lag = cut.update_lag(last)
@@ -185,7 +185,7 @@ def segments(
             SUMS,
             AGREED,
         )
-        require(Subject(program.schedule, program), rules)
+        require(CheckSubject(program.schedule, program), rules)
     return parts
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from counterflow.errors import ConfigError
 from counterflow.program.lists import Messages, lists_of, lists_of_ops, messages_of, refuse_stuck, spread
-from counterflow.program.player import Floats, Ints, Lasting, Lists, Times, play
+from counterflow.program.player import Floats, Ints, Lasting, ListArrays, Times, play
 from counterflow.program.sync import (
     GradientSync,
     by_last_backward,
@@ -80,7 +80,7 @@ class Ready(NamedTuple):
         links: number of links that carry one message at a time; 0: all carry any number.
     """
 
-    lists: Lists
+    lists: ListArrays
     lasting: Lasting
     travel: Floats
     waited: Floats
@@ -97,7 +97,7 @@ class Awaited(NamedTuple):
     """
 
     syncs: list[GradientSync]
-    lists: Lists
+    lists: ListArrays
     places: Ints
 
 
@@ -145,7 +145,7 @@ class TimedSchedule:
         return stages[made_by], np.array([piece.work for piece in pieces])[made_by]
 
     @cached_property
-    def lists(self) -> Lists:
+    def lists(self) -> ListArrays:
         """The workers' orders.
 
         Raises:

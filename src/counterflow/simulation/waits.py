@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from counterflow.program.player import Floats, Ints, Lasting, Lists
+from counterflow.program.player import Floats, Ints, Lasting, ListArrays
 
 
 class Waits(NamedTuple):
@@ -28,7 +28,7 @@ class Waits(NamedTuple):
     lasts: Floats
 
 
-def waits_of(lists: Lists, lasting: Lasting) -> Waits:
+def waits_of(lists: ListArrays, lasting: Lasting) -> Waits:
     """The waits of nodes and messages."""
     count = len(lasting.nodes)
     follows = np.setdiff1d(np.arange(count), lists.first)

@@ -107,10 +107,10 @@ def synthesize(
     began = time.monotonic()
     problem = problem_of(workload, costs, peak=peak, memory_bytes=memory_bytes, objective=objective)
     first = None if start is None else problem.words_of(start)
-    return _Run(problem, report, first).run(began, seconds, moves, seed)
+    return _Computation(problem, report, first).run(began, seconds, moves, seed)
 
 
-class _Run:
+class _Computation:
     def __init__(self, problem: Problem, report: Report | None, first: Words | None) -> None:
         self._problem, self._report, self._first = problem, report, first
         self._bound = lower_bound(problem)

@@ -200,19 +200,19 @@ def _borders(counts: Iterable[int]) -> Ints:
     return np.cumsum([0, *counts]).astype(np.int64)
 
 
-class Flat(NamedTuple):
+class FlatWords(NamedTuple):
     """Words behind each other; worker w's is ``word[first[w]:first[w + 1]]``."""
 
     word: Ints
     first: Ints
 
 
-def flat_of(words: Words) -> Flat:
+def flat_of(words: Words) -> FlatWords:
     """Words behind each other."""
-    return Flat(_ints(n for word in words for n in word), _borders(len(word) for word in words))
+    return FlatWords(_ints(n for word in words for n in word), _borders(len(word) for word in words))
 
 
-def words_of(flat: Flat) -> Words:
+def words_of(flat: FlatWords) -> Words:
     """The opposite of ``flat_of``."""
     return tuple(tuple(flat.word[a:b].tolist()) for a, b in pairwise(flat.first.tolist()))
 

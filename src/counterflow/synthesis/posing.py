@@ -17,7 +17,19 @@ from counterflow.simulation import Costs, Link, Piece
 from counterflow.simulation.costs import stage_bytes
 from counterflow.simulation.op_costs import per_stage
 
-from .problem import ACTIVATIONS, BYTES, CLOSE, Letter, Limit, Need, Objective, Problem, Store, Summed, peaks
+from .problem import (
+    ACTIVATIONS,
+    BYTES,
+    CLOSE,
+    GradientSum,
+    Letter,
+    Limit,
+    Need,
+    Objective,
+    Problem,
+    Store,
+    peaks,
+)
 
 
 def problem_of(
@@ -219,7 +231,7 @@ def _refuse_too_little(workload: Workload, letters: Sequence[Letter], store: Sto
                 )
 
 
-def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[Summed, ...]:
+def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[GradientSum, ...]:
     seconds: list[float] = per_stage("sync", costs.sync, workload.placement.stages)
     sums = []
     for stage in range(workload.placement.stages):
@@ -230,5 +242,5 @@ def _sums(workload: Workload, costs: Costs, letters: Sequence[Letter]) -> tuple[
                 for n, x in enumerate(letters)
                 if x.stage == stage and Product.WEIGHT_GRADIENTS in x.kind.makes
             )
-            sums.append(Summed(makers, tuple(workers), seconds[stage]))
+            sums.append(GradientSum(makers, tuple(workers), seconds[stage]))
     return tuple(sums)

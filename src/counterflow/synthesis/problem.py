@@ -128,7 +128,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class GradientSum:
     """A sum of gradients after all ops of some letters; on a lane in parallel with its workers' compute.
 
     Attributes:
@@ -164,7 +164,7 @@ class Problem:
     objective: Objective
     letters: tuple[Letter, ...]
     stores: tuple[Store, ...]
-    sums: tuple[Summed, ...]
+    sums: tuple[GradientSum, ...]
     tail: float
     links: int
     lanes: bool

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from counterflow.checkpoints.index import CHECKPOINT, complete
-from counterflow.checkpoints.memory_copies import Memory
+from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.checkpoints.saver import PATIENCE_SECONDS, Saver
 from counterflow.errors import ConfigError, CounterflowError
 from counterflow.measure.machine import reset_peak_bytes
@@ -32,7 +32,7 @@ from .folder import METRICS, RunFolder
 from .job import Job, prepare
 from .live import Live
 from .resuming import DATA, read, set_aside_after
-from .run_recorder import Recorder, Watch
+from .run_recorder import RunRecorder, Watch
 from .sections.keys import AUTO
 from .source import AVERAGED
 from .supervision.events import run_of
@@ -116,11 +116,11 @@ class Trainer:
         self.folder = RunFolder(folder, self.fence) if folder is not None and not transport.rank else None
         """The run's folder on rank 0; None on other ranks."""
         self.checkpoints = self._shared(transport) / CHECKPOINT
-        self.memory: Memory | None = None
+        self.memory: MemoryCopies | None = None
         """Memory in which weights are saved for a restart; None: none."""
         if config.copies_in_memory:
             name = run_of(self.folder.path) if self.folder is not None else ""
-            self.memory = Memory(transport, str(transport.gather_objects(name)[0]), job.cuts)
+            self.memory = MemoryCopies(transport, str(transport.gather_objects(name)[0]), job.cuts)
         goes_on = attempt or config.train.resume == AUTO
         copies = self.memory.find() if self.memory is not None and goes_on else None
         planned = job.first_step
@@ -146,7 +146,9 @@ class Trainer:
             self.memory.restore(point, self.pipeline)
         elif job.start is not None:
             read(job.start, self.pipeline, auto=config.train.resume == AUTO)
-        self.recorder = Recorder(job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None)
+        self.recorder = RunRecorder(
+            job, self.pipeline, self.folder, watch, keeps_recent=self.memory is not None
+        )
         self.recorder.begin(point, attempt, tells=point is not None or job.first_step < planned)
         if not transport.rank:
             set_aside_after(self.checkpoints, job.first_step)

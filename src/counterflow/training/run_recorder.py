@@ -36,7 +36,7 @@ _LAST = 10
 Watch = Callable[[Numbers], None]
 
 
-class Recorder:
+class RunRecorder:
     """Gathers one worker's results of a run; rank 0 writes them.
 
     Args:

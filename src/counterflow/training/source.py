@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from counterflow.data.text_batches import Batches
+    from counterflow.data.text_batches import TextBatches
     from counterflow.runtime.pipeline import Pipeline
     from counterflow.runtime.stages.layers import Model
     from counterflow.schedule.ir import Schedule
@@ -60,7 +60,7 @@ class ModelAndData:
     model: Model
     list_layers: Callable[[nn.Module], Sequence[nn.Module]] | None
     loss: Callable[[Any, Any], Any]
-    batches: Batches
+    batches: TextBatches
     text: str
     text_bytes: int
     entropy: float

@@ -326,7 +326,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     backward alone, which the engine counts; weights, gradients and optimiser state are not included.
     """
     recomputes = recompute is Recompute.LAYER
-    parts = [_Parts.of(stage, recomputes=recomputes) for stage in stages]
+    parts = [_OpSeconds.of(stage, recomputes=recomputes) for stage in stages]
     return Costs(
         forward=[part.forward for part in parts],
         backward=[part.backward for part in parts],
@@ -351,7 +351,7 @@ def costs_of(stages: Sequence[StageCost], recompute: Recompute, replicas: int) -
     )
 
 
-class _Parts(NamedTuple):
+class _OpSeconds(NamedTuple):
     """Seconds of a stage's ops without what each takes however short its slice is, and that overhead.
 
     ``attention`` is a share of the former. Without slices there is no overhead.
@@ -365,7 +365,7 @@ class _Parts(NamedTuple):
     overhead: float
 
     @classmethod
-    def of(cls, stage: StageCost, *, recomputes: bool) -> _Parts:
+    def of(cls, stage: StageCost, *, recomputes: bool) -> _OpSeconds:
         """The parts of measured seconds; ``recomputes``: a forward is computed again in each backward.
 
         One overhead is that of a whole op, so that a whole micro-batch takes what was measured.

@@ -202,7 +202,7 @@ class KeyShown(Part):
     legal: Annotated[str, describe("legal values")]
 
 
-class Keys(Result):
+class ConfigKeys(Result):
     """`counterflow train --keys`."""
 
     keys: list[KeyShown]

@@ -16,7 +16,7 @@ import torch
 from counterflow.common.extras import imported
 from counterflow.data.targets import Labelled, Masked, numbered
 from counterflow.data.text import entropy_of
-from counterflow.data.text_batches import Batches
+from counterflow.data.text_batches import TextBatches
 from counterflow.data.tokens import Documents, PackedDocuments, Padded, read_documents
 from counterflow.errors import ConfigError
 from counterflow.models import hf
@@ -95,7 +95,7 @@ def from_transformers(config: RunConfig) -> ModelAndData:
 
 def _samples(
     config: RunConfig, task: _Task, of_model: Any, tokenizer: Any, documents: Documents
-) -> tuple[Batches, float]:
+) -> tuple[TextBatches, float]:
     """The model's samples, and the loss of a model that knows only how frequent its
     targets are.
     """

@@ -22,14 +22,14 @@ from counterflow.program.segments import segments
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.modes import Sync
 from counterflow.verification.reference import parts_of
-from counterflow.verification.training_agreement import Agreement, Trained, one_process, verify
+from counterflow.verification.training_agreement import TrainingAgreement, TrainingResult, one_process, verify
 
 CLIP_NORM = 0.5
 """Less than the norm of the first gradients, so they are clipped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialTraining:
     """A model, its samples, and the schedule that trains it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Trial:
     batches: list[list[tuple[Tensor, Tensor]]]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-    def one_process(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Trained:
+    def one_process(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> TrainingResult:
         """The training in one process; options and errors as in ``verify.agreement.one_process``."""
         return one_process(
             self.layers,
@@ -58,7 +58,7 @@ class Trial:
             **options,
         )
 
-    def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> Agreement:
+    def verify(self, *, clip_norm: float | None = CLIP_NORM, **options: Any) -> TrainingAgreement:
         """Compare one process with the pipeline; options and errors as in ``verify.agreement.verify``."""
         return verify(
             self.schedule,
@@ -95,7 +95,7 @@ def small_trial(
     dropout: float | None = None,
     tied: bool | None = None,
     seed: int = 0,
-) -> Trial:
+) -> TrialTraining:
     """A trial for a schedule: a layer per stage, or two more, and samples that divide unevenly.
 
     Args:
@@ -130,4 +130,6 @@ def small_trial(
     # One sample more than fits evenly, and one more in each further replica.
     samples = [fewest + (1 if fewest > 1 else 0) + replica for replica in range(replicas)]
     batches = [[config.sample(count, generator=generator) for count in samples] for _ in range(steps)]
-    return Trial(schedule, layers, config.loss, batches, partial(torch.optim.AdamW, lr=1e-2, eps=1e-3))
+    return TrialTraining(
+        schedule, layers, config.loss, batches, partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+    )

@@ -30,7 +30,7 @@ from .trace import ModuleTrace, TraceRecorder, copied, place_of
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ModelComparison:
     """A model and its layers that are compared on a batch.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Copy:
         ConfigError: the copy fails.
     """
 
-    def __init__(self, subject: Comparison, *, doubled: bool, follows: bool) -> None:
+    def __init__(self, subject: ModelComparison, *, doubled: bool, follows: bool) -> None:
         try:
             self.model, self.layers, self.loss, self._run = copy.deepcopy(
                 (subject.model, list(subject.layers), subject.loss, subject.run)
@@ -140,13 +140,13 @@ class _Copy:
         return total
 
 
-def run_model(subject: Comparison, *, doubled: bool) -> ModuleTrace:
+def run_model(subject: ModelComparison, *, doubled: bool) -> ModuleTrace:
     """Run a copy of the model."""
     name = f"the {type(subject.model).__name__} itself"
     return _trace(subject, lambda copies, _: copies.of_model(), name, doubled=doubled)
 
 
-def run_layers(subject: Comparison, *, doubled: bool) -> ModuleTrace:
+def run_layers(subject: ModelComparison, *, doubled: bool) -> ModuleTrace:
     """Run copies of the layers, one after another."""
 
     def forward(copies: _Copy, recorder: TraceRecorder) -> Any:
@@ -160,7 +160,7 @@ def run_layers(subject: Comparison, *, doubled: bool) -> ModuleTrace:
 
 
 def _trace(
-    subject: Comparison,
+    subject: ModelComparison,
     forward: Callable[[_Copy, TraceRecorder], Any],
     name: str,
     *,
@@ -241,7 +241,7 @@ def _random_state_back(gpus: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _originals_unused(subject: Comparison) -> Iterator[None]:
+def _originals_unused(subject: ModelComparison) -> Iterator[None]:
     """Refuse functions that hold the user's modules or parameters, which a copy does not replace.
 
     Raises:

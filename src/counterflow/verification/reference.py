@@ -137,7 +137,7 @@ class ReferenceLayer:
         return {self.names[name]: value for name, value in state.items() if name in self.names}
 
 
-class _Part(NamedTuple):
+class _MicroBatchPart(NamedTuple):
     """Part of a micro-batch that runs at once: its samples ``start`` to ``stop`` of ``samples``."""
 
     micro_batch: int
@@ -175,7 +175,7 @@ class RandomSeeds:
         """Seed the initialisation of a layer."""
         self._apply(_digest(self._seed, "weights", layer))
 
-    def seed_layer(self, layer: int, step: int, part: _Part) -> None:
+    def seed_layer(self, layer: int, step: int, part: _MicroBatchPart) -> None:
         """Seed a layer's forward (SplitMix64 of a base of the step)."""
         base = _digest(self._seed, step)
         mixed = base + part.micro_batch * 0x9E3779B97F4A7C15 + layer * 0xD1342543DE82EF95
@@ -408,7 +408,7 @@ class Reference:
             for name, value in layer.state().items()
         }
 
-    def _loss(self, part: _Part, *, seeded: bool) -> LossOutput:
+    def _loss(self, part: _MicroBatchPart, *, seeded: bool) -> LossOutput:
         inputs, targets = pytree.tree_map_only(Tensor, self._on_device, (part.inputs, part.targets))
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss_within(inputs, targets, part, seeded=seeded)
@@ -416,7 +416,7 @@ class Reference:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
-    def _loss_within(self, inputs: Any, targets: Any, part: _Part, *, seeded: bool) -> LossOutput:
+    def _loss_within(self, inputs: Any, targets: Any, part: _MicroBatchPart, *, seeded: bool) -> LossOutput:
         lower, value = self._compute_dtype, inputs
         if lower is not None:
             value = pytree.tree_map_only(Tensor, lambda tensor: _cast(tensor, lower), value)
@@ -532,7 +532,7 @@ def _attach(
     parameter.requires_grad_(trains)
 
 
-def _parts(batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> Iterator[_Part]:
+def _parts(batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> Iterator[_MicroBatchPart]:
     """Parts of every micro-batch of all replicas that have samples; the first micro-batches are larger."""
     for replica, (inputs, targets) in enumerate(batches):
         size, more = divmod(_size(inputs), len(counts))
@@ -544,7 +544,7 @@ def _parts(batches: Sequence[tuple[Any, Any]], counts: Sequence[int]) -> Iterato
                 if start < stop:
                     rows = slice(first + start, first + stop)
                     data = _cut(inputs, rows), _cut(targets, rows)
-                    yield _Part(replica * len(counts) + number, samples, start, stop, *data)
+                    yield _MicroBatchPart(replica * len(counts) + number, samples, start, stop, *data)
             first += samples
 
 

@@ -28,7 +28,7 @@ from counterflow.runtime.stages.skip_links import stage_skips
 from counterflow.verification.diagnosis.comparison import difference
 from counterflow.verification.diagnosis.tolerances import MODELS, coarsest
 
-from .copies import Comparison, run_layers, run_model
+from .copies import ModelComparison, run_layers, run_model
 from .trace import ModuleTrace, first_parting, place_of
 
 RunModel = Callable[[Any, Any], Any]
@@ -132,7 +132,7 @@ def same_model(
     stage_skips(listed, (0, len(listed)))
     register_mapping_classes((inputs, targets, kwargs))
     call = listed[0].call if isinstance(listed[0], CapturedLayer) else None
-    subject = Comparison(
+    subject = ModelComparison(
         model, listed, inputs, targets, None if kwargs is None else dict(kwargs), loss, run, call
     )
     subject.refuse_meta()
@@ -155,7 +155,7 @@ def same_model(
     return result
 
 
-def _fewer_samples(subject: Comparison) -> Iterator[tuple[int, Comparison]]:
+def _fewer_samples(subject: ModelComparison) -> Iterator[tuple[int, ModelComparison]]:
     trees = (subject.inputs, subject.kwargs, subject.targets)
     leaves = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.dim()]
     count = max((leaf.shape[0] for leaf in leaves), default=0)
@@ -177,7 +177,7 @@ def _first_rows(size: int, tensor: Tensor) -> Tensor:
     return tensor[:size] if tensor.dim() else tensor
 
 
-def _run_both(subject: Comparison) -> tuple[ModuleTrace, ModuleTrace]:
+def _run_both(subject: ModelComparison) -> tuple[ModuleTrace, ModuleTrace]:
     for doubled in (True, False):
         with warnings.catch_warnings():
             if doubled:
@@ -194,7 +194,7 @@ def _run_both(subject: Comparison) -> tuple[ModuleTrace, ModuleTrace]:
     return model_trace, layer_trace
 
 
-def _compare(subject: Comparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> SameModel:
+def _compare(subject: ModelComparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> SameModel:
     """All differences; ``model_trace`` is the model's run, ``layer_trace`` that of the layers."""
     dtype = coarsest((model_trace.dtype, layer_trace.dtype))
     limit = MODELS.of(dtype)
@@ -307,7 +307,9 @@ def _noise(run: ModuleTrace, dtype: torch.dtype) -> float:
     return largest * min(1.0, 1e3 * torch.finfo(dtype).eps / MODELS.of(dtype))
 
 
-def _missing_modules(subject: Comparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> list[str]:
+def _missing_modules(
+    subject: ModelComparison, model_trace: ModuleTrace, layer_trace: ModuleTrace
+) -> list[str]:
     """Modules that the model calls and no layer does, the outermost ones, except those that return their
     input. Layers that were found by ``cf.layers`` may compute with a module's weights and not call it.
     """
@@ -328,7 +330,7 @@ def _missing_modules(subject: Comparison, model_trace: ModuleTrace, layer_trace:
     return missing
 
 
-def _missing_parameters(subject: Comparison) -> dict[str, bool]:
+def _missing_parameters(subject: ModelComparison) -> dict[str, bool]:
     listed = {id(parameter) for layer in subject.layers for parameter in layer.parameters()}
     return {
         name: parameter.requires_grad
@@ -337,7 +339,7 @@ def _missing_parameters(subject: Comparison) -> dict[str, bool]:
     }
 
 
-def _extra_parameters(subject: Comparison) -> list[str]:
+def _extra_parameters(subject: ModelComparison) -> list[str]:
     """Parameters of layers that are not the model's, each in a sentence."""
     model_parameters = dict(subject.model.named_parameters())
     known = {id(parameter) for parameter in model_parameters.values()}
@@ -363,7 +365,7 @@ def _equal(first: nn.Parameter, second: nn.Parameter) -> bool:
     )
 
 
-def _parting_backwards(subject: Comparison, gradients: Mapping[str, float]) -> str:
+def _parting_backwards(subject: ModelComparison, gradients: Mapping[str, float]) -> str:
     """The layer from which gradients differ although all outputs of modules are equal."""
     model_parameters = dict(subject.model.named_parameters())
     differing = {id(model_parameters[name]) for name in gradients if name in model_parameters}

@@ -21,7 +21,7 @@ from counterflow.verification.diagnosis.comparison import difference
 
 
 @dataclass(slots=True)
-class ModuleCall:
+class TracedCall:
     """A call of a module.
 
     Attributes:
@@ -59,18 +59,18 @@ class ModuleTrace:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     draws: Counter[tuple[Any, ...]] = field(default_factory=Counter)
-    events: list[tuple[ModuleCall, bool]] = field(default_factory=list)
+    events: list[tuple[TracedCall, bool]] = field(default_factory=list)
     failure: str = ""
     error: Exception | None = None
 
     @property
-    def calls(self) -> list[ModuleCall]:
+    def calls(self) -> list[TracedCall]:
         """All calls, in the order in which they began."""
         return [call for call, ended in self.events if not ended]
 
-    def calls_by_name(self) -> dict[str, list[ModuleCall]]:
+    def calls_by_name(self) -> dict[str, list[TracedCall]]:
         """Calls of each module."""
-        calls_of: dict[str, list[ModuleCall]] = {}
+        calls_of: dict[str, list[TracedCall]] = {}
         for call in self.calls:
             calls_of.setdefault(call.name, []).append(call)
         return calls_of
@@ -109,7 +109,7 @@ class TraceRecorder(TorchDispatchMode):
         self._run = run
         self._shared = shared
         self._seed = seed
-        self._open: list[ModuleCall] = []
+        self._open: list[TracedCall] = []
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -120,7 +120,7 @@ class TraceRecorder(TorchDispatchMode):
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.recording:
                 return  # a checkpoint recomputes in the backward
-            call = ModuleCall(name, self.layer, name in self._shared, copied(_by_name(module, args, kwargs)))
+            call = TracedCall(name, self.layer, name in self._shared, copied(_by_name(module, args, kwargs)))
             self._run.events.append((call, False))
             self._open.append(call)
 
@@ -198,7 +198,7 @@ def first_parting(
     """
     calls, seen = model_trace.calls_by_name(), Counter[str]()
     suspects: dict[int, str] = {}  # calls that have begun, and the problem if they return something else
-    twins: dict[int, ModuleCall | None] = {}
+    twins: dict[int, TracedCall | None] = {}
     agreed = ""
     for call, ended in layer_trace.events:
         if not call.shared or call.name not in calls:
@@ -231,7 +231,7 @@ def first_parting(
     )
 
 
-def _begins(call: ModuleCall, twin: ModuleCall | None, number: int, times: int, limit: float) -> str:
+def _begins(call: TracedCall, twin: TracedCall | None, number: int, times: int, limit: float) -> str:
     """The problem with a layer's call of a module as it begins, in words; empty if there is none.
 
     Args:
@@ -259,7 +259,7 @@ def _by(error: float) -> str:
     return f" (by {error:.2g} of the largest value)" if error < float("inf") else ""
 
 
-def _twin(calls: Sequence[ModuleCall], call: ModuleCall, number: int, limit: float) -> ModuleCall | None:
+def _twin(calls: Sequence[TracedCall], call: TracedCall, number: int, limit: float) -> TracedCall | None:
     if number < len(calls):
         return calls[number]
     return next((candidate for candidate in calls if _parted(candidate.takes, call.takes) <= limit), None)

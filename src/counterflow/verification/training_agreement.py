@@ -39,7 +39,7 @@ MiniBatches = Sequence[Sequence[tuple[Any, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class TrainingAgreement:
     """The largest relative errors over all steps, and their tolerance.
 
     Attributes:
@@ -71,7 +71,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingResult:
     """Result of a training."""
 
     steps: Sequence[Step | ReferenceStep]
@@ -92,11 +92,11 @@ def verify(
     timeout_seconds: float = 120.0,
     device: str = "cpu",
     flush_after: Sequence[int] = (),
-    reference: Trained | None = None,
+    reference: TrainingResult | None = None,
     execution: Execution | None = None,
     batching: Batching | None = None,
     **options: Any,
-) -> Agreement:
+) -> TrainingAgreement:
     """Train with one process and with a pipeline, and compare.
 
     One process sums gradients in full. With ``gradient_compression`` errors in float32 are those of the form:
@@ -162,7 +162,7 @@ def verify(
         trained = [copied(layer, memo) for layer in layers]
         if isinstance(loss_function, nn.Module):
             loss_function = copied(loss_function, memo)
-    results: list[Trained] = launch(
+    results: list[TrainingResult] = launch(
         _train,
         schedule,
         trained,
@@ -215,7 +215,7 @@ def one_process(
     *,
     flush_after: Sequence[int] = (),
     **options: Any,
-) -> Trained:
+) -> TrainingResult:
     """Train with one process; see ``Reference`` for the options."""
     training = Reference(layers, loss_function, parts, **options)
     steps = []
@@ -224,7 +224,7 @@ def one_process(
         if number in flush_after:
             training.flush()
     evaluation = training.evaluate(batches[0])
-    return Trained(steps, evaluation, training.gradients, training.state_dict())
+    return TrainingResult(steps, evaluation, training.gradients, training.state_dict())
 
 
 def _train(
@@ -233,7 +233,7 @@ def _train(
     loss_function: LossFunction,
     batches: MiniBatches,
     options: Mapping[str, Any],
-) -> Trained:
+) -> TrainingResult:
     options = dict(options)
     flush_after = options.pop("flush_after")
     pipeline = Pipeline(layers, loss_function, schedule, **options)
@@ -246,10 +246,10 @@ def _train(
     steps_and_updates += pipeline.flush()
     steps = [step for step in steps_and_updates if step.reports_step is not None]
     evaluation = pipeline.evaluate(*batches[0][pipeline.replica]).loss
-    return Trained(steps, evaluation, pipeline.gradients, pipeline.model_state_dict())
+    return TrainingResult(steps, evaluation, pipeline.gradients, pipeline.model_state_dict())
 
 
-def compare(reference: Trained, results: Sequence[Trained]) -> Agreement:
+def compare(reference: TrainingResult, results: Sequence[TrainingResult]) -> TrainingAgreement:
     """The largest errors over the results of all workers.
 
     Raises:
@@ -277,7 +277,7 @@ def compare(reference: Trained, results: Sequence[Trained]) -> Agreement:
         if missing:
             raise KeyError(f"the pipeline's state has no {min(missing)}")
     tolerance = TRAININGS.of(dtypes[0] if dtypes else torch.float32)
-    return Agreement(_worst(losses), _worst(norms), _worst(gradients), _worst(weights), tolerance)
+    return TrainingAgreement(_worst(losses), _worst(norms), _worst(gradients), _worst(weights), tolerance)
 
 
 def _worst(errors: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from counterflow.errors import WorkerError
 from counterflow.measure import health, storage
-from counterflow.training.trial import Trial
+from counterflow.training.trial import TrialTraining
 
 from ..conftest import Run
 
@@ -43,7 +43,7 @@ def test_a_test_that_fails_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any, transport: str, **__: Any) -> None:
         raise WorkerError(f"{transport} is cut")
 
-    monkeypatch.setattr(Trial, "verify", fail)
+    monkeypatch.setattr(TrialTraining, "verify", fail)
     findings = findings_of(run, code=1)
     assert findings["training over gloo"]["found"] == "gloo is cut"
     answer = run("doctor")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.papers.figures import FIGURES
-from counterflow.papers.figures.reproduction import Verdict, reproduce
+from counterflow.papers.figures.reproduction import ReproductionVerdict, reproduce
 from counterflow.papers.reproduction_report import TableShown, figure_shown
 from counterflow.papers.tables import TABLES
 
@@ -65,7 +65,7 @@ def test_a_figure(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     constants = (f"{k}: {v}" for k, v in reproduction.constants.items())
     for text in (*figure.statements, *figure.assumptions, *constants):
         assert text in lines
-    (miss,) = [row.published.cause for row in reproduction.rows if row.verdict is not Verdict.HIT]
+    (miss,) = [row.published.cause for row in reproduction.rows if row.verdict is not ReproductionVerdict.HIT]
     assert miss is not None
     assert f"PipeDream, best configuration, 32 nodes: {miss.text}; {miss.change}: as published" in lines
     assert lines[-1] == reproduction.summary() == "6 published values: 5 hit; 1 miss, cause shown"

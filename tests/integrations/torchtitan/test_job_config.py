@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError
 from counterflow.integrations.torchtitan.job_config import Translated, from_torchtitan
-from counterflow.schedule.layouts import Kind, Layout
+from counterflow.schedule.layouts import LayerKind, Layout
 from counterflow.training import load_config
 
 
@@ -91,7 +91,7 @@ def test_layers_are_dealt_out_as_there(degree: int, layers: int, first: int, las
         assert max(first, last, 1) > (layers + first + last) // degree
         return
     assert found is not None
-    counts = [stage.count(Kind.TRANSFORMER) for stage in found.stages]
+    counts = [stage.count(LayerKind.TRANSFORMER) for stage in found.stages]
     assert sum(counts) == layers
     if degree > 1:
         loads = [counts[0] + first, *counts[1:-1], counts[-1] + last]

@@ -16,7 +16,7 @@ import counterflow as cf
 from counterflow.models import hf
 from counterflow.schedule import schemes
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.training_agreement import Agreement, verify
+from counterflow.verification.training_agreement import TrainingAgreement, verify
 
 from . import tiny
 
@@ -32,7 +32,9 @@ def _batch(positions: int = 13) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _agreement(model: nn.Module, scheme: str = SEQ1F1B, *, batches: Any = None, **options: Any) -> Agreement:
+def _agreement(
+    model: nn.Module, scheme: str = SEQ1F1B, *, batches: Any = None, **options: Any
+) -> TrainingAgreement:
     torch.manual_seed(0)
     batches = batches or [[_batch()], [_batch()]]
     optimizer = partial(torch.optim.SGD, lr=0.1)

@@ -19,7 +19,7 @@ from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.training.trial import small_trial
-from counterflow.verification.training_agreement import Agreement, compare
+from counterflow.verification.training_agreement import TrainingAgreement, compare
 
 SCHEDULES: list[Schedule] = [
     *(schemes.pipedream(d) for d in (1, 2, 4)),
@@ -42,7 +42,7 @@ def agreement(
     flush: bool = True,
     periods: int = 3,
     **options: Any,
-) -> Agreement:
+) -> TrainingAgreement:
     """Some periods more than the warm-up; then a flush, and two periods more."""
     steps = segments(schedule, replicas=replicas).last + 1 + periods
     trial = small_trial(schedule, replicas=replicas, steps=steps + 2 * flush, dtype=dtype)

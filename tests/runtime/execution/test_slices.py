@@ -18,7 +18,7 @@ from counterflow.models.loss import next_token_loss
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
 from counterflow.schedule.registry import schedule_of
-from counterflow.verification.training_agreement import Agreement, verify
+from counterflow.verification.training_agreement import TrainingAgreement, verify
 
 from ...tables import table
 
@@ -178,7 +178,7 @@ def agreement(
     positions: int = POSITIONS,
     steps: int = 2,
     **options: Any,
-) -> Agreement:
+) -> TrainingAgreement:
     torch.manual_seed(0)
     layers = make()
     batches = [[mini_batch(8, positions) for _ in range(replicas)] for _ in range(steps)]

@@ -17,7 +17,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule
-from counterflow.verification.training_agreement import Trained, one_process, verify
+from counterflow.verification.training_agreement import TrainingResult, one_process, verify
 
 from ...kit import momentum
 
@@ -99,7 +99,7 @@ def batches(steps: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 @cache
-def reference(name: str) -> tuple[list[nn.Module], Trained]:
+def reference(name: str) -> tuple[list[nn.Module], TrainingResult]:
     torch.manual_seed(0)
     layers = [layer.double() for layer in MODELS[name]()]
     return layers, one_process(layers, loss, (1,) * MICRO_BATCHES, batches(), optimizer=momentum)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from counterflow.checkpoints import load_checkpoint, save_checkpoint
-from counterflow.checkpoints.memory_copies import Memory
+from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.errors import ConfigError, WorkerError
 from counterflow.runtime.parameters.ema import ExponentialAverage
 from counterflow.runtime.pipeline import Pipeline
@@ -211,10 +211,10 @@ def _resumed(way: str, folder: Path, zero_stage: int) -> tuple[dict[str, Any], d
     elif way == "checkpoint":
         load_checkpoint(other, save_checkpoint(pipeline, folder))
     else:
-        memory = Memory(pipeline.transport, "run", pipeline.cuts, root=folder)
+        memory = MemoryCopies(pipeline.transport, "run", pipeline.cuts, root=folder)
         memory.keep(pipeline, [])
         memory.settle()
-        again = Memory(pipeline.transport, "run", pipeline.cuts, root=folder)
+        again = MemoryCopies(pipeline.transport, "run", pipeline.cuts, root=folder)
         found = again.find()
         assert found is not None
         again.restore(found, other)

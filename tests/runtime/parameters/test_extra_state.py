@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.checkpoints import load_checkpoint, load_weights, save_checkpoint
-from counterflow.checkpoints.memory_copies import Memory
+from counterflow.checkpoints.memory_copies import MemoryCopies
 from counterflow.errors import ConfigError
 from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.workers.launch import launch
@@ -158,12 +158,12 @@ def test_copies_in_memory_have_it(tmp_path: Path, zero_stage: int) -> None:
     def work() -> tuple[dict[str, Any], dict[str, Any], int]:
         pipeline = piped(made(), schemes.chimera(2, 4), zero_stage=zero_stage)
         pipeline.step(*batch())
-        memory = Memory(pipeline.transport, "run", pipeline.cuts, root=tmp_path)
+        memory = MemoryCopies(pipeline.transport, "run", pipeline.cuts, root=tmp_path)
         memory.keep(pipeline, [])
         memory.settle()
         model = made(9)
         other = piped(model, schemes.chimera(2, 4), zero_stage=zero_stage)
-        again = Memory(pipeline.transport, "run", pipeline.cuts, root=tmp_path)
+        again = MemoryCopies(pipeline.transport, "run", pipeline.cuts, root=tmp_path)
         found = again.find()
         assert found is not None
         again.restore(found, other)

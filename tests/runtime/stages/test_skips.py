@@ -19,7 +19,7 @@ from counterflow.runtime.pipeline import Pipeline
 from counterflow.runtime.stages.skip_links import links_of, stage_skips
 from counterflow.schedule import schemes
 from counterflow.schedule.ir import Schedule, SkipLink
-from counterflow.verification.training_agreement import Agreement, verify
+from counterflow.verification.training_agreement import TrainingAgreement, verify
 
 from ...kit import run, sgd
 
@@ -194,7 +194,9 @@ def test_skips_without_a_flush(schedule: Schedule, mode: str) -> None:
     assert found.ok, found
 
 
-def verified(schedule: Schedule, name: str, mode: str, *, layers: Any = None, **options: Any) -> Agreement:
+def verified(
+    schedule: Schedule, name: str, mode: str, *, layers: Any = None, **options: Any
+) -> TrainingAgreement:
     inputs, targets = data(name)
     batches = [[(inputs.roll(step, 0), targets.roll(step, 0))] for step in range(5)]
     return verify(

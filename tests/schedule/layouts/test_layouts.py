@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from counterflow.errors import ConfigError
 from counterflow.schedule.cuts import explicit
-from counterflow.schedule.layouts import Kind, Layout, Stage, rederive
+from counterflow.schedule.layouts import LayerKind, Layout, Stage, rederive
 from counterflow.schedule.placement import looped
 
 HERE = Path(__file__).parent
 PUBLIC = tomllib.loads((HERE / "public.toml").read_text(encoding="utf-8"))["layouts"]
 STALE = tomllib.loads((HERE / "stale.toml").read_text(encoding="utf-8"))["cases"]
 
-E, T, M, L = Kind
+E, T, M, L = LayerKind
 
 
 def in_megatron(text: str) -> list[str]:
@@ -44,7 +44,7 @@ def stages_of(layout: Layout) -> list[str]:
     return ["".join(stage) for stage in layout.stages]
 
 
-runs = st.lists(st.tuples(st.sampled_from(list(Kind)), st.integers(1, 12)), max_size=4).map(
+runs = st.lists(st.tuples(st.sampled_from(list(LayerKind)), st.integers(1, 12)), max_size=4).map(
     lambda parts: tuple(kind for kind, count in parts for _ in range(count))
 )
 """Any stage."""
@@ -61,8 +61,8 @@ def legal(draw: Any, most: int = 12) -> Layout:
     tail = draw(st.sampled_from([["L"], ["mL"], ["m", "L"], ["mm", "L"], ["m", "m", "L"]]))
     stages: list[Stage] = [(T,) * count for count in counts]
     stages[0] = (E, *stages[0])
-    stages[-1] = (*stages[-1], *map(Kind, tail[0]))
-    return Layout((*stages, *(tuple(map(Kind, rest)) for rest in tail[1:])))
+    stages[-1] = (*stages[-1], *map(LayerKind, tail[0]))
+    return Layout((*stages, *(tuple(map(LayerKind, rest)) for rest in tail[1:])))
 
 
 @given(blocks)

@@ -11,7 +11,7 @@ import pytest
 
 from counterflow import ByteCosts, ConfigError, Costs, Schedule, check, schemes, simulate
 from counterflow.program import rules
-from counterflow.program.rules import Subject
+from counterflow.program.rules import CheckSubject
 from counterflow.schedule import formats, registry, torch_csv
 from counterflow.schedule.ir import OptionValue
 from counterflow.schedule.orders.slices import sliced
@@ -122,9 +122,11 @@ def test_slices_come_in_the_order_of_their_states() -> None:
         ((first, second, rest, last), "worker 0, op 2: B0.0:0/2 comes before slice 1, which it needs"),
     ):
         wrong = Schedule("mine", (), schedule.workload, (order,))
-        broken = [rule for rule in rules.RULES if not rule.lowered and rules.details(rule, Subject(wrong))]
+        broken = [
+            rule for rule in rules.RULES if not rule.lowered and rules.details(rule, CheckSubject(wrong))
+        ]
         assert broken == [rules.SLICES]
-        assert rules.details(rules.SLICES, Subject(wrong)) == line
+        assert rules.details(rules.SLICES, CheckSubject(wrong)) == line
 
 
 def test_what_a_slice_needs() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from counterflow import Costs, Op, OpKind, Schedule
 from counterflow.errors import DeadlockError
-from counterflow.program.rules import RULES, Subject, details
+from counterflow.program.rules import RULES, CheckSubject, details
 from counterflow.schedule.orders import fill
 from counterflow.schedule.orders.fill import filled
 from counterflow.schedule.orders.split import split_backwards
@@ -78,7 +78,7 @@ def test_chimera_reaches_the_least_of_two_directions() -> None:
 def test_split_orders(schedule: Schedule) -> None:
     """Legal, in the order of before but for weight gradients, and no worker takes more memory or time."""
     split = split_backwards(schedule)
-    subject = Subject(split)
+    subject = CheckSubject(split)
     assert [details(rule, subject) for rule in ON_SCHEDULES] == [""] * len(ON_SCHEDULES)
     for before, after in zip(schedule.orders, split.orders, strict=True):
         kept = [op for op in after if op.kind is not OpKind.WEIGHT_GRADIENTS]

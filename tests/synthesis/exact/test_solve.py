@@ -16,7 +16,7 @@ from counterflow.schedule.placement import bidirectional, linear, wave
 from counterflow.schedule.workload import Workload, plain
 from counterflow.simulation import ByteCosts
 from counterflow.synthesis.bounds.lower import lower_bound
-from counterflow.synthesis.exact.constraint_model import Model, integer_problem
+from counterflow.synthesis.exact.constraint_model import ConstraintModel, integer_problem
 from counterflow.synthesis.exact.solve import solve
 from counterflow.synthesis.posing import problem_of
 from counterflow.synthesis.problem import Words, value_of
@@ -70,7 +70,7 @@ def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) ->
     """Also if the solver is asked again and again, and what it says of the bound is nothing."""
     targets: list[int] = []
 
-    def unknown(model: Model, **_: Any) -> tuple[str, int]:
+    def unknown(model: ConstraintModel, **_: Any) -> tuple[str, int]:
         targets.append(model.target)
         return "unknown", 0
 
@@ -78,8 +78,8 @@ def test_without_an_answer_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) ->
     problem = problem_of(h1.workload, cf.Costs(backward=2.0), peak=3, objective="steady")
     words = problem.words_of(h1)
     assert words is not None
-    monkeypatch.setattr(Model, "solve", unknown)
-    monkeypatch.setattr(Model, "refuted", False, raising=False)
+    monkeypatch.setattr(ConstraintModel, "solve", unknown)
+    monkeypatch.setattr(ConstraintModel, "refuted", False, raising=False)
     result = solve(problem, words, 10.0, seconds=20)
     assert (result.value, result.bound, result.proved, result.words) == (13, 10, False, None)
     assert targets
@@ -110,7 +110,7 @@ def test_a_target_below_the_least_value_is_refuted() -> None:
     costs = cf.Costs(forward=3, input_gradient=4, weight_gradients=2)
     problem = problem_of(plain(wave(4, 1), 8, split=True), costs, peak=4)
     assert lower_bound(problem).seconds == 187
-    model = Model(integer_problem(problem).problem, 186, minimize=False)
+    model = ConstraintModel(integer_problem(problem).problem, 186, minimize=False)
     status, bound = model.solve(seconds=20, seed=0, threads=1, effort=None, on_solution=lambda *_: False)
     assert (status, bound) == ("infeasible", 187)
 
@@ -135,7 +135,9 @@ def test_the_model_has_every_schedule_that_can_be_played(seed: int) -> None:
     words = problem.words_of(schedule)
     assert words is not None
     units = integer_problem(problem)
-    model = Model(units.problem, math.ceil(value_of(problem, words) / float(units.unit)), minimize=False)
+    model = ConstraintModel(
+        units.problem, math.ceil(value_of(problem, words) / float(units.unit)), minimize=False
+    )
     assert not model.refuted
     for literal, value in model._hints(words):
         model._model.add(literal == value)

@@ -18,7 +18,7 @@ import pytest
 from counterflow import ConfigError
 from counterflow.checkpoints import memory_copies
 from counterflow.checkpoints.index import CHECKPOINT, INDEX, complete
-from counterflow.checkpoints.memory_copies import Memory, choose
+from counterflow.checkpoints.memory_copies import MemoryCopies, choose
 from counterflow.checkpoints.memory_parts import Part
 from counterflow.data.text_batches import NextByte
 from counterflow.errors import WorkerError
@@ -330,8 +330,8 @@ def holding(
     digests: dict[Part, str],
     needed: Iterable[Part] = (),
     layout: tuple[int, ...] = (1,),
-) -> memory_copies.Holding:
-    return memory_copies.Holding(layout, step, name, digests, [], frozenset(needed))
+) -> memory_copies.MemoryCopy:
+    return memory_copies.MemoryCopy(layout, step, name, digests, [], frozenset(needed))
 
 
 @pytest.mark.parametrize("layout", [(1, 2), (1, 2, 3)])
@@ -395,9 +395,9 @@ def test_sharded_state_counts_only_where_every_part_is_there(caplog: pytest.LogC
 
 def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
     digests: dict[tuple[int, Part], set[str]] = {}
-    keep = Memory.keep
+    keep = MemoryCopies.keep
 
-    def kept_(self: Memory, pipeline: Pipeline, records: Any) -> None:
+    def kept_(self: MemoryCopies, pipeline: Pipeline, records: Any) -> None:
         keep(self, pipeline, records)
         self.settle()
         for path in kept.glob(f"*/rank-{pipeline.transport.rank}.*"):
@@ -407,7 +407,7 @@ def test_copies_of_a_step_are_equal(train: Train, monkeypatch: pytest.MonkeyPatc
             for part, digest in held.digests.items():
                 digests.setdefault((held.step, part), set()).add(digest)
 
-    monkeypatch.setattr(Memory, "keep", kept_)
+    monkeypatch.setattr(MemoryCopies, "keep", kept_)
     train("run", train__memory_every=1, train__steps=4)
     assert sorted(digests) == [(step, (stage,)) for step in (1, 2, 3) for stage in (0, 1)]
     assert all(len(found) == 1 for found in digests.values())

@@ -11,7 +11,7 @@ import typer
 from counterflow.common.cli_fields import cli_field
 from counterflow.common.text_files import read_text
 from counterflow.errors import ConfigError
-from counterflow.schedule.layouts import Kind, Layout, rederive
+from counterflow.schedule.layouts import LayerKind, Layout, rederive
 
 from ..options.flags import JsonFlag, OptionRecord
 from ..output.console import WIDE, console, merge_equal_rows, note, print_json, table_of
@@ -37,10 +37,10 @@ class LayoutChanges(OptionRecord):
 
 
 _NAMES = {
-    Kind.EMBEDDING: "embedding",
-    Kind.TRANSFORMER: "transformer",
-    Kind.MTP: "mtp",
-    Kind.LOSS: "loss",
+    LayerKind.EMBEDDING: "embedding",
+    LayerKind.TRANSFORMER: "transformer",
+    LayerKind.MTP: "mtp",
+    LayerKind.LOSS: "loss",
 }
 
 
@@ -96,7 +96,7 @@ def _print(result: Rederived) -> None:
 
     out = console(WIDE)
     echo(str(result.layout))
-    now, mtp = result.layout.count(Kind.TRANSFORMER), result.layout.count(Kind.MTP)
+    now, mtp = result.layout.count(LayerKind.TRANSFORMER), result.layout.count(LayerKind.MTP)
     with_mtp = f", {mtp} MTP layer{'s' * (mtp > 1)}" if mtp else ""
     stages = result.pp * result.vpp
     out.print(Text(f"{now} transformer layers{with_mtp}; pp {result.pp}, vpp {result.vpp}: {stages} stages"))
@@ -122,7 +122,7 @@ def _print(result: Rederived) -> None:
 def _in_words(stage: Stage) -> str:
     counts = {kind: stage.count(kind) for kind in dict.fromkeys(stage)}
     words = [
-        f"{count} {_NAMES[kind]}" if kind is Kind.TRANSFORMER or count > 1 else _NAMES[kind]
+        f"{count} {_NAMES[kind]}" if kind is LayerKind.TRANSFORMER or count > 1 else _NAMES[kind]
         for kind, count in counts.items()
     ]
     return ", ".join(words) or "empty"

@@ -29,7 +29,7 @@ from ..output.visible import echo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(OptionRecord):
+class PlanInputs(OptionRecord):
     """Inputs of a planning task."""
 
     panel: ClassVar[str] = "Input: an example, files, or both; a file replaces that part of the example"
@@ -117,7 +117,7 @@ class Results(OptionRecord):
 
 
 def plan(
-    *, inputs: Inputs, limits: PlanLimits, ordering: Ordering, output: Results, as_json: JsonFlag = False
+    *, inputs: PlanInputs, limits: PlanLimits, ordering: Ordering, output: Results, as_json: JsonFlag = False
 ) -> None:
     """Choose scheme, depth, width, micro-batch and recomputation for a model on a cluster, by simulation."""
     if output.listed:

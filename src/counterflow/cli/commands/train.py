@@ -131,10 +131,10 @@ def _run(config: RunConfig, *, max_restarts: int, as_json: bool) -> None:
 def _list_keys(*, as_json: bool) -> None:
     from counterflow.common import toml
     from counterflow.training.load import known_keys
-    from counterflow.training.training_report import Keys
+    from counterflow.training.training_report import ConfigKeys
 
     if as_json:
-        print_json(Keys(keys=known_keys()))
+        print_json(ConfigKeys(keys=known_keys()))
         return
     for key in known_keys():
         text = key.key if key.default is None else f"{key.key} = {toml.dumps(key.default)}"

@@ -21,7 +21,7 @@ from ..options.subject_argument import schedule_of
 from ..output.console import WIDE, console, note, print_json, table_of
 
 if TYPE_CHECKING:
-    from counterflow.verification.training_agreement import Agreement
+    from counterflow.verification.training_agreement import TrainingAgreement
 
 
 class Dtype(Enum):
@@ -122,7 +122,7 @@ class Running(OptionRecord):
         plain = self.lower is None and self.gradient_compression is None
         return self.dtype or (Dtype.FLOAT64 if plain else Dtype.FLOAT32)
 
-    def compared(self, schedule: Schedule, steps: int) -> Agreement:
+    def compared(self, schedule: Schedule, steps: int) -> TrainingAgreement:
         """Train with both for a number of updates, and measure how far their numbers differ."""
         from counterflow.training.trial import small_trial
 
@@ -181,7 +181,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print(schedule: Schedule, workers: int, agreement: Agreement, precision: str) -> None:
+def _print(schedule: Schedule, workers: int, agreement: TrainingAgreement, precision: str) -> None:
     from rich.text import Text
 
     out = console(WIDE)

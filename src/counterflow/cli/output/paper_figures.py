@@ -12,7 +12,7 @@ from .console import WIDE, console, note, number, print_json, table_of
 from .search_bar import search_bar
 
 if TYPE_CHECKING:
-    from counterflow.papers.figures.lines import Line
+    from counterflow.papers.figures.lines import ReportLine
     from counterflow.papers.figures.published import Figure
     from counterflow.papers.figures.reproduction import Reproduction
 
@@ -114,7 +114,7 @@ def _print(reproduction: Reproduction) -> None:
     out.print(Text(reproduction.summary(), style="bold"))
 
 
-def _name(line: Line) -> str:
+def _name(line: ReportLine) -> str:
     return f"{line.what}, {line.runs}" if line.runs else line.what
 
 
@@ -122,7 +122,7 @@ _COLUMNS = ("quantity", "run", "predicted", "published", "difference", "verdict"
 _RIGHT = ("difference",)
 
 
-def _rows(lines: Sequence[Line]) -> Any:
+def _rows(lines: Sequence[ReportLine]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text

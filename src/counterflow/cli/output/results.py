@@ -21,13 +21,13 @@ from counterflow.schedule.schedule_report import Schemes
 from counterflow.simulation.report import Simulated
 from counterflow.synthesis.synthesis_report import Synthesized
 from counterflow.training.profiling import Profiled
-from counterflow.training.training_report import Keys, Prepared, Trained
+from counterflow.training.training_report import ConfigKeys, Prepared, Trained
 from counterflow.verification.verification_report import Verified
 
 COMMANDS: tuple[type[Result], ...] = (
     *(Simulated, Synthesized, ComparisonShown, Checked, Verified, Schemes, Planned, Examples),
     *(LayoutShown, TranslatedShown),
-    *(Profiled, Trained, Prepared, Keys, ConvertedShown, Doctor),
+    *(Profiled, Trained, Prepared, ConfigKeys, ConvertedShown, Doctor),
     *(Reproducible, TableShown, FigureShown, FiguresShown),
 )
 

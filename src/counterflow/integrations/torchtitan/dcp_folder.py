@@ -225,7 +225,7 @@ def write(
     Raises:
         OSError: it cannot be written.
     """
-    planner = _Writing(read)
+    planner = _LazySavePlanner(read)
     empty = {
         key: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for key, (dtype, shape) in tensors.items()
     }
@@ -238,7 +238,7 @@ def write(
     writer.finish(metadata, [written.wait()])
 
 
-class _Writing(DefaultSavePlanner):
+class _LazySavePlanner(DefaultSavePlanner):
     """Planner with empty tensors, each of which is read when it is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:

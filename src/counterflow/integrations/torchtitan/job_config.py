@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from counterflow.common import toml
 from counterflow.common.json_models import Result, describe
 from counterflow.errors import ConfigError, hint
-from counterflow.schedule.layouts import Kind, Layout
+from counterflow.schedule.layouts import LayerKind, Layout
 from counterflow.schedule.layouts.megatron_layout import Stage
 
 _SCHEDULES: dict[str, tuple[str, int | None]] = {
@@ -301,9 +301,9 @@ def _dealt(stages: int, layers: int, weights: tuple[int, int], name: str) -> Lay
     counts = [layers_each + (stage < more) for stage in range(stages)]
     counts[0] -= weights[0]
     counts[-1] -= weights[1]
-    stages_of_layout: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
-    stages_of_layout[0] = (Kind.EMBEDDING, *stages_of_layout[0])
-    stages_of_layout[-1] = (*stages_of_layout[-1], Kind.LOSS)
+    stages_of_layout: list[Stage] = [tuple([LayerKind.TRANSFORMER] * count) for count in counts]
+    stages_of_layout[0] = (LayerKind.EMBEDDING, *stages_of_layout[0])
+    stages_of_layout[-1] = (*stages_of_layout[-1], LayerKind.LOSS)
     return Layout(tuple(stages_of_layout))
 
 
@@ -318,20 +318,20 @@ def _of_modules(parts: Any, layers: int | None, name: str) -> Layout:
     stages: list[Stage] = []
     numbers: list[int] = []
     for number, part in enumerate(parts):
-        stage: list[Kind] = []
+        stage: list[LayerKind] = []
         for module in part:
             match = _LAYER.fullmatch(str(module))
             if match:
                 numbers.append(int(match[1]))
-                stage.append(Kind.TRANSFORMER)
+                stage.append(LayerKind.TRANSFORMER)
             elif module in ("tok_embeddings", "output", "lm_head"):
-                stage.append(Kind.EMBEDDING if module == "tok_embeddings" else Kind.LOSS)
+                stage.append(LayerKind.EMBEDDING if module == "tok_embeddings" else LayerKind.LOSS)
             elif module != "norm":
                 raise ConfigError(
                     f"{place}: part {number} has {toml.shown(module)}, expected tok_embeddings, layers.N, "
                     "norm or output"
                 )
-        if "norm" in part and Kind.LOSS not in stage:
+        if "norm" in part and LayerKind.LOSS not in stage:
             raise ConfigError(f"{place}: part {number} has norm without output, which are one layer here")
         stages.append(tuple(stage))
     if numbers != list(range(len(numbers))) or (layers is not None and len(numbers) != layers):

@@ -36,7 +36,7 @@ from .checkpoints import Checkpoints
 from .optimizer_view import OptimizerView
 from .refusals import refuse, refuse_made
 from .trainer_arguments import AUTO, single_process
-from .trainer_objective import PACKED, Objective, as_it_was, weighed, weights
+from .trainer_objective import PACKED, TrainerObjective, as_it_was, weighed, weights
 from .trl import add_metrics, plain_head
 
 
@@ -96,7 +96,7 @@ class PipelineTrainerMixin(Checkpoints):
 
     def _captured(self, batch: Mapping[str, Any], items: Any) -> list[capture.CapturedLayer]:
         """Layers of the objective, which must live as long as they."""
-        self._objective = Objective(self, self.model)
+        self._objective = TrainerObjective(self, self.model)
         inputs = self._inputs(batch, items)
         packed = {name: batch[name] for name in PACKED if name in batch}
         try:

@@ -29,7 +29,7 @@ class _Shared:
         return self
 
 
-class Objective(nn.Module):
+class TrainerObjective(nn.Module):
     """A trainer's ``compute_loss`` around its model.
 
     Args:

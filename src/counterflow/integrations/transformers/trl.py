@@ -147,7 +147,7 @@ def add_metrics(trainer: Any, means: Mapping[str, float], micro_batches: int, *,
 
 
 @dataclass
-class Head(ModelOutput):  # type: ignore[misc]
+class HeadOutput(ModelOutput):  # type: ignore[misc]
     """Output of TRL's fused head, computed from logits.
 
     Attributes:
@@ -210,7 +210,7 @@ def _forward(
         squares = counted((2 * log_softmax).logsumexp(-1))
         means = counted(logits.mean(-1))
         top = (logits.argmax(-1) == label) & mask
-    return Head(
+    return HeadOutput(
         log_probs=log_probs,
         entropy=entropy,
         log_sum_sq_probs=squares,

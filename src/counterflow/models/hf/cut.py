@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from counterflow.api.carry import Carry
 
 from .attention_masks import widened
-from .first_layer import First
+from .first_layer import FirstLayer
 from .plans import plan_of, refuse, unwrapped
 from .recurrence import LINEAR, recurring
 from .shells import disable_extras, has, has_weights, shell_of
@@ -61,9 +61,11 @@ def layers(model: nn.Module) -> list[nn.Module]:
     after = [prefix + name for name in plan.after if has(base, name)]
     heads = [name for name, child in unwrapped_model.named_children() if prefix and child is not base]
     filling = Filling(unwrapped_model, getattr(model, "peft_config", None) or {})
-    first = First(unwrapped_model, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed])
+    first = FirstLayer(
+        unwrapped_model, path, [*after, *heads], kinds, [prefix + name for name in plan.unnamed]
+    )
     window = getattr(base.config, "sliding_window", None)
-    blocks = [Block(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
+    blocks = [RepeatedLayer(block, kind, window) for block, kind in zip(repeated, kinds, strict=True)]
     listed = [first, *blocks, Last(unwrapped_model, path, [*after, *heads], prefix)]
     for layer in listed:
         layer.fill_with(filling)
@@ -75,7 +77,7 @@ def _kinds(model: PreTrainedModel, count: int) -> list[str]:
     return list(types) if types is not None and len(types) == count else [EVERY_LAYER] * count
 
 
-class Block(Layer):
+class RepeatedLayer(Layer):
     """A repeated layer."""
 
     def __init__(self, block: nn.Module, kind: str, window: int | None) -> None:

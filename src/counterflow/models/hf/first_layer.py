@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class First(Layer):
+class FirstLayer(Layer):
     """Everything before the repeated layers: computes their arguments."""
 
     def __init__(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelCut:
     """Cut of a model.
 
     Attributes:
@@ -36,25 +36,25 @@ class Plan:
     unnamed: tuple[str, ...] = ()
 
 
-_STREAMS = Plan("layers", ("hc_head", "norm"))
+_STREAMS = ModelCut("layers", ("hc_head", "norm"))
 
-_BERT = Plan("encoder.layer", ("pooler",))
+_BERT = ModelCut("encoder.layer", ("pooler",))
 
-_MAMBA = Plan("layers", ("norm_f",))
+_MAMBA = ModelCut("layers", ("norm_f",))
 
 _PLANS = {
     "bert": _BERT,
     "camembert": _BERT,
     "deepseek_v4": _STREAMS,
-    "distilbert": Plan("transformer.layer", ()),
+    "distilbert": ModelCut("transformer.layer", ()),
     "electra": _BERT,
     "falcon_mamba": _MAMBA,
     "hy_v4": _STREAMS,
-    "gpt2": Plan("h", ("ln_f",)),
+    "gpt2": ModelCut("h", ("ln_f",)),
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
-    "modernbert": Plan("layers", ("final_norm",)),
-    "opt": Plan("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
+    "modernbert": ModelCut("layers", ("final_norm",)),
+    "opt": ModelCut("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
     "roberta": _BERT,
     "xlm-roberta": _BERT,
 }
@@ -86,7 +86,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-def plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
+def plan_of(model: PreTrainedModel, base: PreTrainedModel) -> ModelCut:
     """Find the cut of a model: by the plan of transformers for its base model, or by the table.
 
     Raises:
@@ -104,7 +104,7 @@ def plan_of(model: PreTrainedModel, base: PreTrainedModel) -> Plan:
             unnamed = (
                 name for name, child in base.named_children() if name not in names and has_weights(child)
             )
-            return Plan(lists[0], tuple(names[names.index(lists[0]) + 1 :]), tuple(unnamed))
+            return ModelCut(lists[0], tuple(names[names.index(lists[0]) + 1 :]), tuple(unnamed))
     known = _PLANS.get(config.model_type)
     if known is None or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(

@@ -24,7 +24,7 @@ _UNLIMITED_BYTES = 1e18
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FigureEntry:
     """A scheme in one run.
 
     Attributes:
@@ -124,7 +124,7 @@ def _throughput(plan: Plan) -> float:
 
 def entry_of(
     figure: Figure, competitor: Competitor, run: Run, task: PlanningTask, *, free: bool = True
-) -> Entry:
+) -> FigureEntry:
     """A scheme in a run; without ``free`` the whole space is searched only if nothing is stated."""
     usable = task.cluster.usable_bytes
     if competitor.change:
@@ -135,7 +135,7 @@ def entry_of(
     plan = best_plan(competitor, run, task, stated)
     chosen = best_plan(competitor, run, task) if free and stated is not None else plan
     large = plan is None and best_plan(competitor, run, _unlimited(task), stated) is not None
-    return Entry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable, large)
+    return FigureEntry(competitor.label, run.label, plan, chosen, stated, task.cluster.size, usable, large)
 
 
 def _unlimited(task: PlanningTask) -> PlanningTask:

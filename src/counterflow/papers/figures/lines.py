@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .published import Missing, Published, Quantity
-from .reproduction import Reproduction, Row, Verdict
+from .reproduction import Reproduction, ReproductionVerdict, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReportLine:
     """A published value for people.
 
     Attributes:
@@ -39,7 +39,7 @@ class Line:
     use: str = ""
 
 
-def lines_of(reproduction: Reproduction) -> list[Line]:
+def lines_of(reproduction: Reproduction) -> list[ReportLine]:
     """All published values of a figure for people, those without a prediction last."""
     figure, lines = reproduction.figure, []
     for row in reproduction.rows:
@@ -50,29 +50,29 @@ def lines_of(reproduction: Reproduction) -> list[Line]:
     return lines + [_line_of_missing(value) for value in figure.missing]
 
 
-def _line(row: Row, stated: str) -> Line:
+def _line(row: Row, stated: str) -> ReportLine:
     value = row.published
-    return Line(
+    return ReportLine(
         what=_what(value),
         runs=_runs(value),
         published=stated if value.quantity is Quantity.BEST else _published(value),
         predicted=_predicted(row),
         difference=_difference(row),
         verdict=str(row.verdict),
-        cause="" if row.verdict is Verdict.HIT else _cause(row),
+        cause="" if row.verdict is ReproductionVerdict.HIT else _cause(row),
         source=value.source,
         use=str(value.use),
     )
 
 
-def _line_of_missing(value: Missing) -> Line:
-    return Line(
+def _line_of_missing(value: Missing) -> ReportLine:
+    return ReportLine(
         what=value.what,
         runs="",
         published=value.value,
         predicted="",
         difference="",
-        verdict=str(Verdict.UNKNOWN),
+        verdict=str(ReproductionVerdict.UNKNOWN),
         cause=f"needs {value.needs}",
         source=value.source,
     )

@@ -31,7 +31,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Micro-batches that the papers try, in samples."""
 
 
-class Use(StrEnum):
+class PublishedUse(StrEnum):
     """The use of a published value."""
 
     FIT = "fit"
@@ -255,7 +255,7 @@ class Published:
     value: float | None = None
     over: str = ""
     order: tuple[str, ...] = ()
-    use: Use = Use.TEST
+    use: PublishedUse = PublishedUse.TEST
     source: str = ""
     cause: MissCause | None = None
     needs: str = ""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from statistics import fmean, pvariance
 
-from .figure_entries import Entry
+from .figure_entries import FigureEntry
 from .published import RATIOS, TOLERANCE, Published, Quantity
 
-Table = Mapping[str, list[Entry]]
+Table = Mapping[str, list[FigureEntry]]
 """By competitor, its plans in the runs of a published value."""
 
 
@@ -65,7 +65,7 @@ def _below(published: Published, table: Table) -> float | None:
     return None if None in ratios else float(sum(ratio is not None and ratio < 1 for ratio in ratios))
 
 
-def _entry_fits(entry: Entry) -> bool | None:
+def _entry_fits(entry: FigureEntry) -> bool | None:
     """True if the plan fits into the devices; None if there is no plan for another reason than memory."""
     peak = entry.peak_bytes
     if peak is not None:
@@ -91,10 +91,10 @@ _EQUAL = 1e-3
 """Relative difference below which two values of an order are equal."""
 
 
-def order_of(quantity: Quantity, entries: list[Entry]) -> str:
+def order_of(quantity: Quantity, entries: list[FigureEntry]) -> str:
     """Labels in falling order, for people; those that do not fit are in no order."""
 
-    def value(entry: Entry) -> float | None:
+    def value(entry: FigureEntry) -> float | None:
         return entry.throughput if quantity is Quantity.FASTER else entry.peak_bytes
 
     pairs = [(entry.label, number) for entry in entries if (number := value(entry)) is not None]

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from counterflow.planning.task import PlanningTask
 
-from .figure_entries import Entry, configuration, entry_of, is_stated
+from .figure_entries import FigureEntry, configuration, entry_of, is_stated
 from .published import RATIOS, TOLERANCE, Figure, Published, Quantity
 from .quantities import VALUES, difference, hit, order_of
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, int, str], None]
 """Called with searches done, searches in all, and what is searched."""
 
 
-class Verdict(StrEnum):
+class ReproductionVerdict(StrEnum):
     """The result of a comparison with a published value."""
 
     HIT = "hit"
@@ -68,13 +68,13 @@ class Row:
         return difference(self.published, self.varied)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReproductionVerdict:
         """Outcome of the comparison: a hit, a miss, or a miss whose cause is shown."""
         if hit(self.published, self.predicted, self.same):
-            return Verdict.HIT
+            return ReproductionVerdict.HIT
         if hit(self.published, self.varied, self.varied_same):
-            return Verdict.EXPLAINED
-        return Verdict.UNKNOWN if self.published.needs else Verdict.MISS
+            return ReproductionVerdict.EXPLAINED
+        return ReproductionVerdict.UNKNOWN if self.published.needs else ReproductionVerdict.MISS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,19 @@ class Reproduction:
     """
 
     figure: Figure
-    entries: tuple[Entry, ...]
+    entries: tuple[FigureEntry, ...]
     rows: tuple[Row, ...]
     constants: Mapping[str, str]
 
-    def entry(self, label: str, run: str) -> Entry:
+    def entry(self, label: str, run: str) -> FigureEntry:
         """A scheme in a run."""
         return next(entry for entry in self.entries if (entry.label, entry.run) == (label, run))
 
     def summary(self) -> str:
         """Number of published values by verdict."""
         counts = Counter(row.verdict for row in self.rows)
-        counts[Verdict.UNKNOWN] += len(self.figure.missing)
-        parts = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+        counts[ReproductionVerdict.UNKNOWN] += len(self.figure.missing)
+        parts = [f"{counts[verdict]} {verdict}" for verdict in ReproductionVerdict if counts[verdict]]
         return f"{len(self.rows) + len(self.figure.missing)} published values: {'; '.join(parts)}"
 
 
@@ -111,9 +111,9 @@ def total(reproductions: Iterable[Reproduction]) -> str:
     rows = [row for figure in figures for row in figure.rows]
     ratios = [row for row in rows if row.published.quantity in RATIOS]
     counts = Counter(row.verdict for row in rows)
-    counts[Verdict.UNKNOWN] += sum(len(figure.figure.missing) for figure in figures)
-    hits = sum(row.verdict is Verdict.HIT for row in ratios)
-    parts = "; ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+    counts[ReproductionVerdict.UNKNOWN] += sum(len(figure.figure.missing) for figure in figures)
+    hits = sum(row.verdict is ReproductionVerdict.HIT for row in ratios)
+    parts = "; ".join(f"{counts[verdict]} {verdict}" for verdict in ReproductionVerdict)
     return (
         f"{sum(counts.values())} published values: {parts}. "
         f"{hits} of {len(ratios)} ratios are within {TOLERANCE:.0%}."
@@ -128,7 +128,7 @@ def reproduce(figure: Figure, progress: Progress | None = None) -> Reproduction:
         progress: callback for the progress.
     """
     report = progress or (lambda _done, _total, _what: None)
-    entries: dict[tuple[str, str], Entry] = {}
+    entries: dict[tuple[str, str], FigureEntry] = {}
     constants: dict[str, str] = {}
     total = len(figure.runs) * len(figure.competitors)
     for run in figure.runs:
@@ -157,14 +157,14 @@ def predict_row(figure: Figure, published: Published) -> Row:
 
 def _varied(row: Row, report: Callable[[str], None]) -> Row:
     cause = row.published.cause
-    if row.verdict is Verdict.HIT or cause is None or cause.figure is None:
+    if row.verdict is ReproductionVerdict.HIT or cause is None or cause.figure is None:
         return row
     report(row.published.label)
     variation = predict_row(cause.figure(), row.published)
     return replace(row, varied=variation.predicted, varied_same=variation.same)
 
 
-def _row(published: Published, entries: Mapping[tuple[str, str], Entry]) -> Row:
+def _row(published: Published, entries: Mapping[tuple[str, str], FigureEntry]) -> Row:
     table = {label: [entries[label, run] for run in published.runs] for label in published.labels}
     shown = tuple(
         " / ".join(dict.fromkeys(configuration(entry.plan) for entry in table[label])) for label in table

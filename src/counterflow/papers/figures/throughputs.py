@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from counterflow.planning.prediction import choices
 from counterflow.schedule.modes import Recompute
 
-from .figure_entries import Entry
+from .figure_entries import FigureEntry
 from .published import Quantity
 from .reproduction import Reproduction
 
@@ -68,7 +68,7 @@ _SHORT = 8
 """Maximum characters of an option in a bar: ``waves=2``, not ``concat=forward-doubling``."""
 
 
-def _text(entry: Entry) -> str:
+def _text(entry: FigureEntry) -> str:
     if entry.plan is None:
         return "does\nnot fit"
     play = entry.plan.play

@@ -19,15 +19,15 @@ _ACTIVATIONS = "peak activations, in stages × micro-batches"
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CaseTimes:
     """Times of a forward and a backward, with their name in a table."""
 
     label: str
     costs: Costs
 
 
-EQUAL = Times("B=F", Costs(forward=1.0, backward=1.0))
-TWICE = Times("B=2F", Costs(forward=1.0, backward=2.0))
+EQUAL = CaseTimes("B=F", Costs(forward=1.0, backward=1.0))
+TWICE = CaseTimes("B=2F", Costs(forward=1.0, backward=2.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Case:
         self,
         formula: str,
         value: Fraction | int,
-        times: Times,
+        times: CaseTimes,
         *notes: str,
         relation: Relation = Relation.EXACTLY,
     ) -> Row:

@@ -21,7 +21,7 @@ from .order_rules import (
     recomputed_first,
     slices_in_order,
 )
-from .subject import Rule, Subject, details, require
+from .subject import CheckSubject, Rule, details, require
 from .traffic import computes, messages, no_deadlock, no_deadlock_holding, no_deadlock_rendezvous, posted
 from .updates import agreed, held_versions, sums_in_one_order, syncs
 
@@ -130,8 +130,8 @@ __all__ = [
     "SUMS",
     "SYNCS",
     "VERSIONS",
+    "CheckSubject",
     "Rule",
-    "Subject",
     "details",
     "require",
 ]

@@ -9,10 +9,10 @@ from counterflow.schedule.ir import Op, OpKind, Product, Schedule
 from counterflow.schedule.op import maker_of
 from counterflow.schedule.residency import stash_change
 
-from .subject import Subject
+from .subject import CheckSubject
 
 
-def complete(subject: Subject) -> Iterator[str]:
+def complete(subject: CheckSubject) -> Iterator[str]:
     """Faults if a product of the workload is not made exactly once, by ops that share and split work as the
     workload says.
     """
@@ -65,7 +65,7 @@ def _extent(schedule: Schedule) -> str:
     )
 
 
-def placed(subject: Subject) -> Iterator[str]:
+def placed(subject: CheckSubject) -> Iterator[str]:
     """Ops in the order of a worker that does not hold their stage."""
     schedule = subject.schedule
     for worker, order in enumerate(schedule.orders):
@@ -78,7 +78,7 @@ def placed(subject: Subject) -> Iterator[str]:
                 )
 
 
-def own_first(product: Product, subject: Subject) -> Iterator[str]:
+def own_first(product: Product, subject: CheckSubject) -> Iterator[str]:
     """Ops that precede the op of their own stage whose product they need."""
     sliced = subject.schedule.workload.slices > 1
 
@@ -97,7 +97,7 @@ def own_first(product: Product, subject: Subject) -> Iterator[str]:
                 yield f"worker {worker}, op {index}: {op} comes before its {maker.word}"
 
 
-def recomputed_first(subject: Subject) -> Iterator[str]:
+def recomputed_first(subject: CheckSubject) -> Iterator[str]:
     """Backwards that precede the recomputation of their share."""
     if not subject.schedule.workload.recomputes:
         return
@@ -111,7 +111,7 @@ def recomputed_first(subject: Subject) -> Iterator[str]:
                 yield f"worker {worker}, op {index}: {op} comes before its {word}"
 
 
-def slices_in_order(subject: Subject) -> Iterator[str]:
+def slices_in_order(subject: CheckSubject) -> Iterator[str]:
     """Slices that precede the slice of their micro-batch from which they take a state, or its gradient."""
     slices = subject.schedule.workload.slices
     for worker, order in enumerate(subject.schedule.orders if slices > 1 else ()):
@@ -123,7 +123,7 @@ def slices_in_order(subject: Subject) -> Iterator[str]:
                 yield f"worker {worker}, op {index}: {op} comes before slice {before.part}, which it needs"
 
 
-def promised_versions(subject: Subject) -> Iterator[str]:
+def promised_versions(subject: CheckSubject) -> Iterator[str]:
     """Ops that use a weight version other than the promised one, or other than their forward's."""
     schedule = subject.schedule
     forward: dict[tuple[int, int, int], int] = {}
@@ -139,7 +139,7 @@ def promised_versions(subject: Subject) -> Iterator[str]:
                     yield f"{place} uses version {op.version}, its forward used {first}"
 
 
-def peak(subject: Subject) -> Iterator[str]:
+def peak(subject: CheckSubject) -> Iterator[str]:
     """Ops with which a worker exceeds the limit of stashed forwards."""
     if subject.peak_limit is None:
         return

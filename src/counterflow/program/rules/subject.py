@@ -16,7 +16,7 @@ MOST_SHOWN = 5
 
 
 @dataclass(slots=True)
-class Subject:
+class CheckSubject:
     """The subject of a check: a schedule, its lowered program once it exists, and the user's limit.
 
     ``graph`` is the schedule's graph, made when a rule first needs it.
@@ -39,13 +39,13 @@ class Rule:
     """A named property. ``after`` names the rules that have to hold before it can be checked."""
 
     name: str
-    violations: Callable[[Subject], Iterator[str]]
+    violations: Callable[[CheckSubject], Iterator[str]]
     after: tuple[str, ...] = ()
     lowered: bool = False
     error: type[ScheduleError] = ScheduleError
 
 
-def details(rule: Rule, subject: Subject) -> str:
+def details(rule: Rule, subject: CheckSubject) -> str:
     """The rule's violations as lines, the first few of them; empty if it holds."""
     lines: list[str] = []
     more = 0
@@ -59,7 +59,7 @@ def details(rule: Rule, subject: Subject) -> str:
     return "\n".join(lines)
 
 
-def require(subject: Subject, rules: Iterable[Rule]) -> None:
+def require(subject: CheckSubject, rules: Iterable[Rule]) -> None:
     """Raise the error of the first of ``rules`` that ``subject`` breaks.
 
     Raises:

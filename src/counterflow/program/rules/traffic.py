@@ -16,10 +16,10 @@ from counterflow.schedule.ir import Op
 from ..action_lists import circle
 from ..actions import Action, Compute, Matching, Message, Program, Receive, Send, named
 from ..lists import earliest, ops_before
-from .subject import Subject
+from .subject import CheckSubject
 
 
-def no_deadlock(subject: Subject) -> Iterator[str]:
+def no_deadlock(subject: CheckSubject) -> Iterator[str]:
     """The circle in which workers wait for each other if sends are buffered."""
     graph = subject.needed_graph()
     try:
@@ -31,13 +31,13 @@ def no_deadlock(subject: Subject) -> Iterator[str]:
         yield from _stuck(subject, subject.program, rendezvous=False)
 
 
-def no_deadlock_rendezvous(subject: Subject) -> Iterator[str]:
+def no_deadlock_rendezvous(subject: CheckSubject) -> Iterator[str]:
     """The circle in which workers wait for each other if a send waits until its receive is posted."""
     assert subject.program is not None
     yield from _stuck(subject, subject.program, rendezvous=True)
 
 
-def no_deadlock_holding(subject: Subject) -> Iterator[str]:
+def no_deadlock_holding(subject: CheckSubject) -> Iterator[str]:
     """The circle in which workers wait for each other if receives block as well and messages match by
     order.
     """
@@ -47,13 +47,15 @@ def no_deadlock_holding(subject: Subject) -> Iterator[str]:
         yield from _stuck(subject, program, rendezvous=True, holding=True)
 
 
-def _stuck(subject: Subject, program: Program, *, rendezvous: bool, holding: bool = False) -> Iterator[str]:
+def _stuck(
+    subject: CheckSubject, program: Program, *, rendezvous: bool, holding: bool = False
+) -> Iterator[str]:
     deadlock = circle(program, subject.needed_graph(), rendezvous=rendezvous, holding=holding)
     if deadlock is not None:
         yield deadlock
 
 
-def posted(subject: Subject) -> Iterator[str]:
+def posted(subject: CheckSubject) -> Iterator[str]:
     """Receives that are posted before an op of their own worker without which their message is never made."""
     program, graph = subject.program, subject.needed_graph()
     assert program is not None
@@ -73,7 +75,7 @@ def posted(subject: Subject) -> Iterator[str]:
                     yield f"worker {worker}, action {index}: {action} is posted before {last}, which it needs"
 
 
-def messages(subject: Subject) -> Iterator[str]:
+def messages(subject: CheckSubject) -> Iterator[str]:
     """Messages that the two workers have in different orders, or that are in an impossible place."""
     program = subject.program
     assert program is not None
@@ -144,7 +146,7 @@ def _worker_messages(worker: int, actions: tuple[Action, ...], expected: dict[Re
             )
 
 
-def computes(subject: Subject) -> Iterator[str]:
+def computes(subject: CheckSubject) -> Iterator[str]:
     """Differences between the ops that a worker computes and its order."""
     program = subject.program
     assert program is not None

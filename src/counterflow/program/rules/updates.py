@@ -20,10 +20,10 @@ from ..actions import (
     WaitGather,
     WaitSync,
 )
-from .subject import Subject
+from .subject import CheckSubject
 
 
-def held_versions(subject: Subject) -> Iterator[str]:
+def held_versions(subject: CheckSubject) -> Iterator[str]:
     """Weight versions that are used while they are not held, or made too early."""
     program = subject.program
     assert program is not None
@@ -63,7 +63,7 @@ def _worker_versions(schedule: Schedule, worker: int, actions: tuple[Action, ...
             yield f"worker {worker}: {count} updates of stage {stage}, expected {schedule.periods}"
 
 
-def syncs(subject: Subject) -> Iterator[str]:
+def syncs(subject: CheckSubject) -> Iterator[str]:
     """Gradient syncs that are missing, duplicate, over other workers than the replicas, or out of order."""
     program = subject.program
     assert program is not None
@@ -132,7 +132,7 @@ def _sync_orders(started: list[list[tuple[int, int]]]) -> Iterator[str]:
                 yield f"workers {low} and {high} start their gradient syncs in different orders: {a}, {b}"
 
 
-def sums_in_one_order(subject: Subject) -> Iterator[str]:
+def sums_in_one_order(subject: CheckSubject) -> Iterator[str]:
     """Sets of workers that start the sums of the set, which share a communicator, in different orders."""
     program = subject.program
     assert program is not None
@@ -154,7 +154,7 @@ def sums_in_one_order(subject: Subject) -> Iterator[str]:
                     break
 
 
-def agreed(subject: Subject) -> Iterator[str]:
+def agreed(subject: CheckSubject) -> Iterator[str]:
     """Faults unless all workers gather in one order, if synchronous between the sums of gradients and the
     updates.
     """

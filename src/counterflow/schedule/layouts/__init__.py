@@ -4,7 +4,7 @@ Invariant: what is written is read back as the same stages, here and by Megatron
 in which order stages work, or on which worker a stage lies.
 """
 
-from .megatron_layout import Kind, Layout, Stage
+from .megatron_layout import LayerKind, Layout, Stage
 from .rederived import Rederived, rederive
 
-__all__ = ["Kind", "Layout", "Rederived", "Stage", "rederive"]
+__all__ = ["LayerKind", "Layout", "Rederived", "Stage", "rederive"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from counterflow.common.json_models import Part, Result, describe
 
-from .megatron_layout import Kind
+from .megatron_layout import LayerKind
 from .rederived import Rederived
 
 
@@ -48,7 +48,7 @@ class LayoutShown(Result):
 def shown(result: Rederived) -> LayoutShown:
     """A re-derived layout, with all of its stages."""
     layout = result.layout
-    transformer, mtp = layout.count(Kind.TRANSFORMER), layout.count(Kind.MTP)
+    transformer, mtp = layout.count(LayerKind.TRANSFORMER), layout.count(LayerKind.MTP)
     return LayoutShown.of(
         layout=str(layout),
         given=str(result.original),
@@ -68,10 +68,10 @@ def shown(result: Rederived) -> LayoutShown:
                 rank=number % result.pp,
                 chunk=number // result.pp,
                 layers="".join(stage),
-                embedding=stage.count(Kind.EMBEDDING),
-                transformer=stage.count(Kind.TRANSFORMER),
-                mtp=stage.count(Kind.MTP),
-                loss=stage.count(Kind.LOSS),
+                embedding=stage.count(LayerKind.EMBEDDING),
+                transformer=stage.count(LayerKind.TRANSFORMER),
+                mtp=stage.count(LayerKind.MTP),
+                loss=stage.count(LayerKind.LOSS),
             )
             for number, stage in enumerate(layout.stages)
         ],

@@ -16,7 +16,7 @@ from counterflow.errors import ConfigError
 from .layout_text import signs, written
 
 
-class Kind(StrEnum):
+class LayerKind(StrEnum):
     """A kind of layer, with its letter."""
 
     EMBEDDING = "E"
@@ -25,7 +25,7 @@ class Kind(StrEnum):
     LOSS = "L"
 
 
-Stage = tuple[Kind, ...]
+Stage = tuple[LayerKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Layout:
         Raises:
             ConfigError: it reads otherwise; the message says where.
         """
-        return cls(tuple(tuple(map(Kind, stage)) for stage in signs(text).split("|")))
+        return cls(tuple(tuple(map(LayerKind, stage)) for stage in signs(text).split("|")))
 
     @classmethod
     def of_cuts(cls, cuts: Sequence[int], layers: int, mtp: int = 0) -> Self:
@@ -70,14 +70,19 @@ class Layout:
         >>> str(Layout.of_cuts((3, 5), layers=8))
         'Ett|tt|ttL'
         """
-        kinds = (Kind.EMBEDDING, *[Kind.TRANSFORMER] * (layers - mtp - 2), *[Kind.MTP] * mtp, Kind.LOSS)
+        kinds = (
+            LayerKind.EMBEDDING,
+            *[LayerKind.TRANSFORMER] * (layers - mtp - 2),
+            *[LayerKind.MTP] * mtp,
+            LayerKind.LOSS,
+        )
         return cls(tuple(kinds[first:end] for first, end in pairwise([0, *cuts, layers])))
 
     def __str__(self) -> str:
         """The shortest string of Megatron-LM that says the same."""
         return written(["".join(stage) for stage in self.stages])
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: LayerKind) -> int:
         """Layers of a kind, in all stages."""
         return sum(stage.count(kind) for stage in self.stages)
 
@@ -89,7 +94,7 @@ class Layout:
         """
         places = [(kind, number) for number, stage in enumerate(self.stages) for kind in stage]
         kinds = [kind for kind, _ in places]
-        for kind, name, place in ((Kind.EMBEDDING, "embedding", 0), (Kind.LOSS, "loss", -1)):
+        for kind, name, place in ((LayerKind.EMBEDDING, "embedding", 0), (LayerKind.LOSS, "loss", -1)):
             where = "first" if place == 0 else "last"
             if kinds.count(kind) != 1:
                 raise ConfigError(
@@ -102,9 +107,9 @@ class Layout:
                     f"layout '{self}': expected the {name} ({kind}) as the {where} layer, got "
                     f"{kinds[place]}; the {name} is in stage {number}"
                 )
-        beyond = kinds.index(Kind.MTP) if Kind.MTP in kinds else len(kinds)
-        if Kind.TRANSFORMER in kinds[beyond:]:
-            number = places[kinds.index(Kind.TRANSFORMER, beyond)][1]
+        beyond = kinds.index(LayerKind.MTP) if LayerKind.MTP in kinds else len(kinds)
+        if LayerKind.TRANSFORMER in kinds[beyond:]:
+            number = places[kinds.index(LayerKind.TRANSFORMER, beyond)][1]
             raise ConfigError(
                 f"layout '{self}': expected MTP layers (m) after all transformer layers (t), got t after m "
                 f"in stage {number}"
@@ -125,7 +130,7 @@ class Layout:
         (3, 5)
         """
         self.refuse_misplaced()
-        have, its_mtp = self.count(Kind.TRANSFORMER), self.count(Kind.MTP)
+        have, its_mtp = self.count(LayerKind.TRANSFORMER), self.count(LayerKind.MTP)
         if its_mtp != mtp:
             expected = f"the model's {mtp}" if mtp else "none, as the model has none"
             raise ConfigError(

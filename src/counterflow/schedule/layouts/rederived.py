@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from counterflow.errors import ConfigError
 
-from .megatron_layout import Kind, Layout, Stage
+from .megatron_layout import LayerKind, Layout, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def rederive(
     """
     layout.refuse_misplaced()
     pp, vpp = _sizes(len(layout.stages), stages, pp, vpp)
-    have = layout.count(Kind.TRANSFORMER)
+    have = layout.count(LayerKind.TRANSFORMER)
     for name, value, least in (("layers", layers, 1), ("mtp", mtp, 0)):
         if value is not None and not least <= value <= _MOST:
             raise ConfigError(f"{name}={value}: must be {least} to {_MOST:,}")
@@ -150,22 +150,24 @@ class _Special:
     @classmethod
     def of(cls, layout: Layout) -> _Special:
         """The special stages of a layout whose embedding, MTP layers and loss are in their places."""
-        plain = [len(stage) for stage in layout.stages if stage and {*stage} == {Kind.TRANSFORMER}]
-        counts = plain or [stage.count(Kind.TRANSFORMER) for stage in layout.stages]
+        plain = [len(stage) for stage in layout.stages if stage and {*stage} == {LayerKind.TRANSFORMER}]
+        counts = plain or [stage.count(LayerKind.TRANSFORMER) for stage in layout.stages]
         often = Counter(counts)
         usual = max(often, key=lambda count: (often[count], count))
         tail = tuple(
-            _Tail(rest, usual - stage.count(Kind.TRANSFORMER))
+            _Tail(rest, usual - stage.count(LayerKind.TRANSFORMER))
             for stage in layout.stages
-            if (rest := tuple(kind for kind in stage if kind in (Kind.MTP, Kind.LOSS)))
+            if (rest := tuple(kind for kind in stage if kind in (LayerKind.MTP, LayerKind.LOSS)))
         )
-        alone = layout.stages[0].count(Kind.LOSS)  # a single stage: nothing is lighter than anything else
-        return cls(usual, 0 if alone else usual - layout.stages[0].count(Kind.TRANSFORMER), tail)
+        alone = layout.stages[0].count(
+            LayerKind.LOSS
+        )  # a single stage: nothing is lighter than anything else
+        return cls(usual, 0 if alone else usual - layout.stages[0].count(LayerKind.TRANSFORMER), tail)
 
     def with_mtp(self, count: int, layout: Layout) -> _Special:
         """The same with this number of MTP layers, in the stage of those at hand or of the loss."""
-        places = [number for number, part in enumerate(self.tail) if Kind.MTP in part.kinds]
-        now = layout.count(Kind.MTP)
+        places = [number for number, part in enumerate(self.tail) if LayerKind.MTP in part.kinds]
+        now = layout.count(LayerKind.MTP)
         if count == now:
             return self
         if len(places) > 1:
@@ -174,11 +176,11 @@ class _Special:
             )
         place = places[0] if places else len(self.tail) - 1
         old = self.tail[place]
-        with_loss = Kind.LOSS in old.kinds
+        with_loss = LayerKind.LOSS in old.kinds
         # What one counts as: as a transformer layer beside the loss, else its share of its stage.
         load_each = 1 if with_loss else max(1, old.load // now)
         load = old.load + (count - now) * load_each
-        new = _Tail((*[Kind.MTP] * count, *[Kind.LOSS] * with_loss), load)
+        new = _Tail((*[LayerKind.MTP] * count, *[LayerKind.LOSS] * with_loss), load)
         return _Special(
             self.usual,
             self.embedding,
@@ -196,7 +198,7 @@ class _Special:
             first, second, *rest = tail
             tail = [_Tail(first.kinds + second.kinds, first.load + second.load), *rest]
         if stages == 1:
-            return Layout(((Kind.EMBEDDING, *[Kind.TRANSFORMER] * layers, *tail[0].kinds),))
+            return Layout(((LayerKind.EMBEDDING, *[LayerKind.TRANSFORMER] * layers, *tail[0].kinds),))
         plain = stages - len(tail) - 1
         # Transformer layers come before MTP layers and the loss: of the tail only the first stage has some.
         loads = [self.embedding, *[0] * plain, tail[0].load]
@@ -205,8 +207,8 @@ class _Special:
             raise ConfigError(
                 f"layers={layers}: leaves {empty} of {stages} stages empty; give more layers or fewer stages"
             )
-        result: list[Stage] = [tuple([Kind.TRANSFORMER] * count) for count in counts]
-        result[0] = (Kind.EMBEDDING, *result[0])
+        result: list[Stage] = [tuple([LayerKind.TRANSFORMER] * count) for count in counts]
+        result[0] = (LayerKind.EMBEDDING, *result[0])
         result[-1] = (*result[-1], *tail[0].kinds)
         return Layout((*result, *(part.kinds for part in tail[1:])))
 

@@ -56,7 +56,7 @@ ANY = -1
 """In place of a number of forwards: any."""
 
 
-class Shape(NamedTuple):
+class PlanConstraints(NamedTuple):
     """Constraints of a plan."""
 
     depth: int
@@ -74,7 +74,7 @@ def played(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one loop without calls
     compiles it as it is.
 
     Args:
-        depth: as of ``Shape``, like the three that follow.
+        depth: as of ``PlanConstraints``, like the three that follow.
         pairs: see above.
         room: see above.
         first: see above.
@@ -154,13 +154,15 @@ def mixpipe_orders(
     """
     pairs = (micro_batches + 1) // 2
     if injected is None:
-        shape = Shape(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
+        shape = PlanConstraints(depth, pairs, max(2, 3 * depth // 2 - 1), ANY)
         plans = _there_and_back(shape, _linear(shape, pace=2, start=depth), wait=0, known=[], play=play)
         return _mirrored(_shortest(plans, shape), micro_batches)
     words = OPTIMA.get((depth, injected, early_forwards))
     near = [_order(word) for word in words or ()]
     if not near or 2 * pairs != depth:
-        near = _listed(Shape(depth, pairs, injected + early_forwards, min(injected // 2, pairs)), play)
+        near = _listed(
+            PlanConstraints(depth, pairs, injected + early_forwards, min(injected // 2, pairs)), play
+        )
     if 2 * pairs > depth:
         unit = mixpipe_orders(depth, depth, injected, early_forwards, play)[: depth // 2]
         units = [_repeated(order, depth, 2 * pairs) for order in unit]
@@ -168,7 +170,7 @@ def mixpipe_orders(
     return _mirrored(near, micro_batches)
 
 
-def _listed(shape: Shape, play: NumberLoop) -> list[list[tuple[str, int]]]:
+def _listed(shape: PlanConstraints, play: NumberLoop) -> list[list[tuple[str, int]]]:
     plans = _tries(shape, play)
     if (
         shape.depth == 4 and shape.pairs == 2
@@ -177,7 +179,7 @@ def _listed(shape: Shape, play: NumberLoop) -> list[list[tuple[str, int]]]:
     return _shortest(plans, shape)
 
 
-def _shortest(plans: Iterator[Times], shape: Shape) -> list[list[tuple[str, int]]]:
+def _shortest(plans: Iterator[Times], shape: PlanConstraints) -> list[list[tuple[str, int]]]:
     last = (shape.depth + 1) * shape.pairs - 1  # of stage 0 the last backward
     return list(_unfold(min(plans, key=lambda ends: ends[last]), shape.depth, shape.pairs))
 
@@ -196,7 +198,7 @@ def asymmetric_orders(depth: int, micro_batches: int, peak: int) -> list[list[tu
     return [_order(word * (micro_batches // depth)) for word in ASYMMETRIC[depth, peak]]
 
 
-def _tries(shape: Shape, play: NumberLoop = played) -> Iterator[Times]:
+def _tries(shape: PlanConstraints, play: NumberLoop = played) -> Iterator[Times]:
     most = max(1, OPS_BUDGET // (3 * 2 * shape.depth * shape.pairs))
     known: list[tuple[int, Times]] = []
     for wait, start in list(product(WAITS, STARTS))[:most]:
@@ -205,7 +207,7 @@ def _tries(shape: Shape, play: NumberLoop = played) -> Iterator[Times]:
         )
 
 
-def _linear(shape: Shape, pace: int, start: int) -> Times:
+def _linear(shape: PlanConstraints, pace: int, start: int) -> Times:
     """Due times: forwards go down one stage per unit of time, backwards come up one stage in two, and pairs
     follow at the pace.
 
@@ -219,7 +221,7 @@ def _linear(shape: Shape, pace: int, start: int) -> Times:
 
 
 def _there_and_back(
-    shape: Shape, due: Times, wait: int, known: list[tuple[int, Times]], play: NumberLoop = played
+    shape: PlanConstraints, due: Times, wait: int, known: list[tuple[int, Times]], play: NumberLoop = played
 ) -> Iterator[Times]:
     """Plan for these due times, and the one for those that planning it again from its end gives.
 
@@ -235,7 +237,7 @@ def _there_and_back(
     yield play(*shape, _turned(back, shape), wait, 1, 2)
 
 
-def _turned(plan: Times, shape: Shape) -> Times:
+def _turned(plan: Times, shape: PlanConstraints) -> Times:
     """Due times reversed in time: F and B change places, the last pair is the first."""
     depth, pairs, _, _ = shape
     starts = range(0, depth * pairs, pairs)

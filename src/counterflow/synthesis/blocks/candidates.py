@@ -16,7 +16,7 @@ from time import monotonic
 from ..kernel import flat_of, words_of
 from ..problem import CLOSE, Problem, Words
 from ..solver import solver_is_there
-from .modulo import Block, least_work, timed, unrolled
+from .modulo import ModuloBlock, least_work, timed, unrolled
 from .pattern_moves import first_pattern, improved
 from .pattern_solver import Wanted, solved
 from .squeeze import Lateness, Squeezer
@@ -97,14 +97,14 @@ _WANDERS = 40
 """Turns of random squeezing for each of ``turns``."""
 
 
-def way_of(problem: Problem, block: Block) -> float:
+def way_of(problem: Problem, block: ModuloBlock) -> float:
     """Seconds from the start of a micro-batch's first op to the end of its last, on the slowest pipe."""
     return max(at + x.seconds for at, x in zip(block.starts, problem.letters, strict=True))
 
 
 def blocks(
     problem: Problem, *, seconds: float, turns: int | None = None, moves: int = MOVES, seed: int = 0
-) -> Iterator[Block]:
+) -> Iterator[ModuloBlock]:
     """Blocks of a problem. The caller's time between two of them counts too.
 
     Args:
@@ -135,7 +135,7 @@ def blocks(
 _TURNS = 6
 
 
-def _solver_blocks(problem: Problem, best: Block, until: float) -> Iterator[Block]:
+def _solver_blocks(problem: Problem, best: ModuloBlock, until: float) -> Iterator[ModuloBlock]:
     """Blocks of ever shorter periods; then, of the shortest period, those of the shortest way and the least
     memory.
 

@@ -37,7 +37,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ModuloBlock:
     """A block: the k-th op of letter l starts at ``starts[l] + k * period``.
 
     Attributes:
@@ -73,7 +73,7 @@ def shortest_way(problem: Problem) -> float:
     return float((ways.start + numbers.keeps).max())
 
 
-def timed(problem: Problem, pattern: Pattern) -> Block | None:
+def timed(problem: Problem, pattern: Pattern) -> ModuloBlock | None:
     """The block of shortest period that keeps a pattern, as early as possible; None: the pattern waits in a
     circle.
     """
@@ -82,7 +82,7 @@ def timed(problem: Problem, pattern: Pattern) -> Block | None:
     if period == np.inf:
         return None
     starts = ways.start - ways.start.min()
-    return Block(float(period), tuple(starts.tolist()), pattern)
+    return ModuloBlock(float(period), tuple(starts.tolist()), pattern)
 
 
 def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pattern:
@@ -95,7 +95,7 @@ def pattern_of(problem: Problem, starts: tuple[float, ...], period: float) -> Pa
     return Pattern(tuple(orders), rounds)
 
 
-def unrolled(problem: Problem, block: Block) -> Words:
+def unrolled(problem: Problem, block: ModuloBlock) -> Words:
     """The words of all micro-batches' rounds, by starts."""
     words = []
     for worker, row in enumerate(block.pattern.orders):
@@ -109,16 +109,16 @@ def unrolled(problem: Problem, block: Block) -> Words:
     return tuple(words)
 
 
-class Cut(NamedTuple):
+class PatternArrays(NamedTuple):
     """A pattern as arrays: orders one after another, and rounds by letter."""
 
     order: Ints
     rounds: Ints
 
 
-def cut_of(pattern: Pattern) -> Cut:
+def cut_of(pattern: Pattern) -> PatternArrays:
     """A pattern as arrays."""
-    return Cut(np.array([n for row in pattern.orders for n in row]), np.array(pattern.rounds))
+    return PatternArrays(np.array([n for row in pattern.orders for n in row]), np.array(pattern.rounds))
 
 
 class Ways(NamedTuple):

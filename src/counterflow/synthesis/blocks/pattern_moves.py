@@ -17,9 +17,9 @@ import numpy as np
 from ..kernel import NEVER, Chance, Floats, Ints, Numbers, chance_of, compiled, numbers_of, random, shift
 from ..problem import Problem
 from .modulo import (
-    Block,
-    Cut,
+    ModuloBlock,
     Pattern,
+    PatternArrays,
     Ways,
     cut_of,
     has_room,
@@ -51,7 +51,7 @@ def first_pattern(problem: Problem) -> Pattern:
     return Pattern(orders, (0,) * len(sequence))  # one micro-batch after the other
 
 
-def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: int) -> Block:
+def improved(problem: Problem, block: ModuloBlock, *, times: float, moves: int, seed: int) -> ModuloBlock:
     """The best block that this many moves find.
 
     Args:
@@ -64,7 +64,7 @@ def improved(problem: Problem, block: Block, *, times: float, moves: int, seed: 
     """
     numbers, ways = numbers_of(problem), ways_of(len(problem.letters))
     x = _state_of(block, ways, seed)
-    plan = _Plan(
+    plan = _PatternAnnealing(
         least_work(problem), shortest_way(problem), times, moves, _WARM * float(numbers.keeps.mean())
     )
     _anneal(numbers, x, ways, plan)
@@ -77,7 +77,7 @@ _WARM = 0.5
 """Deterioration of a pattern that is accepted now and then at first, in ops."""
 
 
-class _Plan(NamedTuple):
+class _PatternAnnealing(NamedTuple):
     """Parameters of ``_anneal``.
 
     Attributes:
@@ -95,24 +95,24 @@ class _Plan(NamedTuple):
     warm: float
 
 
-class _State(NamedTuple):
+class _PatternState(NamedTuple):
     """Patterns: the one that is tried, the current one, the best; and the critical letters of the current
     one.
     """
 
-    cut: Cut
-    saved: Cut
-    best: Cut
+    cut: PatternArrays
+    saved: PatternArrays
+    best: PatternArrays
     critical: Ints
     random: Chance
 
 
-def _state_of(block: Block, ways: Ways, seed: int) -> _State:
+def _state_of(block: ModuloBlock, ways: Ways, seed: int) -> _PatternState:
     cuts = [cut_of(block.pattern) for _ in range(3)]
-    return _State(cuts[0], cuts[1], cuts[2], ways.critical.copy(), chance_of(seed))
+    return _PatternState(cuts[0], cuts[1], cuts[2], ways.critical.copy(), chance_of(seed))
 
 
-def _pattern(numbers: Numbers, cut: Cut) -> Pattern:
+def _pattern(numbers: Numbers, cut: PatternArrays) -> Pattern:
     cuts = zip(numbers.of[:-1], numbers.of[1:], strict=True)
     return Pattern(tuple(tuple(cut.order[a:b].tolist()) for a, b in cuts), tuple(cut.rounds.tolist()))
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..kernel import numbers_of
 from ..problem import Problem
 from ..solver import answered, cp_model, either, one_at_a_time
-from .modulo import Block, least_work, pattern_of, shortest_way, timed
+from .modulo import ModuloBlock, least_work, pattern_of, shortest_way, timed
 
 UNITS = 720
 """Units of time per shortest period, if times have no larger common unit."""
@@ -47,7 +47,7 @@ class Answer:
         impossible: whether none exists (to the rounding of times).
     """
 
-    block: Block | None
+    block: ModuloBlock | None
     impossible: bool
 
 
@@ -73,7 +73,7 @@ def solved(
     *,
     wanted: Wanted,
     seconds: float,
-    hint: Block | None = None,
+    hint: ModuloBlock | None = None,
     threads: int = 2,
 ) -> Answer:
     """A block of at most this period.
@@ -212,7 +212,7 @@ class _Model:
                 self.model.add(memory <= most)
         self.model.minimize(most)
 
-    def hint(self, block: Block) -> None:
+    def hint(self, block: ModuloBlock) -> None:
         """Give the solver a block to begin with."""
         stretch = self.period * self.unit / block.period
         for n, at in enumerate(block.starts):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..kernel import (
     NEVER,
-    Flat,
+    FlatWords,
     Floats,
     Ints,
     Numbers,
@@ -77,8 +77,13 @@ class Squeezer:
         return seconds
 
     def flat_squeezed(
-        self, flat: Flat, late: Lateness, *, back: bool = False, ended: Callable[[], bool] = lambda: False
-    ) -> tuple[float, Flat]:
+        self,
+        flat: FlatWords,
+        late: Lateness,
+        *,
+        back: bool = False,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> tuple[float, FlatWords]:
         """Words with filled waits, squeezed from the front and from the back alternately as long as that
         helps.
 
@@ -102,15 +107,15 @@ class Squeezer:
                 break
         return least, best
 
-    def _once(self, flat: Flat, late: Lateness, *, back: bool) -> Flat:
+    def _once(self, flat: FlatWords, late: Lateness, *, back: bool) -> FlatWords:
         if back:
             return _mirrored(self._ways[1].squeezed(_mirrored(flat), late.back))
         return self._ways[0].squeezed(flat, late.front)
 
 
-def _mirrored(flat: Flat) -> Flat:
+def _mirrored(flat: FlatWords) -> FlatWords:
     word = np.concatenate([flat.word[a:b][::-1] for a, b in pairwise(flat.first.tolist())])
-    return Flat(word, flat.first)
+    return FlatWords(word, flat.first)
 
 
 MOST_TURNS = 12
@@ -129,7 +134,7 @@ class _Way:
         self.numbers = numbers_of(problem)
         self.scratch = scratch_of(self.numbers, problem.workers)
 
-    def begin(self, flat: Flat) -> tuple[float, Floats]:
+    def begin(self, flat: FlatWords) -> tuple[float, Floats]:
         """Duration of words, and the beginning of each worker."""
         begin = np.zeros(self.problem.workers)
         if self.problem.objective is Objective.STEADY:
@@ -138,11 +143,11 @@ class _Way:
             return NEVER, begin
         return float(self.scratch.ended.max()) + self.problem.tail, begin
 
-    def squeezed(self, flat: Flat, late: float) -> Flat:
+    def squeezed(self, flat: FlatWords, late: float) -> FlatWords:
         """Squeeze once, from the front."""
         _, begin = self.begin(flat)
         begin_play(self.scratch, flat.first, begin)
-        result = Flat(flat.word.copy(), flat.first)
+        result = FlatWords(flat.word.copy(), flat.first)
         ended = _squeeze(self.numbers, self.scratch, _squeezing(self.numbers, flat, late), result)
         assert ended  # the next op can always run in the end
         return result
@@ -184,7 +189,7 @@ class _Squeezing(NamedTuple):
     most: Floats
 
 
-def _squeezing(numbers: Numbers, flat: Flat, late: float) -> _Squeezing:
+def _squeezing(numbers: Numbers, flat: FlatWords, late: float) -> _Squeezing:
     workers, stores = len(flat.first) - 1, len(numbers.most)
     return _Squeezing(
         flat.word.copy(),

@@ -19,7 +19,7 @@ from time import monotonic
 
 import numpy as np
 
-from ..kernel import NEVER, Flat, flat_of, words_of
+from ..kernel import NEVER, FlatWords, flat_of, words_of
 from ..problem import CLOSE, Problem, Words
 from .squeeze import Lateness, Squeezer
 
@@ -48,16 +48,16 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    flat: Flat
+class _SqueezeInput:
+    flat: FlatWords
     late: Lateness
     back: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _PoolEntry:
     seconds: float
-    flat: Flat
+    flat: FlatWords
     late: Lateness
 
 
@@ -67,7 +67,7 @@ class Wanderer:
     def __init__(self, problem: Problem, starts: Iterable[Words], seed: int = 0) -> None:
         self._squeezers = [Squeezer(problem) for _ in range(_THREADS)]
         self._starts = [flat_of(words) for words in starts]
-        self._pool: list[_Entry] = []
+        self._pool: list[_PoolEntry] = []
         self._chance = np.random.default_rng(seed)
         self._mean = sum(problem.work()) / problem.ops
 
@@ -98,27 +98,27 @@ class Wanderer:
                     done += len(jobs)
                     for job, turn in zip(jobs, drawn, strict=True):
                         seconds, flat = job.result()
-                        self._take(_Entry(seconds, flat, turn.late))
+                        self._take(_PoolEntry(seconds, flat, turn.late))
                         if seconds < least * (1 - CLOSE):
                             least = seconds
                             yield words_of(flat)
             finally:
                 stop.set()  # an interrupt waits for no more than one squeeze
 
-    def _drawn(self, number: int) -> _Turn:
+    def _drawn(self, number: int) -> _SqueezeInput:
         chance = self._chance
         back = bool(chance.integers(2))
         late = Lateness(*(exp(chance.uniform(*_LATE)) * self._mean for _ in range(2)))
         if not self._pool or number < _AT_FIRST * len(self._starts) or chance.random() < _FRESH:
-            return _Turn(self._starts[int(chance.integers(len(self._starts)))], late, back)
+            return _SqueezeInput(self._starts[int(chance.integers(len(self._starts)))], late, back)
         entry = self._pool[min(len(self._pool) - 1, int(chance.exponential(_MEAN_PLACE)))]
         if chance.random() < _LIKE:
             late = Lateness(
                 *(seconds * exp(chance.normal(0.0, _NEAR)) for seconds in (entry.late.front, entry.late.back))
             )
-        return _Turn(entry.flat, late, back)
+        return _SqueezeInput(entry.flat, late, back)
 
-    def _take(self, new: _Entry) -> None:
+    def _take(self, new: _PoolEntry) -> None:
         if new.seconds == NEVER:
             return
         if all(abs(new.seconds - entry.seconds) > CLOSE * entry.seconds for entry in self._pool):

@@ -94,7 +94,7 @@ def pairs(problem: Problem) -> int:
     return sum(count * (count - 1) // 2 for count in counts)
 
 
-class Model:
+class ConstraintModel:
     """Orders of a problem whose objective is ``target`` units or less."""
 
     def __init__(self, problem: Problem, target: int, *, minimize: bool) -> None:
@@ -110,7 +110,7 @@ class Model:
         """Whether an op has no window at all."""
         if self.refuted:
             return
-        self._before: list[_Before] = []
+        self._before: list[_PairOrders] = []
         for worker in range(problem.workers):
             self._worker(worker)
         self._messages()
@@ -156,7 +156,7 @@ class Model:
             heads, tails = self._windows.of_span(worker)
         else:
             heads, tails = self._windows.heads, self._windows.tails
-        before = _Before(model, self._start, takes)
+        before = _PairOrders(model, self._start, takes)
         for n in letters:
             for k, (head, tail) in enumerate(zip(heads[n], tails[n], strict=True)):
                 # From its earliest start to its latest, within the span or the step.
@@ -181,7 +181,7 @@ class Model:
         for store in problem.stores:
             self._limit(store, worker, before, ops)
 
-    def _limit(self, store: Store, worker: int, before: _Before, ops: list[tuple[int, int]]) -> None:
+    def _limit(self, store: Store, worker: int, before: _PairOrders, ops: list[tuple[int, int]]) -> None:
         if math.isinf(store.most[worker]):
             return
         letters = {n for n, _ in ops}
@@ -292,14 +292,19 @@ class Model:
             return "infeasible", self.target + 1
         outer = self
 
-        class Callback(cp_model().CpSolverSolutionCallback):  # type: ignore[misc]
+        class SolutionCallback(cp_model().CpSolverSolutionCallback):  # type: ignore[misc]
             def on_solution_callback(self) -> None:
                 bound = self.best_objective_bound if isinstance(outer._value, int) is False else 0
                 if on_solution(outer._words(self.value), math.ceil(bound - 1e-6)):
                     self.stop_search()
 
         solver, status = answered(
-            self._model, seconds=seconds, threads=threads, seed=seed, effort=effort, callback=Callback()
+            self._model,
+            seconds=seconds,
+            threads=threads,
+            seed=seed,
+            effort=effort,
+            callback=SolutionCallback(),
         )
         if status == "INFEASIBLE":
             return "infeasible", self.target + 1
@@ -318,7 +323,7 @@ class Model:
         return tuple(words)
 
 
-class _Before:
+class _PairOrders:
     """Order of each two ops of a worker: a constant, or a literal of the model."""
 
     def __init__(self, model: Any, start: dict[tuple[int, int], Any], takes: dict[int, int]) -> None:

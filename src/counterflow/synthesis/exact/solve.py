@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..problem import CLOSE, Problem, Words, value_of
-from .constraint_model import IntegerProblem, Model, integer_problem, pairs
+from .constraint_model import ConstraintModel, IntegerProblem, integer_problem, pairs
 
 MOST_PAIRS = 60_000
 """Maximum pairs of ops of one worker in a problem that is tried."""
@@ -152,7 +152,7 @@ class _Search:
 
     def _solve(self, target: int, seconds: float, effort: float | None, *, minimize: bool) -> str:
         begun = time.monotonic()
-        model = Model(self._integer.problem, target, minimize=minimize)
+        model = ConstraintModel(self._integer.problem, target, minimize=minimize)
         if not model.refuted:
             model.hint(self._words)
         status, bound = model.solve(

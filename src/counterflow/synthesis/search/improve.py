@@ -18,7 +18,7 @@ import numpy as np
 
 from ..kernel import (
     NEVER,
-    Flat,
+    FlatWords,
     Numbers,
     Scratch,
     flat_of,
@@ -29,7 +29,7 @@ from ..kernel import (
     worth,
 )
 from ..problem import CLOSE, Problem, Words, value_of
-from .moves import Plan, anneal, start, state_of
+from .moves import AnnealingPlan, anneal, start, state_of
 
 SETTLED = 4
 """Number of steps played until the offsets of workers at the border of two steps have settled."""
@@ -151,7 +151,7 @@ class _Climber:
     @property
     def words(self) -> Words:
         """The best order so far."""
-        return words_of(Flat(self._state.best, self._flat.first))
+        return words_of(FlatWords(self._state.best, self._flat.first))
 
     def _restart(self) -> None:
         self._flat.word[:] = self._state.best
@@ -187,6 +187,6 @@ class _Climber:
                 count = max(1, min(slice_moves, count_left))
             until = done if moves is None else used(completed + count)
             from_heat, to_heat = (warm * (cold / warm) ** share for share in (done, until))
-            plan = Plan(count, from_heat, to_heat, self._search.steady)
+            plan = AnnealingPlan(count, from_heat, to_heat, self._search.steady)
             anneal(self._numbers, self._scratch, self._flat, self._state, plan)
             completed += count

@@ -16,7 +16,7 @@ import numpy as np
 from ..kernel import (
     NEVER,
     Chance,
-    Flat,
+    FlatWords,
     Floats,
     Ints,
     Numbers,
@@ -29,7 +29,7 @@ from ..kernel import (
 )
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """A word and the values that follow from it.
 
     Attributes:
@@ -55,7 +55,7 @@ class State(NamedTuple):
     begin: Floats
 
 
-class Plan(NamedTuple):
+class AnnealingPlan(NamedTuple):
     """Number of moves, accepted loss at first and at last (seconds), and the objective."""
 
     moves: int
@@ -64,10 +64,10 @@ class Plan(NamedTuple):
     steady: bool
 
 
-def state_of(numbers: Numbers, flat: Flat, seed: int) -> State:
+def state_of(numbers: Numbers, flat: FlatWords, seed: int) -> SearchState:
     """The state of a word; ``start`` computes it."""
     ops = len(flat.word)
-    return State(
+    return SearchState(
         np.zeros(ops, dtype=np.int64),
         np.zeros(ops, dtype=np.int64),
         np.zeros((len(numbers.most), ops)),

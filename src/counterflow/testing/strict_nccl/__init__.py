@@ -4,15 +4,15 @@ clock.
 
 from .fabric import AbortedError, Fabric, NcclRuleError
 from .group import StrictGroup, StrictWork
-from .streams import Event, Stream, current_stream
+from .streams import Stream, StreamEvent, current_stream
 from .thread_ranks import ThreadEndpoint, run_ranks, thread_fabric
 
 __all__ = [
     "AbortedError",
-    "Event",
     "Fabric",
     "NcclRuleError",
     "Stream",
+    "StreamEvent",
     "StrictGroup",
     "StrictWork",
     "ThreadEndpoint",

@@ -140,12 +140,12 @@ def refuse_on_device(tensor: Tensor) -> None:
 # -- the module that torch.get_device_module returns
 
 
-class TimedEvent:
+class StrictEvent:
     """Imitates ``torch.cuda.Event``."""
 
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         del enable_timing, blocking
-        self.recorded: streams.Event | None = None
+        self.recorded: streams.StreamEvent | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the event at the end of a stream."""
@@ -165,7 +165,7 @@ class TimedEvent:
         if self.recorded is not None:
             (stream or current_stream()).wait_event(self.recorded)
 
-    def elapsed_time(self, end_event: TimedEvent) -> float:
+    def elapsed_time(self, end_event: StrictEvent) -> float:
         """Milliseconds until another event."""
         assert self.recorded is not None
         assert end_event.recorded is not None
@@ -209,7 +209,7 @@ def synchronize(device: object = None) -> None:
 class _Module:
     """The module that ``torch.get_device_module("pretended")`` returns."""
 
-    Event = TimedEvent
+    Event = StrictEvent
     autocast_type = "cpu"
     Stream = staticmethod(new_stream)
     current_stream = staticmethod(current_stream)

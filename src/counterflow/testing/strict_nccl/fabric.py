@@ -36,7 +36,7 @@ SEND, RECEIVE = "send", "receive"
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class RankOperation:
     """One operation of one rank on one communicator.
 
     Attributes:
@@ -88,7 +88,7 @@ class Launch:
 
     rank: int
     stream: str
-    parts: tuple[Part, ...]
+    parts: tuple[RankOperation, ...]
     after: tuple[Launch, ...] = ()
     moved: set[int] = field(default_factory=set)
     started: bool = False
@@ -129,7 +129,7 @@ class Fabric:
             parts by rank.
     """
 
-    def __init__(self, ranks: int, move: Callable[[Sequence[Part]], None]) -> None:
+    def __init__(self, ranks: int, move: Callable[[Sequence[RankOperation]], None]) -> None:
         self.ranks = ranks
         self.lock = threading.RLock()
         self.broken: NcclRuleError | None = None
@@ -137,10 +137,10 @@ class Fabric:
         self._members: dict[str, tuple[int, ...]] = {}
         self._entered: dict[str, set[int]] = defaultdict(set)
         self._streams: dict[tuple[int, str], list[Launch]] = defaultdict(list)
-        self._parts: dict[tuple[Any, ...], dict[int, Part]] = defaultdict(dict)
+        self._parts: dict[tuple[Any, ...], dict[int, RankOperation]] = defaultdict(dict)
         """Parts that have not run, by key."""
         self._counts: Counter[tuple[Any, ...]] = Counter()
-        self._of: dict[Part, Launch] = {}
+        self._of: dict[RankOperation, Launch] = {}
         self._blocked: dict[int, Blocked] = {}
         self._ended: set[int] = set()
         self._aborted: set[int] = set()
@@ -282,7 +282,7 @@ class Fabric:
                     happened |= self._meet(part)
         return happened
 
-    def _meet(self, part: Part) -> bool:
+    def _meet(self, part: RankOperation) -> bool:
         sides = self._sides(part)
         if any(side is None or not self._of[side].started or self._of[side].over for side in sides.values()):
             return False
@@ -304,7 +304,7 @@ class Fabric:
             launch.over = len(launch.moved) == len(launch.parts)
         return True
 
-    def _sides(self, part: Part) -> dict[int, Part | None]:
+    def _sides(self, part: RankOperation) -> dict[int, RankOperation | None]:
         """Parts of an operation by rank; None if not launched yet. A send precedes its receive."""
         if part.kind in (SEND, RECEIVE):
             peer_kind = RECEIVE if part.kind == SEND else SEND

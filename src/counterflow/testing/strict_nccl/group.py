@@ -27,7 +27,7 @@ from counterflow.common.trees import version_of
 from . import streams
 from .device import current, refuse_elsewhere
 from .device_memory import spoil
-from .fabric import RECEIVE, SEND, AbortedError, Fabric, Launch, NcclRuleError, Part
+from .fabric import RECEIVE, SEND, AbortedError, Fabric, Launch, NcclRuleError, RankOperation
 from .streams import Stream
 
 _COLLECTIVES = "collectives"
@@ -91,7 +91,7 @@ class StrictGroup(ProcessGroup):
         self.ranks = tuple(ranks)
         self.title = name
         self._communicators: set[str] = set()
-        self._group: list[Part] | None = None
+        self._group: list[RankOperation] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it
         """Name of the backend, for torch."""
@@ -164,7 +164,7 @@ class StrictGroup(ProcessGroup):
         """All rows have one length."""
         del output_sizes, sizes, opts
         place = self.ranks.index(self.endpoint.rank)
-        return self._collective("all-to-all", tensor, "stack", _Rows(output, place))
+        return self._collective("all-to-all", tensor, "stack", _AllToAllOutput(output, place))
 
     @override
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
@@ -185,7 +185,7 @@ class StrictGroup(ProcessGroup):
     def shutdown(self) -> None: ...
 
     def _collective(
-        self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | _Rows | None = None
+        self, kind: str, tensor: Tensor, how: str, rows: Sequence[Tensor] | _AllToAllOutput | None = None
     ) -> StrictWork:
         self._make(self.title, self.ranks)
         part = self._part(kind, tensor, self.title)
@@ -194,13 +194,13 @@ class StrictGroup(ProcessGroup):
 
     # -- parts of launches
 
-    def _part(self, kind: str, tensor: Tensor, communicator: str, peer: int = -1) -> Part:
+    def _part(self, kind: str, tensor: Tensor, communicator: str, peer: int = -1) -> RankOperation:
         refuse_elsewhere(tensor)
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")  # the message of ProcessGroupNCCL
         size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
         data = (tensor, version_of(tensor))
-        return Part(kind, self.endpoint.rank, communicator, size, peer, data=data)
+        return RankOperation(kind, self.endpoint.rank, communicator, size, peer, data=data)
 
     def _make(self, name: str, members: Sequence[int]) -> None:
         if name not in self._communicators:
@@ -210,7 +210,7 @@ class StrictGroup(ProcessGroup):
                 raise dist.DistBackendError(str(error)) from error
             self._communicators.add(name)
 
-    def _launch(self, stream: str, parts: tuple[Part, ...]) -> StrictWork:
+    def _launch(self, stream: str, parts: tuple[RankOperation, ...]) -> StrictWork:
         if (pretended := current()) is not None:
             pretended.launched()
         stream_now = streams.current_stream() or self.endpoint.stream
@@ -234,7 +234,7 @@ class _GroupedWork(Work):
 _GROUPED = _GroupedWork()
 
 
-class _Rows(NamedTuple):
+class _AllToAllOutput(NamedTuple):
     """Output of an all-to-all: a row of each rank, for the rank at ``place`` of the group."""
 
     output: Tensor
@@ -262,7 +262,7 @@ def _reduction(op: Any) -> str:
     return name
 
 
-def move(parts: Sequence[Part]) -> None:
+def move(parts: Sequence[RankOperation]) -> None:
     """Carry out operations that met, between threads of one process.
 
     Raises:
@@ -278,7 +278,7 @@ def move(parts: Sequence[Part]) -> None:
             result = inputs[int(how)] if how.isdecimal() else _REDUCTIONS[how](torch.stack(inputs))
         for part in receivers:
             tensor, _, *rest = part.data
-            if rest and isinstance(rest[0], _Rows):
+            if rest and isinstance(rest[0], _AllToAllOutput):
                 rest[0].output.data.copy_(result[:, rest[0].place])
             elif rest and rest[0] is not None:
                 for row, result_row in zip(rest[0], result, strict=True):
@@ -287,7 +287,7 @@ def move(parts: Sequence[Part]) -> None:
                 tensor.data.copy_(result.reshape(tensor.shape))
 
 
-def _read(part: Part) -> Tensor:
+def _read(part: RankOperation) -> Tensor:
     tensor, version = part.data[:2]
     if part.kind == SEND and version_of(tensor) != version:
         raise NcclRuleError(f"a tensor was changed in place while it was sent: {part}")

@@ -30,7 +30,7 @@ def _healthy() -> None:
     pass
 
 
-class Event:
+class StreamEvent:
     """A place in a stream: all waits and copies up to it.
 
     Args:
@@ -84,7 +84,7 @@ class Event:
 class Recorded(Protocol):
     """A recorded place in a stream, for which another stream can wait."""
 
-    recorded: Event | None
+    recorded: StreamEvent | None
 
 
 class Stream:
@@ -120,14 +120,14 @@ class Stream:
     def holds(self, tensor: Tensor) -> None:
         """Do nothing: memory is not reused while the CPU's allocator has it in use."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> StreamEvent:
         """An event that completes when all before it has run."""
         self._copies = [copy for copy in self._copies if not copy.over]
-        return Event(self._pending, self._wait, tuple(self._copies), self._lag(), self._look)
+        return StreamEvent(self._pending, self._wait, tuple(self._copies), self._lag(), self._look)
 
-    def wait_event(self, event: Event | Recorded) -> None:
+    def wait_event(self, event: StreamEvent | Recorded) -> None:
         """Make the stream wait for an event."""
-        recorded = event if isinstance(event, Event) else event.recorded
+        recorded = event if isinstance(event, StreamEvent) else event.recorded
         if recorded is None:
             return
         event = recorded

@@ -30,9 +30,9 @@ from .graded_losses import (
     FITS,
     LOW_PRECISION,
     UNDECIDED,
-    Comparison,
     Graded,
     Joined,
+    LossComparison,
     as_leaves,
     compare_losses,
     gradient_tolerance,
@@ -200,9 +200,9 @@ class AuxMeanDiagnosis:
 
     def _compare(
         self, stage: AuxStage, layer: AuxLayer, values: Sequence[Value], size: int
-    ) -> Mapping[str, Comparison]:
+    ) -> Mapping[str, LossComparison]:
         """Outcomes by name of the term, in the dimension in which parts fit best."""
-        best: Mapping[str, Comparison] = {}
+        best: Mapping[str, LossComparison] = {}
         for dim in _dims(values[0], size):
             value = values[0] if len(values) == 1 else _join(values, dim, size)
             if value is None:
@@ -222,7 +222,7 @@ class AuxMeanDiagnosis:
 
     def _compare_in(
         self, stage: AuxStage, layer: AuxLayer, value: Value, dim: int, ends: tuple[int, int]
-    ) -> Mapping[str, Comparison]:
+    ) -> Mapping[str, LossComparison]:
         point, total = ends
         with torch.set_grad_enabled(self._graph):
             value = as_leaves(value, always=True) if self._graph else value
@@ -259,7 +259,7 @@ class AuxMeanDiagnosis:
         return graded
 
     def _refuse(
-        self, stage: AuxStage, layer: AuxLayer, outcomes: Mapping[str, Comparison], size: int, unit: str
+        self, stage: AuxStage, layer: AuxLayer, outcomes: Mapping[str, LossComparison], size: int, unit: str
     ) -> None:
         if not outcomes:
             self._undecided(f"of what {layer.place} adds no parts could be compared")
@@ -291,7 +291,7 @@ def _joined_terms(parts: Sequence[Mapping[str, Graded]]) -> Mapping[str, Joined 
 
 def _compare_terms(
     totals: Mapping[str, Graded], parts: Mapping[str, Joined | None]
-) -> Mapping[str, Comparison]:
+) -> Mapping[str, LossComparison]:
     outcomes = {}
     for name in {*totals, *parts}:
         expected, got = totals.get(name), parts.get(name)

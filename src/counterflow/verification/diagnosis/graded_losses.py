@@ -117,7 +117,7 @@ class Graded(NamedTuple):
         return float(self.entry.weight) * self.entry.by
 
 
-class Comparison(NamedTuple):
+class LossComparison(NamedTuple):
     """Outcome of the comparison of a loss with those of its parts.
 
     Attributes:
@@ -133,8 +133,8 @@ class Comparison(NamedTuple):
     gradient: float | None = None
 
 
-UNDECIDED, FITS = Comparison(decided=False), Comparison(decided=True)
-_NON_FINITE = Comparison(decided=False, finite=False)
+UNDECIDED, FITS = LossComparison(decided=False), LossComparison(decided=True)
+_NON_FINITE = LossComparison(decided=False, finite=False)
 
 
 class Joined(NamedTuple):
@@ -189,7 +189,7 @@ def _separate_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             weight.grad = gradient
 
 
-def compare_losses(total: Graded, parts: Joined) -> Comparison:
+def compare_losses(total: Graded, parts: Joined) -> LossComparison:
     """Compare a loss with those of the parts of its samples, each weighted as in the mini-batch."""
     graded = [total, *parts.losses]
     if not total.entry.sums_with([part.entry for part in parts.losses]):
@@ -210,11 +210,11 @@ def compare_losses(total: Graded, parts: Joined) -> Comparison:
     if limit is None:
         limit = LOSSES.of(cast("Tensor", total.entry.loss).dtype)
     if abs(expected - got) > limit * largest:
-        return Comparison(decided=True, value=(expected, got))
+        return LossComparison(decided=True, value=(expected, got))
     most = max((norm for norm, _ in norms), default=0.0)
     for limit, (norm, difference) in zip(total.tolerances, norms, strict=True):
         if difference > limit * (norm + SMALL * most):
-            return Comparison(decided=True, gradient=difference / norm if norm else 1.0)
+            return LossComparison(decided=True, gradient=difference / norm if norm else 1.0)
     return FITS if largest or most else UNDECIDED
 
 

@@ -27,9 +27,9 @@ from .comparison import compare_with_parts
 from .graded_losses import (
     JOINED_BYTES,
     UNDECIDED,
-    Comparison,
     Graded,
     Joined,
+    LossComparison,
     LossProbe,
     as_leaves,
     compare_losses,
@@ -184,7 +184,7 @@ class SampleMeanDiagnosis:
             output = pytree.tree_map_only(Tensor, torch.clone, output)
             return self._probe.grade(output, _copied(target), samples, leaves)
 
-    def _compare_parts(self, member: _Member) -> Comparison:
+    def _compare_parts(self, member: _Member) -> LossComparison:
         """Compare a unit's loss with those of two parts, until two show anything."""
         comparison = UNDECIDED
         for point in split_points(member.samples):
@@ -249,7 +249,7 @@ class SampleMeanDiagnosis:
         target = self._layout.join_targets([member.target for member in members], samples)
         return self._graded(output, target, sum(samples), leaves)
 
-    def _note(self, comparison: Comparison, samples: int) -> None:
+    def _note(self, comparison: LossComparison, samples: int) -> None:
         """Note the outcome of a comparison.
 
         Raises:
