@@ -39,7 +39,7 @@ class Layout:
         stages: the kinds of the layers of each stage, in their order; a stage may be empty.
 
     >>> layout = Layout.read("Et*3|(tt|)*29,m|L")
-    >>> len(layout.stages), layout.count(Kind.TRANSFORMER), str(layout)
+    >>> len(layout.stages), layout.count(LayerKind.TRANSFORMER), str(layout)
     (32, 61, 'Et*3|(tt|)*29,m|L')
     """
 
