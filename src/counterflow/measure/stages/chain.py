@@ -173,7 +173,7 @@ def output_of(
         step: number of the step.
         layer_wrappers: wrappers of its layers, which need a graph; empty: no graph is made.
     """
-    with torch.set_grad_enabled(bool(layer_wrappers)), copy.alone(layer_wrappers=layer_wrappers):
+    with torch.set_grad_enabled(bool(layer_wrappers)), copy.isolated(layer_wrappers=layer_wrappers):
         return copy.output(value, step, rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from counterflow.common.tensors.graphs import graph_of, pointers, saved_by
 from counterflow.common.trees import tensors_in
 from counterflow.runtime.pipeline import Pipeline
-from counterflow.runtime.stages.passes import PlainPass, SplitPass
+from counterflow.runtime.stages.passes import PlainPass
 from counterflow.runtime.stages.sample_rows import SampleRows
 from counterflow.runtime.stages.saved_bytes import SavedBytes
 from counterflow.runtime.stages.stage import NOT_COUNTED, LocalStage
@@ -24,7 +24,7 @@ from .workspace import Workspace
 
 
 class StageSubject:
-    """A stage that is measured, within ``LocalStage.alone``.
+    """A stage that is measured, within ``LocalStage.isolated``.
 
     Args:
         pipeline: pipeline of the stage.
@@ -47,16 +47,16 @@ class StageSubject:
         self.inputs = list(tensors_in(self.value))
         self._target = chain.target if copy.last else None
 
-    def begin(self, meter: SavedBytes = NOT_COUNTED) -> PlainPass:
-        """Begin a pass whose backward is one op."""
-        return PlainPass(self.copy, self._rows, self._pipeline.steps, self._head(), meter)
+    def begin(self, meter: SavedBytes = NOT_COUNTED, *, splits: bool = False) -> PlainPass:
+        """Begin a pass that saves its graph.
 
-    def begin_split(self, meter: SavedBytes = NOT_COUNTED) -> SplitPass:
-        """Begin a pass whose backward is two ops."""
-        return SplitPass(self.copy, self._rows, self._pipeline.steps, self._head(), meter)
-
-    def _head(self) -> OutputHead:
-        return OutputHead(lambda output: self._loss(output, self._target))
+        Args:
+            meter: count of the bytes that are saved for backwards.
+            splits: True if the backward is two ops.
+        """
+        head = OutputHead(lambda output: self._loss(output, self._target))
+        make = self.copy.graph_pass(splits=splits)
+        return make(self.copy, self._rows, self._pipeline.steps, head, meter)
 
     def seconds(self) -> tuple[float, float]:
         """Return the seconds of a forward, and of its backward."""
@@ -89,7 +89,7 @@ class StageSubject:
         deferred: list[Tensor] = []
         for turn in range(repeats + 2):  # the first graph shows the detach points of others
             meter = SavedBytes([], counting=turn == 1)
-            unit_pass = self.begin_split(meter)
+            unit_pass = self.begin(meter, splits=True)
             _, outputs = unit_pass.forward(self.inputs, self.value)
             if not outputs:
                 return [(0.0, 0.0)], []
@@ -127,7 +127,7 @@ def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
         subject: the stage, whose split backward has run before.
         device: device of the stage.
     """
-    unit_pass: PlainPass = subject.begin()
+    unit_pass = subject.begin()
     with allocated(device) as forward:
         _, outputs = unit_pass.forward(subject.inputs, subject.value)
     if not outputs:
@@ -140,7 +140,7 @@ def measure_workspace(subject: StageSubject, device: torch.device) -> Workspace:
     with allocated(device) as backward:
         unit_pass.backward(gradients)
     subject.drop_gradients()
-    split_pass = subject.begin_split()
+    split_pass = subject.begin(splits=True)
     _, outputs = split_pass.forward(subject.inputs, subject.value)
     gradients = [torch.ones_like(t) for t in outputs]
     ends = () if split_pass.detach_points is None else split_pass.detach_points.ends

@@ -112,7 +112,7 @@ def _measured(
     pipeline.weights.attach()
     contexts = ExitStack()
     contexts.enter_context(copy.precision.step())
-    contexts.enter_context(copy.alone(splits=True))
+    contexts.enter_context(copy.isolated(splits=True))
     try:
         cast_to: list[Tensor] = []
         if not copy.precision.plain:

@@ -255,7 +255,7 @@ def _sharded(
                 "makes gradients of weights after it; omit sums_each_backward, or take a scheme "
                 "whose backwards are whole"
             )
-        stages[module.number].hang_in(module)
+        stages[module.number].attach_module(module)
     tensors = (
         (name, tensor)
         for copy in stages.values()

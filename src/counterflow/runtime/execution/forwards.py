@@ -26,7 +26,6 @@ from ..stages.recomputation import copied, mapped
 from ..stages.recomputed_pass import RecomputedPass, forward_joined
 from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
-from ..stages.sliced_pass import pass_maker
 from .outputs import UnitHead, part
 from .skips import Output, OutputLayout, SkipInputs
 from .tasks import RunOp, Tools
@@ -61,9 +60,8 @@ class RunForward(RunOp):
         """True if all losses of the mini-batch exist after it."""
         self._messages = self._in_flight.messages
         self._sliced = self.op.parts > 1
-        recomputed = self.copy.recompute is Recompute.STAGE
-        self._make_pass = pass_maker(splits=self.splits, sliced=self._sliced, recomputed=recomputed)
-        self._joins = recomputed and len(self.units) > 1
+        self._make_pass = self.copy.pass_maker(splits=self.splits, sliced=self._sliced)
+        self._joins = self.copy.recompute is Recompute.STAGE and len(self.units) > 1
 
     @override
     def _receive(self, batch: Batch) -> list[ForwardInput]:

@@ -33,7 +33,7 @@ def loss_probe(copy: LocalStage, function: LossFunction) -> LossProbe:
 
     def compute(output: Any, target: Any, samples: float, graph: bool) -> tuple[Tensor, UnitLoss]:
         size = elements_in(output)  # before the loss, which may change its arguments
-        loss = copy.loss_apart(function, output, target, samples, graph=graph)
+        loss = copy.probe_loss(function, output, target, samples, graph=graph)
         return loss.loss, loss.as_unit_loss(Unit(0), samples, 1.0, size)
 
     return LossProbe(compute, copy.parameters, full_tensor)
@@ -55,7 +55,7 @@ def diagnose_aux(
         ConfigError: a term is no mean over samples, or positions.
     """
     unit = UnitRows(rows.stop - rows.start, rows.slice, rows.slices, rows.positions)
-    diagnosis.run(_AuxStage(copy, step, rows), copy.carried(value), unit)
+    diagnosis.run(_AuxStage(copy, step, rows), copy.layer_input(value), unit)
 
 
 def diagnose_slices(
@@ -76,7 +76,7 @@ def diagnose_slices(
     if not diagnosis.expects(copy.stage, value, step, rows):
         return
     with added_losses():
-        value = copy.carried(value)
+        value = copy.layer_input(value)
         if copy.stage == 0:
             value = copy.precision.cast_input(value)
         states = [number for _, _, numbers in copy.layer_runs() for number in numbers]

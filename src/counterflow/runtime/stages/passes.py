@@ -321,6 +321,10 @@ class PlainPass(StagePass):
     def release(self) -> None:
         self.meter.release(self.saved)
 
+    def deferred(self) -> list[Tensor]:
+        """Return the tensors that are saved between ``backward`` and ``weight_gradients``."""
+        return []
+
 
 class SplitPass(PlainPass):
     """A unit whose backward is two ops: the input gradient first, the weight gradients later.
@@ -373,6 +377,6 @@ class SplitPass(PlainPass):
             for tensor in self.deferred():
                 self.meter.count(tensor, self.saved)
 
+    @override
     def deferred(self) -> list[Tensor]:
-        """Return the tensors that are saved between ``backward`` and ``weight_gradients``."""
         return [] if self.split is None else self.split.saved_tensors()

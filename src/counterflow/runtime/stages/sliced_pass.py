@@ -10,13 +10,16 @@ from typing_extensions import override
 
 from ..messages.values import Value
 from .interface import RunnableStage
-from .passes import Head, Output, PlainPass, SplitPass, StagePass
+from .passes import Head, Output, PlainPass, StagePass
 from .recomputed_pass import RecomputedPass
 from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes, SavedStorage
 
 PassMaker = Callable[[RunnableStage, SampleRows, int, Head, SavedBytes], StagePass]
 """Function that makes the pass of a unit."""
+
+GraphPassMaker = Callable[[RunnableStage, SampleRows, int, Head, SavedBytes], PlainPass]
+"""Function that makes the pass of a unit that saves its graph."""
 
 
 class SlicedPass(StagePass):
@@ -84,18 +87,17 @@ class SlicedPass(StagePass):
         self.meter.release(self.state)
 
 
-def pass_maker(*, splits: bool = False, sliced: bool = False, recomputed: bool = False) -> PassMaker:
+def pass_maker(graph_pass: GraphPassMaker, *, sliced: bool, recomputed: bool) -> PassMaker:
     """Choose the way in which an op's units run in training.
 
     Args:
-        splits: True if the backward of a unit may be two ops.
+        graph_pass: makes the pass of a unit that saves its graph.
         sliced: True if a unit is a slice of a sequence.
-        recomputed: True if the forward saves its input alone.
+        recomputed: True if the forward saves only its input.
 
     Returns:
         A function that makes the pass of a unit, with the arguments of ``StagePass``.
     """
-    graph_pass = SplitPass if splits else PlainPass
     if not (recomputed or sliced):
         return graph_pass
 

@@ -29,7 +29,7 @@ from .generation_cache import GenerationCache
 from .host_reads import HostReadDetector
 from .mapping_registration import MAPPINGS
 from .named_layer import LOSS, NamedLayer
-from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, StagePass
+from .passes import EmptyPass, GuardedPass, Head, PlainPass, RawHead, SplitPass, StagePass
 from .precision import CastStage, Precision
 from .randomness import RandomStreams
 from .recomputation import Buffers, FirstRuns, InputGuard
@@ -39,13 +39,13 @@ from .saved_bytes import SavedBytes
 from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
 from .skips import Carried
-from .sliced_pass import PassMaker
+from .sliced_pass import GraphPassMaker, PassMaker, pass_maker
 from .split_backward import SplitBackwardPlanner
 from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
 from .versions import Versions
 
 _NOTHING = nullcontext()
-_NOWHERE: frozenset[int] = frozenset()
+_NO_LAYERS: frozenset[int] = frozenset()
 RAW = RawHead()
 NOT_COUNTED = SavedBytes([], counting=False)
 """Count of no bytes, for passes beside the steps."""
@@ -56,27 +56,24 @@ _LOSS = NamedLayer(LOSS, {}, nn.Identity())
 class LocalStage:
     """The layers of one stage on one worker.
 
-    Its runs (``forward``, ``loss``) are composed of its wrappers, anew whenever it gets or loses one.
+    Its runs (``forward``, ``loss``) are composed of its wrappers, again whenever these change.
 
     Args:
-        stage: its number.
-        layers: its layers, on the worker's device.
-        loss: the last stage's loss function, if that is a module.
-        streams: where random draws come from.
-        recompute: what is computed again in the backward.
-        last: whether it is the last one.
+        stage: number of the stage.
+        layers: layers on the worker's device.
+        loss: loss function of the last stage, if it is a module.
+        streams: random streams.
+        recompute: recomputation in the backward.
+        last: True for the last stage.
         precision: makes, of the stage, the precision in which its layers run.
-        skips: what its layers save and load.
-        means: watches what gives the loss.
+        skips: skips that its layers save and load.
+        means: detector of means in the last stage's loss.
     """
 
     forward: Run
-    """The stage's output on some rows, in the mode that autograd is in.
-
-    Where it takes or gives skips, its input or output is ``Carried``.
-    """
+    """Function of a stage's input to its output; if it accepts or returns skips, these are ``Carried``."""
     loss: Run
-    """What a loss function makes of (itself, the last stage's output, a target); it draws as a layer does."""
+    """Function of (loss function, output of the last stage, target) to the loss; it draws as a layer does."""
 
     def __init__(
         self,
@@ -97,21 +94,21 @@ class LocalStage:
         self.skips = skips
         self.layers = tuple(layers)
         self.with_weights = self.layers if loss is None else (*self.layers, loss)
-        """Whatever has weights: the layers, and a loss function with weights of its own."""
+        """The layers, and a loss function that is a module."""
         self.streams = streams
         self.recompute = recompute
         self.versions: Versions | None = None
-        """Versions of its weights, in asynchronous schemes."""
+        """Versions of the weights, in asynchronous schemes."""
         self.checked = False
         """True if the stage's first graph was diagnosed."""
         self.trains = any(p.requires_grad for p in self.parameters())
         self.module: StageModule | None = None
-        """Has the hooks of a stage whose weights are sharded over further dimensions of the mesh."""
+        """Module with the hooks of weights that are sharded over further dimensions of the mesh."""
         self.entry = InputGuard()
         self.buffers = Buffers(layer.module for layer in self.with_weights)
         direct, first = streams.device.type == "cpu", self.layers[0].index
         self.split_planner = SplitBackwardPlanner(stage, self.constant, direct=direct, first=first)
-        """For backwards that are split."""
+        """Planner of split backwards."""
         self._splits = False
         self._compiled: Compiled | None = None
         self._drawing = Drawing(streams, self._compose)
@@ -121,7 +118,7 @@ class LocalStage:
         self.first_runs = FirstRuns(streams.device)
         self.precision = precision(self)
         self.replays: LayerReplays | None = None
-        """Replays of its layers, if these are recomputed one by one."""
+        """Replays of the layers, if these are recomputed one by one."""
         if recompute is Recompute.LAYER:
             computing = self.precision.computing
             self.replays = LayerReplays(self.layers, streams.device, computing, self.split_planner.note)
@@ -132,15 +129,15 @@ class LocalStage:
         self._compose()
 
     def layer_runs(self) -> list[tuple[NamedLayer, Run, Sequence[int]]]:
-        """Its layers without a stage around them, and the numbers of their carried states."""
+        """Return each layer, its run without the stage's wrappers, and the numbers of its carried states."""
         numbers = [() for _ in self.layers] if self.skips is None else [x.carries for x in self.skips.layers]
         precision = None if self.precision.plain else self.precision
         wrappers = _present(precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), wrappers) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
 
-    def carried(self, value: Value) -> Value:
-        """Return the layers' input: the stage's without auxiliary losses."""
+    def layer_input(self, value: Value) -> Value:
+        """Return the input of the layers: that of the stage without auxiliary losses."""
         value, _ = split_aux_losses(value)
         return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
@@ -154,19 +151,23 @@ class LocalStage:
         inner = [self.module, precision, self.means]
         streams = self._drawing if compiles else self.streams
         self.wrappers = _present(mappings, *inner, streams, self._skip_runner)
-        """What its layers compute the same with in every run of a step."""
-        self._plain = _present(
+        """Wrappers of the layers in all runs of a step."""
+        self._evaluation_wrappers = _present(
             self.aux_losses, self._pass_by, *inner, self._skip_runner, self._generation_cache
         )
-        self._plainly = composed(self.layers, self._plain, self._compiled)
+        self._evaluation_run = composed(self.layers, self._evaluation_wrappers, self._compiled)
         entry = None if self.entry.changes is False and self.checked else self.entry
-        self._around = self._within(_present(entry, hooks, split_planner), _present(self.replays))
-        self.forward = composed(self.layers, self._around, self._compiled)
-        self._loss_plainly = layer_run(_LOSS, _of_three, _present(self.means))
+        self._training_wrappers = self._with_common(
+            _present(entry, hooks, split_planner), _present(self.replays)
+        )
+        self.forward = composed(self.layers, self._training_wrappers, self._compiled)
+        self._evaluation_loss = layer_run(_LOSS, _of_three, _present(self.means))
         self.loss = layer_run(_LOSS, _of_three, _present(self.means, hooks, self.streams))
 
     @contextmanager
-    def alone(self, *, splits: bool = False, layer_wrappers: Sequence[StageWrapper] = ()) -> Iterator[None]:
+    def isolated(
+        self, *, splits: bool = False, layer_wrappers: Sequence[StageWrapper] = ()
+    ) -> Iterator[None]:
         """Context of passes beside the steps: nothing is recomputed, buffers and draws stay.
 
         Args:
@@ -174,7 +175,7 @@ class LocalStage:
             layer_wrappers: wrappers of each layer, within all others.
         """
         outer = [InputGuard(), *_present(self.split_planner if splits else None)]
-        run = composed(self.layers, self._within(outer, layer_wrappers), self._compiled)
+        run = composed(self.layers, self._with_common(outer, layer_wrappers), self._compiled)
 
         def forward(value: Value, step: int, rows: SampleRows) -> Value:
             unchanged = self.buffers.swapped_in(self.buffers.snapshot())
@@ -210,13 +211,15 @@ class LocalStage:
         """Return the output of some rows; nothing is saved for a backward."""
         return StagePass(self, rows, step, RAW, NOT_COUNTED).forward([], value)[0]
 
-    def loss_plainly(
+    def loss_of_step(
         self, value: tuple[Callable[[Any, Any], Any], Any, Any], step: int, rows: SampleRows
     ) -> Any:
-        """Return what a loss function makes of (itself, output, target), with the draws of a step."""
+        """Return the loss of (loss function, output, target), with the draws of a step."""
         return layer_run(_LOSS, _of_three, _present(self.means, self.streams))(value, step, rows)
 
-    def _within(self, outer: Sequence[StageWrapper], inner: Sequence[StageWrapper]) -> list[StageWrapper]:
+    def _with_common(
+        self, outer: Sequence[StageWrapper], inner: Sequence[StageWrapper]
+    ) -> list[StageWrapper]:
         return [self.aux_losses, *outer, *_present(self._pass_by), *inner, *self.wrappers]
 
     @property
@@ -251,7 +254,7 @@ class LocalStage:
     def evaluating(self) -> Iterator[None]:
         """Context in which the modules are in evaluation mode and layers draw no keyed random numbers."""
         training, divides = (self.forward, self.loss), self.means.divides
-        self.forward, self.loss = self._plainly, self._loss_plainly
+        self.forward, self.loss = self._evaluation_run, self._evaluation_loss
         self.means.divides = True  # nothing is updated before all is known
         try:
             with evaluating([layer.module for layer in self.with_weights]):
@@ -267,7 +270,7 @@ class LocalStage:
         contents, token = self.buffers.snapshot(), PROBING.set(True)
         try:
             with self.evaluating():
-                self.forward = composed(self.layers, self._plain)
+                self.forward = composed(self.layers, self._evaluation_wrappers)
                 yield
         finally:
             PROBING.reset(token)
@@ -287,30 +290,51 @@ class LocalStage:
             self._compose()
 
     def split(self) -> None:
-        """Its backwards are split from here on."""
+        """Split all further backwards."""
         self._splits = True
         self._compose()
 
     def compile(self, backend: Backend) -> None:
-        """Let its layers go through torch's compiler, which has hooks of its own."""
+        """Compile the layers with torch's compiler, which has hooks of its own."""
         self._compiled = Compiled(self.stage, backend)
         self._compose()
 
     def compiled_layers(self) -> tuple[CompiledLayers, ...]:
         """Layers that are compiled as one function in training; empty: the stage is not compiled."""
-        return () if self._compiled is None else self._compiled.report(blocks(self.layers, self._around))
+        return (
+            ()
+            if self._compiled is None
+            else self._compiled.report(blocks(self.layers, self._training_wrappers))
+        )
 
-    def hang_in(self, module: StageModule) -> None:
-        """Run within a module whose hooks see to weights that are sharded."""
+    def attach_module(self, module: StageModule) -> None:
+        """Run the layers in a module whose hooks gather sharded weights."""
         self.module = module
         self.joins = False  # its collectives must not depend on the samples
         if module.one_sum is not None:
             self.split_planner.run_whole(module.one_sum.gathered)
         self._compose()
 
-    def begin(
-        self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, make: PassMaker = PlainPass
-    ) -> StagePass:
+    @staticmethod
+    def graph_pass(*, splits: bool = False) -> GraphPassMaker:
+        """Return the maker of passes that save their graph.
+
+        Args:
+            splits: True if the backward of a unit may be two ops.
+        """
+        return SplitPass if splits else PlainPass
+
+    def pass_maker(self, *, splits: bool, sliced: bool) -> PassMaker:
+        """Return the maker of the passes of an op's units in training.
+
+        Args:
+            splits: True if the backward of a unit may be two ops.
+            sliced: True if a unit is a slice of a sequence.
+        """
+        recomputed = self.recompute is Recompute.STAGE
+        return pass_maker(self.graph_pass(splits=splits), sliced=sliced, recomputed=recomputed)
+
+    def begin(self, rows: SampleRows, step: int, head: Head, meter: SavedBytes, make: PassMaker) -> StagePass:
         """Begin the pass of a unit in training.
 
         Args:
@@ -361,7 +385,7 @@ class LocalStage:
         return context
 
     def sum_gradients(self) -> None:
-        """After a step's last op that makes gradients of weights: sum those that FSDP left whole."""
+        """Sum gradients that FSDP left whole, after a step's last op that makes gradients of weights."""
         if self.module is not None and self.module.one_sum is not None:
             self.module.one_sum.sum()
 
@@ -371,27 +395,27 @@ class LocalStage:
         self._compose()
 
     def end_gathering(self) -> None:
-        """Let the modules have their shards as parameters, where FSDP has gathered whole ones."""
+        """Replace the whole parameters that FSDP has gathered by their shards."""
         if self.module is not None:
             for module in fsdp_modules(self.module):
                 module.reshard()
 
     def detaching(self) -> AbstractContextManager[DetachPoints | None]:
         """Context of a forward whose backward is split; it records detach points."""
-        may_be = self.replays is not None or self.split_planner.detached_layers != _NOWHERE
-        return self.split_planner.detaching() if may_be else _NOTHING
+        detaches = self.replays is not None or self.split_planner.detached_layers != _NO_LAYERS
+        return self.split_planner.detaching() if detaches else _NOTHING
 
     def forward_joined(self, value: Value, step: int, rows: SampleRows) -> Value | None:
-        """The output for the samples of several units; None if it is not theirs one by one.
+        """Run several units as one; None if the stage is not row-independent.
 
-        It is not if it draws, keeps statistics or changes a buffer; nor where Python reads what is in a
-        tensor, as it may decide by it.
+        It is not if it draws, keeps statistics, changes a buffer, or reads a tensor in Python, on which it
+        may branch.
         """
         if self.buffers.norms:
             return None
         before = self.buffers.snapshot()
         with _NOTHING if self.joins else HostReadDetector() as reads:
-            output = self.streams.unless_drawn(lambda: self._plainly(value, step, rows))
+            output = self.streams.unless_drawn(lambda: self._evaluation_run(value, step, rows))
         if self.buffers.snapshot() is not before:
             self.buffers.restore(before)
             return None
@@ -399,7 +423,7 @@ class LocalStage:
             return None
         return None if reads is not None and reads.detected else output
 
-    def loss_apart(
+    def probe_loss(
         self,
         function: Callable[[Any, Any], Any],
         output: Any,
@@ -408,17 +432,17 @@ class LocalStage:
         *,
         graph: bool = False,
     ) -> LossOutput:
-        """Compute a loss, and leave random state and all buffers as they were.
+        """Compute a loss without effect on random state and buffers.
 
         Args:
             function: the loss function.
-            output: of the last layer.
-            target: what it is compared with.
+            output: output of the last layer.
+            target: target of the output.
             samples: number of samples, or positions.
             graph: whether the loss has a graph.
 
         Raises:
-            ConfigError: it is no loss, or draws random numbers, so that it would be another the next time.
+            ConfigError: it is no loss, or draws random numbers, so it would be another the next time.
         """
         contents = self.buffers.snapshot()
         mode = torch.set_grad_enabled(graph)

@@ -346,7 +346,7 @@ class Witness:
         size, samples = elements_in(output), rows.stop - rows.start
         if self._loss_function is not None:
             call = self._loss_function, pytree.tree_map_only(Tensor, copied, output), comparison.target
-            output = copy.loss_plainly(call, comparison.batch.step, rows)
+            output = copy.loss_of_step(call, comparison.batch.step, rows)
         loss = copy.means.read(output, samples)
         if terms:
             loss = loss.with_added(terms)
