@@ -4,7 +4,8 @@
 ``mutants``, is run by hand, and works in a copy under ``build/mutants``. The row of each module in
 ``results/mutants.txt`` is written anew; what survived and changes nothing has its reason in ``mutants.toml``,
 by the changed line, and what survived otherwise is listed. mutmut changes functions and methods, but none
-that is decorated otherwise than as a class or static method (properties, cached functions).
+that is decorated otherwise than as a class or static method (properties, cached functions). ``--stale`` runs
+nothing: it lists the reasons whose line no mutant of today's source has (a minute).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 
 from kit import arguments, machine
@@ -40,6 +43,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("schedule/test_skips.py", "program/test_segments.py"),
     ),
     "planning/search/bounds.py": ("planning/search/test_bounds.py",),
+    "planning/search/order_free_bounds.py": ("planning/search/test_bounds.py",),
+    "planning/search/path_bounds.py": ("planning/search/test_bounds.py",),
     "planning/search/least_times.py": ("planning/search/test_bounds.py",),
     "synthesis/bounds/lower.py": ("synthesis/bounds",),
     "synthesis/bounds/windows.py": ("synthesis/bounds",),
@@ -51,14 +56,17 @@ MODULES: dict[str, tuple[str, ...]] = {
     "runtime/parameters/gradients.py": (
         *("runtime/parameters/test_gradient_groups.py", "runtime/parameters/test_gradients.py"),
     ),
-    "verify/agreement.py": ("verify/test_compare.py", "verify/test_reference.py", "verify/test_verify.py"),
-    "verify/reference.py": ("verify/test_reference.py", "verify/test_verify.py"),
-    "train/supervision/fence.py": ("train/supervision/test_fence.py",),
+    "verification/training_agreement.py": (
+        *("verification/test_compare.py", "verification/test_training_agreement.py"),
+        *("verification/test_reference.py", "verification/test_verify.py"),
+    ),
+    "verification/reference.py": ("verification/test_reference.py", "verification/test_verify.py"),
+    "training/supervision/exclusive.py": ("training/supervision/test_exclusive.py",),
     "checkpoints/index.py": ("checkpoints/test_index.py", "checkpoints/test_renames.py"),
 }
 """The tests of each module, from ``tests``: those that say what it does, and are quick."""
 
-USES_TORCH = ("runtime/", "verify/", "train/", "checkpoints/")
+USES_TORCH = ("runtime/", "verification/", "training/", "checkpoints/")
 """Rooms whose tests start threads of torch, which a fork of the process that ran them would lack."""
 
 SETTINGS = """
@@ -110,10 +118,17 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="only what survived in an earlier run, by today's tests"
     )
+    parser.add_argument(
+        "--stale", action="store_true", help="only list reasons for lines that no mutant has; exit 1 if any"
+    )
     given = parser.parse_args()
     unknown = set(given.modules) - set(MODULES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(MODULES)}")
+    if given.stale:
+        stale = [f"{module}: {line}" for module in given.modules or MODULES for line in stale_reasons(module)]
+        print("\n".join(stale) or "every reason has its mutant")
+        sys.exit(bool(stale))
     for module in given.modules or MODULES:
         row, left = mutated(module, again=given.again)
         keep_row(row, left)
@@ -134,15 +149,14 @@ def mutated(module: str, *, again: bool) -> tuple[Row, list[str]]:
     took = time.perf_counter() - began
     codes = codes_in(folder)
     alive = [name for name, code in codes.items() if code in ALIVE]
-    reasons = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(module, {})
+    reasons = reasons_of(module)
     left, equivalent = [], 0
     for name in alive:
         shown = subprocess.run(
             [*command, "show", name], cwd=folder, env=alone, check=True, capture_output=True, text=True
         )
-        changed = [line for line in shown.stdout.splitlines() if re.match(r"[-+](?![-+])", line)]
-        added = " ".join(line[1:].strip() for line in changed if line[0] == "+")
-        if added in reasons or only_strict(changed):
+        changed = changed_lines(shown.stdout.splitlines())
+        if added_line(changed) in reasons or only_strict(changed):
             equivalent += 1
         else:
             left.append(
@@ -153,6 +167,39 @@ def mutated(module: str, *, again: bool) -> tuple[Row, list[str]]:
     today = str(dt.date.today())
     place = f"{os.cpu_count()} cores of an {machine()['cpu']}"
     return Row(module, len(codes), killed, equivalent, len(left), seconds, today, place), left
+
+
+def reasons_of(module: str) -> dict[str, str]:
+    """Reasons why mutants of a module change nothing, by the changed line."""
+    return dict(tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get(module, {}))
+
+
+def changed_lines(diff: Iterable[str]) -> list[str]:
+    """Removed and added lines of a unified diff, each with its sign."""
+    return [line for line in diff if re.match(r"[-+](?![-+])", line)]
+
+
+def added_line(changed: Iterable[str]) -> str:
+    """Added lines in one."""
+    return " ".join(line[1:].strip() for line in changed if line[0] == "+")
+
+
+def stale_reasons(module: str) -> list[str]:
+    """Lines with a reason that no mutant of today's source has."""
+    reasons = reasons_of(module)
+    if not reasons:
+        return []
+    import libcst  # noqa: PLC0415 - of the extra
+    from mutmut.mutation.file_mutation import create_mutations, deep_replace  # noqa: PLC0415
+
+    path = ROOT / PACKAGE / module
+    known, empty = set(), libcst.Module([])
+    for mutation in create_mutations(str(path), path.read_text(encoding="utf-8"))[1]:
+        if (function := mutation.contained_by_top_level_function) is not None:
+            mutant = deep_replace(function, mutation.original_node, mutation.mutated_node)
+            sides = [empty.code_for_node(node).splitlines() for node in (function, mutant)]
+            known.add(added_line(changed_lines(unified_diff(*sides, lineterm=""))))
+    return [line for line in reasons if line not in known]
 
 
 def seconds_in(folder: Path) -> float:
