@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .api.attention import attend
     from .api.aux_loss import add_loss, added_losses
     from .api.carry import Carry
+    from .api.counters import sum_over_copies
+    from .api.experts import TokenBalance, combine, dispatch, grouped_linear, limit_capacity
     from .api.loss_sum import LossSum, next_target, whole_target
     from .capture import layers
     from .checkpoints import load_checkpoint, load_weights, save_checkpoint
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from .planning.scheme_comparison import Comparison, compare
     from .runtime.execution.evaluation import PendingEvaluation
     from .runtime.execution.step import Evaluation, Step
+    from .runtime.mesh.expert_parallel import ExpertParallel
     from .runtime.mini_batch.entries import ENTRIES
     from .runtime.pipeline import Pipeline
-    from .runtime.stages.counters import sum_over_copies
     from .runtime.stages.skips import Skip
     from .runtime.workers.launch import launch
     from .verbs import plan, predict, train, verify
@@ -50,6 +52,7 @@ __all__ = [
     "DeadlockError",
     "Evaluation",
     "Execution",
+    "ExpertParallel",
     "LossSum",
     "Op",
     "OpKind",
@@ -62,16 +65,21 @@ __all__ = [
     "Skip",
     "Step",
     "Synthesis",
+    "TokenBalance",
     "WorkerError",
     "add_loss",
     "added_losses",
     "attend",
     "balanced_slices",
     "check",
+    "combine",
     "compare",
+    "dispatch",
     "draw",
+    "grouped_linear",
     "launch",
     "layers",
+    "limit_capacity",
     "load_checkpoint",
     "load_weights",
     "lower",
@@ -98,18 +106,24 @@ _LATE = {
     "ENTRIES": "runtime.mini_batch.entries",
     "Evaluation": "runtime.execution.step",
     "Execution": "execution",
+    "ExpertParallel": "runtime.mesh.expert_parallel",
     "LossSum": "api.loss_sum",
     "PendingEvaluation": "runtime.execution.evaluation",
     "Pipeline": "runtime.pipeline",
     "SameModel": "verification.same_model",
     "Skip": "runtime.stages.skips",
     "Step": "runtime.execution.step",
+    "TokenBalance": "api.experts",
     "add_loss": "api.aux_loss",
     "added_losses": "api.aux_loss",
     "attend": "api.attention",
+    "combine": "api.experts",
     "compare": "planning.scheme_comparison",
+    "dispatch": "api.experts",
+    "grouped_linear": "api.experts",
     "launch": "runtime.workers.launch",
     "layers": "capture",
+    "limit_capacity": "api.experts",
     "load_checkpoint": "checkpoints",
     "load_weights": "checkpoints",
     "models": "",
@@ -118,7 +132,7 @@ _LATE = {
     "predict": "verbs",
     "same_model": "verification.same_model",
     "save_checkpoint": "checkpoints",
-    "sum_over_copies": "runtime.stages.counters",
+    "sum_over_copies": "api.counters",
     "train": "verbs",
     "verify": "verbs",
     "whole_target": "api.loss_sum",

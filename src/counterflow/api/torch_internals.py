@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -33,3 +35,23 @@ def never_compiled(function: _Function) -> _Function:
     skip = frames._FrameAction.SKIP  # noqa: SLF001
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
     return function
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor | None:
+    """Product of each group of rows with its matrix in one kernel; None if there is no kernel for it.
+
+    Kernels are of bfloat16 on GPUs, for rows and matrices of whole 16 bytes.
+
+    Args:
+        rows: [R, in], by group.
+        matrices: [groups, in, out].
+        counts: [groups], rows of each.
+    """
+    fits = rows.dtype is matrices.dtype is torch.bfloat16 and not any(size % 8 for size in matrices.shape[1:])
+    if not (fits and rows.device.type == "cuda" and rows.shape[0] and hasattr(functional, "grouped_mm")):
+        return None
+    ends = counts.cumsum(0).to(torch.int32)
+    product: Tensor = functional.grouped_mm(rows.contiguous(), matrices, offs=ends)
+    if product.requires_grad:
+        product.register_hook(Tensor.contiguous)  # a gradient that is expanded has no strides for the kernel
+    return product

@@ -44,6 +44,7 @@ from .inspection import Inspection, Timelines
 from .intake import Intake
 from .mesh.parallel import Parallelize, further_mesh, refuse_sharded
 from .mesh.rank_mesh import WORKER, Mesh, rank_mesh
+from .mesh.weight_table import WeightTable, weight_table
 from .messages.compression import Compression
 from .mini_batch.losses import LossFunction
 from .mini_batch.step_report import CallKind
@@ -151,6 +152,7 @@ class Pipeline:
         self.device = transport.device
         refuse_sharded(model)
         further = further_mesh(mesh, parallelize, transport)
+        self._further_dims = further.mesh_dim_names if further is not None else ()
         ranks = rank_mesh(transport.rank, transport.world_size, schedule, mesh)
         self.worker = ranks.coordinates(transport.rank)[WORKER]
         self.streams = RandomStreams(
@@ -712,6 +714,14 @@ class Pipeline:
     def peak_saved_bytes(self) -> int:
         """Most bytes that autograd kept for backward on this worker at once, in the steps counted."""
         return self._run.interpreter.saved.peak
+
+    def explain(self) -> WeightTable:
+        """Table of the model's weights, equal on all workers; printing it gives its text.
+
+        For each group of weights: the ranks that hold them, whether these hold the same, shards or other
+        experts, over which ranks gradients are summed and by whom, and whose part counts in the norm.
+        """
+        return weight_table(self.dims, self._further_dims, self._model.names, self._model.holders)
 
     @property
     def peak_versions(self) -> dict[int, int]:

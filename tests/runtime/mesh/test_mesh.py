@@ -25,6 +25,10 @@ def test_fsdp_sums_gradients_once_a_step() -> None:
     cf.launch(Cases("four", "one_sum.py"), workers=4, timeout_seconds=60, threads=1)
 
 
+def test_experts_give_the_numbers_of_one_process() -> None:
+    cf.launch(Cases("four", "expert_cases.py"), workers=4, timeout_seconds=60, threads=1)
+
+
 class Cases:
     """A function of cases.py, or of another file here, which other processes find by the path."""
 

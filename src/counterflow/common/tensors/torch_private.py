@@ -299,6 +299,27 @@ def hooks_of(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     return before, after
 
 
+def flattened(mesh: Any, names: tuple[str, ...]) -> Any:
+    """One dimension of a device mesh, of the positions along several. Without: a mesh made by the user."""
+    part = mesh[names]
+    return part if len(names) == 1 else part._flatten("_".join(names))  # noqa: SLF001
+
+
+def shard_placements(mesh: Any) -> Callable[[int], Any]:
+    """Results of fully_shard's ``shard_placement_fn`` that shard parameters over a mesh of their own.
+
+    Without: a call of ``fully_shard`` for a module that has no other parameters.
+
+    Returns:
+        Function of the dimension that is sharded.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common  # noqa: PLC0415 - see dtensors.py
+    from torch.distributed.tensor import Shard  # noqa: PLC0415 - see dtensors.py
+
+    info = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)  # the same one for all parameters of a group
+    return lambda dim: _fsdp_common.ShardPlacementResult(Shard(dim), info)
+
+
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """A module's own parameters, where it looks them up. Without: ``torch.func.functional_call``."""
     return module._parameters  # noqa: SLF001

@@ -54,6 +54,7 @@ _PLANS = {
     "mamba": _MAMBA,
     "mamba2": _MAMBA,
     "modernbert": ModelCut("layers", ("final_norm",)),
+    "olmoe": ModelCut("layers", ("norm",)),
     "opt": ModelCut("decoder.layers", ("decoder.final_layer_norm", "decoder.project_out")),
     "roberta": _BERT,
     "xlm-roberta": _BERT,

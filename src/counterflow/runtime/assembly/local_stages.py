@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from counterflow.api.experts import TokenBalance
 from counterflow.common.tensors.dtensors import is_dtensor
 from counterflow.common.tensors.torch_private import keeps_buffers
 from counterflow.errors import ConfigError
 from counterflow.execution import Batching, Execution
 from counterflow.schedule.ir import Schedule
 
-from ..mesh.parallel import Parallelize, StageModule, fsdp_modules, parallelize_stages
+from ..mesh.parallel import Parallelize, StageModule, expert_dims, fsdp_modules, parallelize_stages
 from ..mesh.parallel_dims import ParallelDims
 from ..mesh.rank_mesh import WORKER, RankMesh
 from ..mesh.weight_dims import agreed_dims
@@ -126,6 +127,8 @@ def local_stages(
             f"deferred_batch_norm: {schedule.scheme} begins a mini-batch before the one before has "
             "ended, so that both would be in one sum; omit it, or take a synchronous scheme"
         )
+    if any(isinstance(m, TokenBalance) for layer in layers for m in layer.module.modules()):
+        _refuse_balances(schedule, execution)
     if schedule.workload.slices > 1:
         _refuse_slices(schedule, execution, dims)
     precision = precision_of(execution, transport.device, shards=bool(dims.further))
@@ -175,6 +178,19 @@ def local_stages(
             transport=transport,
         )
     return LocalStages(stages, owned, loss_function, split, dims)
+
+
+def _refuse_balances(schedule: Schedule, execution: Execution) -> None:
+    """Refuse biases of routers where a mini-batch begins before the update of the one before.
+
+    Raises:
+        ConfigError: mini-batches overlap.
+    """
+    if not (schedule.synchronous and execution.barrier):
+        raise ConfigError(
+            "a TokenBalance moves its bias once an update, by the tokens of one mini-batch, and here a "
+            "mini-batch begins before the one before has ended; take a synchronous scheme with a barrier"
+        )
 
 
 def _refuse_slices(schedule: Schedule, execution: Execution, dims: ParallelDims) -> None:
@@ -264,12 +280,16 @@ def _sharded(
             *(pair for pair in named_buffers(copy) if is_dtensor(pair[1])),
         )
     )
-    dims = agreed_dims(mesh, tensors, reduced, transport, further.mesh_dim_names or ())
+    names, experts = further.mesh_dim_names or (), expert_dims(modules, mesh)
+    dims = agreed_dims(mesh, tensors, reduced, transport, names, experts=experts)
     if dims.in_lockstep and not schedule.synchronous:
         raise ConfigError(
-            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers "
-            "are the last ones; take a synchronous scheme, or tensor parallelism"
+            f"{schedule.scheme} keeps several versions of its weights, and those that fully_shard gathers, "
+            "or that other positions' tokens meet, are the last ones; take a synchronous scheme, or tensor "
+            "parallelism"
         )
+    for stage in stages.values():
+        stage.runs_empty = dims.in_lockstep
     return dims
 
 

@@ -5,9 +5,10 @@ Invariant: no layer of a stage runs here, only the loss function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from counterflow.common.tensors.dtensors import full_tensor
@@ -69,6 +70,9 @@ class Outputs:
         if type(output) is Carried:
             output, state = output
         output, added = split_aux_losses(output)
+        if (rows := batch.rows[unit]).start == rows.stop:
+            pop_aux_losses()
+            return None, _no_loss(each_tensor(output))
         if batch.outputs is not None and not rerun:
             batch.outputs[unit] = mapped(_copy, output)
         if batch.watch is not None and not rerun and batch.watch.covers(unit):
@@ -191,6 +195,12 @@ def part(tree: Any, unit: Unit, batch: Batch, *, of_targets: bool) -> Any:
         return slice_of(tree, unit, batch.sequence[of_targets], batch.sequence.lengths)
     dims = batch.target_dims if of_targets else batch.input_dims
     return cut(tree, unit.rows(batch.samples[unit.micro_batch]), dims)
+
+
+def _no_loss(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Loss of 0 of no samples, whose backward goes through all layers as those at other positions do."""
+    ends = [tensor.reshape(-1)[:0].sum() for tensor in outputs if tensor.requires_grad]
+    return [torch.stack([end.float() for end in ends]).sum()] if ends else []
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -209,6 +209,7 @@ class Runner:
         self._shared.end()
         if update and not self._skipped:
             self.weights.share()
+            self.weights.update_balances()
         self.waiting = 0 if update else self.waiting + batch.total
         self._skipped = self._skipped and not update
         self.weights.detach()

@@ -7,7 +7,7 @@ starts with depends on no mesh. Gradients that FSDP sums are sums, as those of r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,20 @@ if TYPE_CHECKING:
     from ..stages.named_layer import NamedLayer
 
 
+class ExpertWeight(NamedTuple):
+    """Weight of experts.
+
+    Attributes:
+        module: module that has it.
+        name: its name there.
+        ranks: ranks among which the experts are divided.
+    """
+
+    module: nn.Module
+    name: str
+    ranks: tuple[int, ...]
+
+
 class StageModule(nn.Module, StageWrapper):
     """A stage's layers, for ``parallelize``: iterate over it for the layers in their order.
 
@@ -41,6 +55,7 @@ class StageModule(nn.Module, StageWrapper):
         number: of the stage, from 0.
         sums_each_backward: set it in ``parallelize`` to let ``fully_shard`` sum gradients in the backward of
             every micro-batch, and not once a step: more messages, and no gradient of the whole stage.
+        expert_weights: weights of which positions have other experts each.
     """
 
     sums_each_backward = False
@@ -50,6 +65,7 @@ class StageModule(nn.Module, StageWrapper):
     def __init__(self, number: int, layers: Sequence[NamedLayer]) -> None:
         super().__init__()
         self.number = number
+        self.expert_weights: list[ExpertWeight] = []
         for layer in layers:
             self.add_module(str(layer.index), layer.module)
 
@@ -168,6 +184,12 @@ def parallelize_stages(
                 )
             reduced |= {id(each.sharded_param): dims for each in group.fsdp_params}
     return reduced
+
+
+def expert_dims(stages: Sequence[StageModule], mesh: RankMesh) -> dict[int, frozenset[int]]:
+    """By identity, the weights of experts, and the dimensions over which their experts are divided."""
+    weights = (weight for stage in stages for weight in stage.expert_weights)
+    return {id(module.get_parameter(name)): mesh.varying(ranks) for module, name, ranks in weights}
 
 
 def refuse_sharded(model: nn.Module | Sequence[nn.Module]) -> None:

@@ -6,6 +6,7 @@ Invariant: holders of a stage at the same position hold the same part, and all w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -31,6 +32,8 @@ def agreed_dims(
     reduced: Mapping[int, frozenset[int]],
     transport: Transport,
     names: Sequence[str],
+    *,
+    experts: Mapping[int, frozenset[int]] = MappingProxyType({}),
 ) -> ParallelDims:
     """The record of all workers' weights; all workers call it.
 
@@ -41,6 +44,7 @@ def agreed_dims(
         reduced: by identity, parameters whose gradients ``fully_shard`` sums, and the dimensions of the sums.
         transport: transport to the other workers.
         names: names of the mesh's further dimensions.
+        experts: by identity, weights of experts, and the dimensions over which their experts are divided.
 
     Raises:
         ConfigError: copies of a weight are sharded differently; a weight is sharded over replicas or workers,
@@ -53,19 +57,22 @@ def agreed_dims(
         if first.setdefault(name, tensor) is not tensor:
             placements = _SEVERAL
         weight = WeightDims(
-            shards=_shard_dims(mesh, name, tensor),
+            shards=_shard_dims(mesh, name, tensor) - experts.get(id(tensor), frozenset()),
+            experts=experts.get(id(tensor), frozenset()),
             reduced=reduced.get(id(tensor), frozenset()),
             placements=placements,
         )
         local_weights[name] = weight, tuple(local(tensor).shape)
     rows = cast("list[_Row]", transport.gather_objects(local_weights))
-    samples = frozenset({REPLICA}).union(*(weight.reduced for row in rows for weight, _ in row.values()))
+    samples = frozenset({REPLICA}).union(
+        *(weight.reduced | weight.experts for row in rows for weight, _ in row.values())
+    )
     weights: dict[str, WeightDims] = {}
     shapes: dict[tuple[object, ...], tuple[int, ...]] = {}
     for rank, row in enumerate(rows):
         position = mesh.along(rank, mesh.further)
         for name, (weight, shape) in row.items():
-            _refuse_experts(name, weight, samples, names)
+            _refuse_ungathered(name, weight, samples, names)
             same = weights.setdefault(name, weight) == weight
             if not same or shapes.setdefault((name, *position), shape) != shape:
                 raise ConfigError(
@@ -104,7 +111,7 @@ def _shard_dims(mesh: RankMesh, name: str, tensor: Tensor) -> frozenset[int]:
     return dims
 
 
-def _refuse_experts(name: str, weight: WeightDims, samples: frozenset[int], names: Sequence[str]) -> None:
+def _refuse_ungathered(name: str, weight: WeightDims, samples: frozenset[int], names: Sequence[str]) -> None:
     """Refuse a weight of which positions with samples of their own hold parts that nobody gathers.
 
     Raises:
@@ -113,7 +120,6 @@ def _refuse_experts(name: str, weight: WeightDims, samples: frozenset[int], name
     if dims := (weight.shards - weight.reduced) & samples:
         raise ConfigError(
             f"{name} is sharded along dimension {names[min(dims) - 2]!r} of the mesh, whose positions have "
-            "samples of their own because fully_shard uses it, so that gradients of different parts would be "
-            "summed; expert parallelism is not supported yet: shard it along another dimension, or by "
-            "fully_shard"
+            "samples of their own (fully_shard or cf.ExpertParallel uses it), and nothing gathers it; divide "
+            "experts by cf.ExpertParallel, and shard other weights by fully_shard or along another dimension"
         )

@@ -174,7 +174,6 @@ class Batches:
             await_total = agreement.begin(report, user_batch, sizes, signatures, known=known)
             report = CallReport(call, step, outputs, follows=True)
         agreed = agreement.last
-        self._refuse_few(agreed, step)
         has_one_unit = call is CallKind.PREDICT or self._has_one_unit(agreed, call, run)
         lengths = self._lengths if call.trains else (1,)
         sequence, positions = None, tuple[int, ...]()
@@ -315,13 +314,6 @@ class Batches:
             raise ConfigError(
                 f"worker {worker} holds the last stage and needs the targets; where the model itself makes "
                 "the loss, let its last layer return it and give loss_function=None"
-            )
-
-    def _refuse_few(self, agreed: Agreed, step: int) -> None:
-        if self._role.dims.in_lockstep and min(agreed.sizes) < self._parts:
-            raise ConfigError(
-                f"a micro-batch of step {step} has {min(agreed.sizes)} samples, and where fully_shard "
-                f"gathers weights for each, all have {self._parts} or more; give larger mini-batches"
             )
 
     def _compares(self, step: int) -> bool:

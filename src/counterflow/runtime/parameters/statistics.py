@@ -59,6 +59,12 @@ class Statistics:
             for norm in copy.deferred:
                 norm.commit()
 
+    def update_balances(self) -> None:
+        """Move the biases of routers by the tokens of their experts, after an update; all sums are there."""
+        for stage in self._stages.values():
+            for balance in stage.balances:
+                balance.update()
+
     def start(self, stage: int) -> None:
         """Begin to make running statistics the mean of those of the stage's copies, and add up counters."""
         group, copy = self._groups[stage], self._stages[stage]

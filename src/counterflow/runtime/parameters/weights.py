@@ -170,6 +170,10 @@ class Weights:
         """Update the running statistics that wait for the end of a mini-batch; all its sums are there."""
         self._statistics.commit()
 
+    def update_balances(self) -> None:
+        """Move the biases of routers by the tokens since the update before."""
+        self._statistics.update_balances()
+
     def detach(self) -> None:
         """Hide the gradients from everything but backwards and updates."""
         self._statistics.defer(deferring=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from counterflow.api.counters import summed
 from counterflow.api.torch_internals import never_compiled
 from counterflow.common.doubling import is_doubling
 from counterflow.common.tensors.dtensors import is_dtensor
@@ -25,7 +26,6 @@ from counterflow.verification.diagnosis.comparison import norm_distance
 from counterflow.verification.diagnosis.tolerances import RERUNS_ON_GPU, square_root_tolerance
 
 from ..messages.values import Value
-from .counters import summed
 from .sample_rows import SampleRows
 from .stage_wrappers import Run, StageWrapper
 

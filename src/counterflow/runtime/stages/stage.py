@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.api.aux_loss import added_losses
+from counterflow.api.experts import TokenBalance
 from counterflow.common.probe_flag import PROBING
 from counterflow.common.tensors.torch_private import buffers_of
 from counterflow.errors import ConfigError
@@ -109,6 +110,8 @@ class LocalStage:
         direct, first = streams.device.type == "cpu", self.layers[0].index
         self.split_planner = SplitBackwardPlanner(stage, self.constant, direct=direct, first=first)
         """Planner of split backwards."""
+        self.runs_empty = False
+        """True if layers run without samples too, since they communicate with those at other positions."""
         self._splits = False
         self._compiled: Compiled | None = None
         self._drawing = Drawing(streams, self._compose)
@@ -229,6 +232,12 @@ class LocalStage:
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
+    def balances(self) -> list[TokenBalance]:
+        """Biases of routers, which are moved after an update."""
+        modules = {module for module, _ in self.buffers.places if isinstance(module, TokenBalance)}
+        return [module for module, name in self.buffers.places if name == "bias" and module in modules]
+
+    @property
     def deferred(self) -> list[Deferred]:
         """Batch norms whose running statistics are updated when a mini-batch ends."""
         return [
@@ -344,7 +353,7 @@ class LocalStage:
             meter: count of the bytes that are saved for backwards.
             make: maker of the pass, by ``pass_maker``.
         """
-        if rows.start == rows.stop:
+        if rows.start == rows.stop and not self.runs_empty:
             return EmptyPass(self, rows, step, head, meter)
         return make(self, rows, step, head, meter)
 
@@ -360,7 +369,7 @@ class LocalStage:
             meter: count of the bytes that are saved for backwards.
             guarded: True if a unit of which a layer fails counts as empty.
         """
-        if rows.start == rows.stop:
+        if rows.start == rows.stop and not self.runs_empty:
             return EmptyPass(self, rows, step, head, meter)
         return (GuardedPass if guarded else StagePass)(self, rows, step, head, meter)
 

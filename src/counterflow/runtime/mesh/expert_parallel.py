@@ -1,0 +1,198 @@
+"""Expert parallelism: each position of a mesh dimension has some of the experts of a layer.
+
+Invariant: a layer computes what it computes with all experts at hand. Tokens go to the positions of their
+experts and back (``api/experts.py``), so these positions have samples of their own, and the gradient of an
+expert's weight is complete at its position: it is summed over no dimension that divides the experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from counterflow.api.experts import combine, dispatch, expert_group, joined, local_experts
+from counterflow.common.tensors.torch_private import flattened, parameters_of, shard_placements
+from counterflow.errors import ConfigError
+
+from .parallel import ExpertWeight, StageModule
+
+EXPERT_PARAMETERS = "expert_parameters"
+"""Attribute of a module that dispatches tokens itself: names of its own parameters [experts, ...]."""
+
+
+class ExpertParallel:
+    """Function for ``parallelize=`` that divides the experts of a stage over a dimension of the mesh.
+
+    Experts are found in two kinds of module:
+
+    * A module whose ``forward`` takes (hidden states [T, width], choices [T, k], weights [T, k]), with the
+      attribute ``num_experts`` and parameters [experts, ...], as those of transformers' models. Its forward
+      runs on the tokens that were sent to this position.
+    * A module with the attribute ``expert_parameters``, names of its own parameters [experts, ...], whose
+      forward calls ``cf.dispatch`` and ``cf.combine``.
+
+    The positions have samples of their own. With ``fully_shard``, all other weights are sharded as well, each
+    layer and the rest of the stage by themselves; experts are sharded over those of its dimensions that do
+    not divide them. Tensor parallelism of other modules goes before: call this function in one of your own.
+
+    Args:
+        dim: name of the mesh's dimension.
+        fully_shard: names of the dimensions over which all other weights are sharded, ``dim`` among them or
+            not; empty: they are the same at all positions.
+        options: further arguments of ``fully_shard``, such as ``reshard_after_forward``.
+
+    >>> ExpertParallel("ep", fully_shard=("shard", "ep"))
+    ExpertParallel('ep', fully_shard=('shard', 'ep'))
+    """
+
+    def __init__(self, dim: str = "ep", *, fully_shard: tuple[str, ...] | str = (), **options: Any) -> None:
+        self.dim = dim
+        self.fully_shard = (fully_shard,) if isinstance(fully_shard, str) else tuple(fully_shard)
+        self.options = options
+
+    def __repr__(self) -> str:
+        """Constructor call."""
+        shards = f", fully_shard={self.fully_shard}" if self.fully_shard else ""
+        return f"{type(self).__name__}({self.dim!r}{shards})"
+
+    def __call__(self, stage: StageModule, mesh: DeviceMesh) -> None:
+        """Divide the experts of a stage, and shard the rest if that was asked for.
+
+        Args:
+            stage: the stage.
+            mesh: further dimensions of the mesh.
+
+        Raises:
+            ConfigError: the mesh has no such dimension, or experts cannot be divided over it.
+        """
+        names = mesh.mesh_dim_names or ()
+        for name in (self.dim, *self.fully_shard):
+            if name not in names:
+                raise ConfigError(
+                    f"{self!r}: the mesh has no dimension {name!r} after (replica, worker), but "
+                    f"{', '.join(names)}"
+                )
+        for module, parameters in [*expert_modules(stage)]:
+            _divide(stage, module, parameters, mesh[self.dim])
+        if self.fully_shard:
+            self._shard(stage, mesh)
+
+    def _shard(self, stage: StageModule, mesh: DeviceMesh) -> None:
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - see dtensors.py
+
+        experts = {module.get_parameter(name) for module, name, _ in stage.expert_weights}
+        options, rest = self.options, tuple(name for name in self.fully_shard if name != self.dim)
+        if rest and rest != self.fully_shard:  # else experts are sharded as the other weights are
+            part = flattened(mesh, rest)
+            place = partial(_placement, experts, part.size(), shard_placements(part))
+            options = {**options, "shard_placement_fn": place}
+        elif experts and not rest:
+            options = {**options, "ignored_params": experts}
+        whole = flattened(mesh, self.fully_shard)
+        for module in (*stage, stage):
+            fully_shard(module, mesh=whole, **options)
+
+
+def _placement(
+    experts: Collection[nn.Parameter], size: int, shard: Callable[[int], Any], parameter: nn.Parameter
+) -> Any:
+    """Sharding of an expert's weight over the dimensions that do not divide experts; None: as the rest."""
+    if parameter not in experts:
+        return None
+    shape = local_experts(parameter).shape
+    return shard(1 if shape[0] % size and not shape[1] % size else 0)
+
+
+def expert_modules(stage: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules of experts in a stage, with the names of their parameters [experts, ...]."""
+    for module in stage.modules():
+        names = getattr(module, EXPERT_PARAMETERS, None)
+        if names is not None:
+            yield module, [*names]
+        elif _is_routed(module):
+            yield module, [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def _is_routed(module: nn.Module) -> bool:
+    """True for a module of experts whose forward takes hidden states, choices and weights."""
+    count = getattr(module, "num_experts", None)
+    parameters = [*module.parameters(recurse=False)]
+    if (
+        not isinstance(count, int)
+        or not parameters
+        or any(p.dim() < 2 or p.shape[0] != count for p in parameters)
+    ):
+        return False
+    forward = type(module).forward
+    places = inspect.signature(inspect.unwrap(forward)).parameters
+    return len(places) == 4 and "hidden_states" in places
+
+
+def _divide(stage: StageModule, module: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Leave a position its experts of a module's parameters.
+
+    Raises:
+        ConfigError: their number cannot be divided.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415 - see dtensors.py
+
+    kind = type(module).__name__
+    counts = {module.get_parameter(name).shape[0] for name in names}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"stage {stage.number}: the parameters {', '.join(names)} of {kind} have first dimensions of "
+            f"{sorted(counts)}; give those that have one entry for each expert"
+        )
+    (count,) = counts
+    if count % mesh.size():
+        raise ConfigError(
+            f"stage {stage.number}: {count} experts of {kind} cannot be divided among the {mesh.size()} "
+            f"positions of the mesh's dimension {(mesh.mesh_dim_names or ('',))[0]!r}; choose a divisor"
+        )
+    ranks = tuple(dist.get_process_group_ranks(mesh.get_group()))
+    for name in names:
+        parameter = module.get_parameter(name)
+        # Weights are alike at all positions already; sending them again would need a collective per weight.
+        sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        stage.expert_weights.append(ExpertWeight(module, name, ranks))
+    if not hasattr(module, EXPERT_PARAMETERS):
+        forward = cast("Any", partial(_routed_forward, module, module.forward, names, count))
+        module.forward = forward
+
+
+def _routed_forward(  # noqa: PLR0917
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    names: list[str],
+    count: int,
+    hidden_states: Tensor,
+    choices: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Run a module's forward on the tokens of the local experts, each with one choice of weight 1."""
+    own = parameters_of(module)
+    divided = {name: own[name] for name in names}
+    group = expert_group(cast("Tensor", divided[names[0]]))
+    width = hidden_states.shape[-1]
+    k = choices.shape[-1]
+    sent = dispatch(hidden_states.reshape(-1, width), choices.reshape(-1, k), count, group=group)
+    rows = sent.rows
+    experts = torch.arange(len(sent.counts), device=rows.device)
+    local = experts.repeat_interleave(sent.counts, output_size=rows.shape[0])[:, None]
+    own.update({name: local_experts(cast("Tensor", parameter)) for name, parameter in divided.items()})
+    cast("Any", module).num_experts = count // dist.get_world_size(group)
+    try:
+        outputs = forward(rows, local, weights.new_ones(rows.shape[0], 1))
+        outputs = joined(outputs, *(cast("Tensor", own[name]) for name in names))
+    finally:
+        own.update(divided)
+        cast("Any", module).num_experts = count
+    return combine(sent, outputs, weights.reshape(-1, k)).view(*hidden_states.shape[:-1], -1)
