@@ -175,7 +175,7 @@ class SequenceRows(NamedTuple):
     micro_batch: int = 0
     samples: int = 2
     positions: int = 3
-    whole: int = 9
+    sequence_length: int = 9
 
     def uncut(self) -> SequenceRows:
         return self._replace(slice=0, slices=1)
@@ -200,7 +200,7 @@ class SlicedStage:
             assert diagnosis.expects(self.number, value, 0, rows)
             diagnosis.add(self, value, rows)
         assert not diagnosis.expects(self.number, value, 1, SequenceRows(0))
-        assert diagnosis.expects(self.number, value, 1, SequenceRows(0, whole=18))
+        assert diagnosis.expects(self.number, value, 1, SequenceRows(0, sequence_length=18))
 
 
 def test_layers_on_slices(caplog: pytest.LogCaptureFixture) -> None:

@@ -102,7 +102,7 @@ class Outputs:
             targets = batch.targets[unit.micro_batch]
             target = part(targets, unit, batch, of_targets=True)
             if rows.slices > 1:
-                share = samples * rows.positions / rows.whole
+                share = samples * rows.positions / rows.sequence_length
             for diagnosis in diagnoses:
                 size = rows.positions if diagnosis.of_positions else samples
                 diagnosis.begin(loss_probe(copy, self._loss_function), output, target, size)

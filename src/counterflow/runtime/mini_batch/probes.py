@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 from counterflow.api.aux_loss import added_losses
 from counterflow.common.tensors.dtensors import full_tensor, is_dtensor
+from counterflow.errors import ConfigError
 from counterflow.verification.diagnosis.aux_means import AuxLayer, AuxMeanDiagnosis, Terms, UnitRows
 from counterflow.verification.diagnosis.graded_losses import LossProbe
 from counterflow.verification.diagnosis.sliced_layers import SlicedLayer, SlicedLayerDiagnosis
 
 from ..messages.values import Unit, Value
+from ..stages.aux_loss import split_aux_losses
 from ..stages.named_layer import place_of
 from ..stages.sample_rows import SampleRows
 from ..stages.skips import Carried
 from ..stages.stage_wrappers import Run
-from .losses import LossFunction, UnitLoss, elements_in
+from .losses import LossFunction, LossOutput, UnitLoss, elements_in
 
 if TYPE_CHECKING:
     from ..stages.stage import LocalStage
@@ -33,10 +35,26 @@ def loss_probe(copy: LocalStage, function: LossFunction) -> LossProbe:
 
     def compute(output: Any, target: Any, samples: float, graph: bool) -> tuple[Tensor, UnitLoss]:
         size = elements_in(output)  # before the loss, which may change its arguments
-        loss = copy.probe_loss(function, output, target, samples, graph=graph)
+        loss = _probe_loss(copy, function, output, target, samples, graph=graph)
         return loss.loss, loss.as_unit_loss(Unit(0), samples, 1.0, size)
 
     return LossProbe(compute, copy.parameters, full_tensor)
+
+
+def _probe_loss(
+    copy: LocalStage, function: LossFunction, output: Any, target: Any, samples: float, *, graph: bool
+) -> LossOutput:
+    contents = copy.buffers.snapshot()
+    mode = torch.set_grad_enabled(graph)
+    unchanged = copy.buffers.swapped_in(contents)
+    with mode, added_losses() as terms, copy.streams.kept(), unchanged, copy.means.watching():
+        outcome = copy.streams.unless_drawn(lambda: (function(output, target),))
+    if copy.buffers.snapshot() is not contents:
+        copy.buffers.restore(contents)
+    if outcome is None:
+        raise ConfigError("it draws random numbers")
+    loss = copy.means.read(outcome[0], samples)
+    return loss.with_added(terms) if terms else loss
 
 
 def diagnose_aux(
@@ -55,7 +73,7 @@ def diagnose_aux(
         ConfigError: a term is no mean over samples, or positions.
     """
     unit = UnitRows(rows.stop - rows.start, rows.slice, rows.slices, rows.positions)
-    diagnosis.run(_AuxStage(copy, step, rows), copy.layer_input(value), unit)
+    diagnosis.run(_AuxStage(copy, step, rows), _layer_input(copy, value), unit)
 
 
 def diagnose_slices(
@@ -76,7 +94,7 @@ def diagnose_slices(
     if not diagnosis.expects(copy.stage, value, step, rows):
         return
     with added_losses():
-        value = copy.layer_input(value)
+        value = _layer_input(copy, value)
         if copy.stage == 0:
             value = copy.precision.cast_input(value)
         states = [number for _, _, numbers in copy.layer_runs() for number in numbers]
@@ -172,6 +190,12 @@ def _calm(copy: LocalStage, trains: Callable[[nn.Module], bool]) -> Iterator[Non
             module.training = mode
         if copy.buffers.snapshot() is not contents:
             copy.buffers.restore(contents)
+
+
+def _layer_input(copy: LocalStage, value: Value) -> Value:
+    """Return the input of a stage's layers: that of the stage without auxiliary losses."""
+    value, _ = split_aux_losses(value)
+    return Carried(value, {}) if copy.skips is not None and type(value) is not Carried else value
 
 
 def _without(value: Value, numbers: Collection[int]) -> Value:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class SampleRows(NamedTuple):
     """Samples ``start`` to ``stop`` of the ``samples`` of micro-batch ``micro_batch`` of all replicas.
 
-    Of their sequence it is number ``slice`` of ``slices``, with ``positions`` of the ``whole`` one's; both
-    are 0 where this worker is not given the mini-batch.
+    Of their sequence it is slice ``slice`` of ``slices``, with ``positions`` of the ``sequence_length``
+    positions; both are 0 on a worker without the mini-batch.
     """
 
     micro_batch: int
@@ -19,7 +19,7 @@ class SampleRows(NamedTuple):
     slice: int = 0
     slices: int = 1
     positions: int = 0
-    whole: int = 0
+    sequence_length: int = 0
 
     def uncut(self) -> SampleRows:
         """Return the rows of the sequence of which this is the first slice."""

@@ -7,19 +7,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from counterflow.api.aux_loss import added_losses
 from counterflow.api.experts import TokenBalance
 from counterflow.common.probe_flag import PROBING
 from counterflow.common.tensors.torch_private import buffers_of
-from counterflow.errors import ConfigError
 from counterflow.schedule.modes import Recompute
 
 from ..mesh.parallel import StageModule, fsdp_modules, gathered_parameters
 from ..messages.values import Value
-from ..mini_batch.losses import LossOutput
 from ..mini_batch.mean_losses import UNWATCHED, MeanLossDetector
 from .aux_loss import AuxLossCollector, split_aux_losses
 from .compiled import Backend, Compiled, CompiledLayers, Drawing
@@ -39,7 +35,6 @@ from .sample_rows import SampleRows
 from .saved_bytes import SavedBytes
 from .skip_links import StageSkips
 from .skip_runs import PassBy, SkipRunner
-from .skips import Carried
 from .sliced_pass import GraphPassMaker, PassMaker, pass_maker
 from .split_backward import SplitBackwardPlanner
 from .stage_wrappers import Run, StageWrapper, blocks, called, composed, layer_run
@@ -138,11 +133,6 @@ class LocalStage:
         wrappers = _present(precision, self._pass_by, self._skip_runner)
         runs = [layer_run(layer, partial(called, layer.module), wrappers) for layer in self.layers]
         return list(zip(self.layers, runs, numbers, strict=True))
-
-    def layer_input(self, value: Value) -> Value:
-        """Return the input of the layers: that of the stage without auxiliary losses."""
-        value, _ = split_aux_losses(value)
-        return Carried(value, {}) if self.skips is not None and type(value) is not Carried else value
 
     def _compose(self) -> None:
         """Make the stage's runs; of wrappers the outermost comes first."""
@@ -431,39 +421,6 @@ class LocalStage:
         if split_aux_losses(output)[1]:  # what layers add to the loss is of all samples together
             return None
         return None if reads is not None and reads.detected else output
-
-    def probe_loss(
-        self,
-        function: Callable[[Any, Any], Any],
-        output: Any,
-        target: Any,
-        samples: float,
-        *,
-        graph: bool = False,
-    ) -> LossOutput:
-        """Compute a loss without effect on random state and buffers.
-
-        Args:
-            function: the loss function.
-            output: output of the last layer.
-            target: target of the output.
-            samples: number of samples, or positions.
-            graph: whether the loss has a graph.
-
-        Raises:
-            ConfigError: it is no loss, or draws random numbers, so it would be another the next time.
-        """
-        contents = self.buffers.snapshot()
-        mode = torch.set_grad_enabled(graph)
-        unchanged = self.buffers.swapped_in(contents)
-        with mode, added_losses() as terms, self.streams.kept(), unchanged, self.means.watching():
-            outcome = self.streams.unless_drawn(lambda: (function(output, target),))
-        if self.buffers.snapshot() is not contents:
-            self.buffers.restore(contents)
-        if outcome is None:
-            raise ConfigError("it draws random numbers")
-        read = self.means.read(outcome[0], samples)
-        return read.with_added(terms) if terms else read
 
 
 def _present(*wrappers: StageWrapper | None) -> list[StageWrapper]:

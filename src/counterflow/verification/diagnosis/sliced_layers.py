@@ -71,7 +71,7 @@ class SliceRows(Protocol):
         """Number of positions of the slice; 0: unknown."""
 
     @property
-    def whole(self) -> int:
+    def sequence_length(self) -> int:
         """Number of positions of the sequence; 0: unknown."""
 
     def uncut(self) -> Self:
@@ -114,7 +114,7 @@ class _Slices(NamedTuple):
 
     values: Sequence[Value]
     rows: Sequence[SliceRows]
-    whole: Value | None
+    sequence: Value | None
 
 
 class _Joined(NamedTuple):
@@ -213,7 +213,7 @@ class _LayerComparison:
     def __init__(self, stage: SlicedStage, layer: SlicedLayer, inputs: _Slices) -> None:
         self._stage, self._layer, self._rows = stage, layer, inputs.rows
         self._leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in inputs.values]
-        self._input = _join(_Slices(self._leaves, inputs.rows, inputs.whole))
+        self._input = _join(_Slices(self._leaves, inputs.rows, inputs.sequence))
         self._states: States = {}
 
     def outputs(self) -> _Slices | None:
@@ -243,13 +243,13 @@ class _LayerComparison:
             raise _Undecided
         return result
 
-    def _compare(self, whole: Value, outputs: Sequence[Value]) -> _Slices:
-        joined = _join(_Slices(outputs, self._rows, whole))
+    def _compare(self, expected: Value, outputs: Sequence[Value]) -> _Slices:
+        joined = _join(_Slices(outputs, self._rows, expected))
         if joined is None or self._input is None:
             raise _Undecided
         stage, layer = self._stage, self._layer
         connected = self._leaves if self._input.complete else ()  # else the whole has no graph with them
-        if not _are_near(whole, joined.value, connected, lower_precision=stage.lower_precision):
+        if not _are_near(expected, joined.value, connected, lower_precision=stage.lower_precision):
             raise ConfigError(
                 f"{layer.place} of stage {stage.number} makes something else of a whole sequence than of "
                 f"its {len(self._rows)} slices one after the other; if it looks across the sequence (or "
@@ -258,8 +258,8 @@ class _LayerComparison:
             )
         if not (self._input.complete and joined.complete):
             _warn(layer, "")
-        values, whole = pytree.tree_map_only(Tensor, Tensor.detach, (list(outputs), whole))
-        return _Slices(values, self._rows, whole)
+        values, expected = pytree.tree_map_only(Tensor, Tensor.detach, (list(outputs), expected))
+        return _Slices(values, self._rows, expected)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -272,8 +272,8 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _length(value: Value, rows: SliceRows) -> int:
     """Length of a micro-batch in positions or, if these are not known, in elements of its first slice."""
-    if rows.whole:
-        return rows.whole
+    if rows.sequence_length:
+        return rows.sequence_length
     first = next(tensors_in(value), None)
     return 1 if first is None else first.numel() // rows.samples
 
@@ -303,25 +303,25 @@ def _join(slices: _Slices) -> _Joined | None:
     spec, sizes = flat[0][1], _sizes(slices)
     if sizes is None or any(spec_of_slice != spec for _, spec_of_slice in flat):
         return None
-    wholes: Sequence[Any] = [None] * spec.num_leaves
-    if slices.whole is not None:
-        wholes, whole_spec = pytree.tree_flatten(slices.whole)
-        if whole_spec != spec:
+    sequence_leaves: Sequence[Any] = [None] * spec.num_leaves
+    if slices.sequence is not None:
+        sequence_leaves, sequence_spec = pytree.tree_flatten(slices.sequence)
+        if sequence_spec != spec:
             return None
     leaves, joins, complete = [], False, True
-    for whole, *parts in zip(wholes, *(leaves for leaves, _ in flat), strict=True):
+    for of_sequence, *parts in zip(sequence_leaves, *(leaves for leaves, _ in flat), strict=True):
         dim = _position_dim(parts, sizes)
         if dim is not None:
             joins = True
             leaves.append(torch.cat(parts, dim))
         elif all(_equal(part, parts[0]) for part in parts[1:]):
             leaves.append(parts[0])
-        elif slices.whole is not None:
-            complete = complete and not isinstance(whole, Tensor)
-            leaves.append(whole)
+        elif slices.sequence is not None:
+            complete = complete and not isinstance(of_sequence, Tensor)
+            leaves.append(of_sequence)
         else:
             return None
-    known = joins or slices.whole is not None
+    known = joins or slices.sequence is not None
     return _Joined(pytree.tree_unflatten(leaves, spec), complete) if known else None
 
 
