@@ -116,7 +116,7 @@ class RunForward(RunOp):
                 for unit, piece in zip(self.units, pieces, strict=True):
                     batch.learnt[self.stage, unit.shape] = ValueLayout.of(*piece)
         elif self.ends_losses:
-            for diagnosis in batch.loss_diagnoses:
+            for diagnosis in batch.diagnoses.losses:
                 diagnosis.finish()
             batch.losses.start_reading()
 
@@ -130,16 +130,16 @@ class RunForward(RunOp):
         return unit_pass
 
     def _forward(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass) -> Output:
-        diagnosis, rows = batch.aux_diagnosis, inputs.rows
+        diagnoses, rows = batch.diagnoses, inputs.rows
         is_empty = rows.start == rows.stop
-        if batch.slice_diagnosis is not None and not is_empty:
-            diagnose_slices(batch.slice_diagnosis, self.copy, inputs.value, batch.step, rows)
-        if diagnosis is None or self.copy.aux_losses.collects is False or batch.guarded or is_empty:
+        if diagnoses.slices is not None and not is_empty:
+            diagnose_slices(diagnoses.slices, self.copy, inputs.value, batch.step, rows)
+        if diagnoses.aux is None or self.copy.aux_losses.collects is False or batch.guarded or is_empty:
             return unit_pass.forward(inputs.tensors, inputs.value)
         value = mapped(copied, inputs.value)
         output = unit_pass.forward(inputs.tensors, inputs.value)
         if self.copy.aux_losses.collects:
-            diagnose_aux(diagnosis, self.copy, value, batch.step, rows)
+            diagnose_aux(diagnoses.aux, self.copy, value, batch.step, rows)
         return output
 
     def _save(self, batch: Batch, inputs: ForwardInput, unit_pass: StagePass, output: Output) -> Output:

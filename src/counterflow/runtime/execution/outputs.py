@@ -96,7 +96,7 @@ class Outputs:
         rows = batch.rows[unit]
         samples = rows.stop - rows.start
         share: float = samples
-        size, diagnoses = samples, () if rerun else tuple(batch.loss_diagnoses)
+        size, diagnoses = samples, () if rerun else batch.diagnoses.losses
         if self._loss_function is not None:
             assert batch.targets is not None
             targets = batch.targets[unit.micro_batch]

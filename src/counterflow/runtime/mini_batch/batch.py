@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from counterflow.verification.diagnosis.aux_means import AuxMeanDiagnosis
-from counterflow.verification.diagnosis.sliced_layers import SlicedLayerDiagnosis
-
 from ..messages.values import Shapes, Unit
 from ..stages.sample_rows import SampleRows
-from .first_steps import LossDiagnosis
+from .first_steps import NO_DIAGNOSES, Diagnoses
 from .input_cuts import InputCutDiagnosis
 from .losses import Losses, UnitLoss
 from .prefetcher import MicroBatchPrefetcher
@@ -84,9 +81,7 @@ class Batch:
         await_total: waits for the others' reports before they see any effect; returns ``total``.
         divisor: normaliser of the losses of the mini-batch; None: its number of samples.
         loss_scale: what its losses are multiplied by before their backwards.
-        loss_diagnoses: diagnoses of the loss as a mean over samples, and over positions; empty: none is due.
-        aux_diagnosis: diagnosis of what layers add to the loss; None: none is due.
-        slice_diagnosis: diagnosis of layers on slices; None: there are no slices.
+        diagnoses: diagnoses of losses and layers that are due.
         losses: losses of its micro-batches so far.
         outputs: outputs of the last stage by unit, if requested.
         has_loss: whether losses are computed.
@@ -116,9 +111,7 @@ class Batch:
     await_total: Callable[[], int] | None = None
     divisor: float | None = None
     loss_scale: float = 1.0
-    loss_diagnoses: list[LossDiagnosis] = field(default_factory=list)
-    aux_diagnosis: AuxMeanDiagnosis | None = None
-    slice_diagnosis: SlicedLayerDiagnosis | None = None
+    diagnoses: Diagnoses = NO_DIAGNOSES
     losses: Losses = field(default_factory=Losses)
     outputs: dict[Unit, Any] | None = None
     has_loss: bool = True

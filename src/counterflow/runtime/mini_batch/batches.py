@@ -18,7 +18,7 @@ from ..mesh.parallel_dims import ParallelDims
 from .agreement import Agreed, Agreement, Peers
 from .batch import Batch, rows_of
 from .entries import KnownLayouts
-from .first_steps import FirstSteps, LossDiagnosis
+from .first_steps import FirstSteps
 from .input_cuts import compared_rows
 from .known_shapes import KnownShapes
 from .losses import Losses
@@ -191,14 +191,15 @@ class Batches:
                 (self._role.takes_targets, user_batch.targets, user_batch.target_dims),
             )
         )
-        loss_diagnoses, aux_diagnosis = list[LossDiagnosis](), None
-        if not has_one_unit:
-            trains, first_steps = call.trains, self._first_steps
-            if self._needs_targets(call):
-                finishes = self._schedule.synchronous or not trains
-                units = None if finishes else self._units(agreed, call)
-                loss_diagnoses = first_steps.of_losses(agreed.kind, trains=trains, step=step, units=units)
-            aux_diagnosis = first_steps.of_aux(agreed.kind, trains=trains, step=step)
+        finishes = self._schedule.synchronous or not call.trains
+        diagnoses = self._first_steps.of_step(
+            agreed.kind,
+            trains=call.trains,
+            step=step,
+            has_losses=self._needs_targets(call),
+            units=None if finishes else self._units(agreed, call),
+            compares=not has_one_unit,
+        )
         return Batch(
             step=step,
             inputs=inputs,
@@ -219,9 +220,7 @@ class Batches:
             losses=Losses(reports=self._role.reports_loss),
             outputs={} if outputs else None,
             compared=call.trains and self._compares(step),
-            loss_diagnoses=loss_diagnoses,
-            aux_diagnosis=aux_diagnosis,
-            slice_diagnosis=self._first_steps.of_slices(trains=call.trains),
+            diagnoses=diagnoses,
             sequence=sequence,
             input_cuts=input_cuts,
             ways=0 if follows else agreed.ways,

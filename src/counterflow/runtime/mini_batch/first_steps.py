@@ -70,6 +70,24 @@ class _Kind:
         return not self.settled and (self.tries < _TRIES or is_doubling(self.mini_batches))
 
 
+@dataclass(frozen=True, slots=True)
+class Diagnoses:
+    """Diagnoses that are due in a mini-batch.
+
+    Attributes:
+        losses: diagnoses of the loss as a mean over positions, and over samples.
+        aux: diagnosis of what layers add to the loss; None: none is due.
+        slices: diagnosis of layers on slices; None: there are no slices.
+    """
+
+    losses: tuple[LossDiagnosis, ...] = ()
+    aux: AuxMeanDiagnosis | None = None
+    slices: SlicedLayerDiagnosis | None = None
+
+
+NO_DIAGNOSES = Diagnoses()
+
+
 class FirstSteps:
     """Diagnoses of one pipeline.
 
@@ -115,24 +133,35 @@ class FirstSteps:
             return None
         return diagnosis
 
-    def of_losses(
-        self, kind: int, *, trains: bool, step: int, units: int | None = None
-    ) -> list[LossDiagnosis]:
-        """Diagnoses of a mini-batch's losses, of positions first.
+    def of_step(
+        self, kind: int, *, trains: bool, step: int, has_losses: bool, units: int | None, compares: bool
+    ) -> Diagnoses:
+        """Diagnoses of a mini-batch's losses and layers.
 
         Args:
             kind: kind of the mini-batch.
             trains: whether gradients are computed.
             step: number of earlier steps.
+            has_losses: whether this worker computes losses with targets.
             units: number of losses on this worker, if no call of ``finish`` follows the last one.
+            compares: whether the mini-batch has several units, without which there are no parts.
         """
+        slices = self._sliced_layers if self._sliced and trains else None
+        if not compares:
+            return Diagnoses(slices=slices)
+        losses = self._of_losses(kind, trains=trains, step=step, units=units) if has_losses else ()
+        return Diagnoses(losses, self._of_aux(kind, trains=trains, step=step), slices)
+
+    def _of_losses(
+        self, kind: int, *, trains: bool, step: int, units: int | None
+    ) -> tuple[LossDiagnosis, ...]:
         diagnoses: list[LossDiagnosis] = []
         if self._sliced and trains and self._first_with_positions(kind):
             diagnoses.append(PositionMeanDiagnosis(self._positions, self._option))
         of_samples = None
         if not self._trusts_losses:
             of_samples = self._of_samples(kind, trains=trains, step=step, units=units)
-        return diagnoses if of_samples is None else [*diagnoses, of_samples]
+        return tuple(diagnoses) if of_samples is None else (*diagnoses, of_samples)
 
     def _of_samples(
         self, kind: int, *, trains: bool, step: int, units: int | None
@@ -159,8 +188,7 @@ class FirstSteps:
                 reason,
             )
 
-    def of_aux(self, kind: int, *, trains: bool, step: int) -> AuxMeanDiagnosis | None:
-        """Diagnosis of what layers add to the loss; None: it is not due. Arguments as of ``of_losses``."""
+    def _of_aux(self, kind: int, *, trains: bool, step: int) -> AuxMeanDiagnosis | None:
         if self._trusts_losses:
             return None
         self._aux_tries -= 1
@@ -168,14 +196,6 @@ class FirstSteps:
         if not first and not _rechecks(step, trains=trains):
             return None
         return AuxMeanDiagnosis(self._note_undecided_aux, graph=trains, single=not first)
-
-    def of_slices(self, *, trains: bool) -> SlicedLayerDiagnosis | None:
-        """Diagnosis of layers on slices, which knows when it is due; None: there are no slices.
-
-        Args:
-            trains: whether gradients are computed.
-        """
-        return self._sliced_layers if self._sliced and trains else None
 
     def _note_undecided_aux(self, reason: str) -> None:
         if not self._warned_of_aux:
