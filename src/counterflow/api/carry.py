@@ -160,7 +160,7 @@ class Carry(nn.Module):
 
 @functools.cache
 def _keep_out_of_compiled_code() -> None:
-    """``torch.compile`` leaves what depends on slices alone; said with the first one, as it takes seconds."""
+    # Code that depends on slices is not compiled. Done with the first ``Carry``, as it takes seconds.
     for name in ("_take", "_leave", "_uncompiled"):
         setattr(Carry, name, torch.compiler.disable(getattr(Carry, name)))
     setattr(Carry, "_within", torch.compiler.disable(Carry._within, recursive=False))  # noqa: B010, SLF001

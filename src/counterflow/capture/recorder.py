@@ -179,7 +179,7 @@ class Recorder(TorchFunctionMode):
                 raise Unfollowed("", f"reads and changes {label}.{name}")
 
     def _refuse_effects(self) -> None:
-        """Refuse effects of the code of opened modules, which no step repeats."""
+        # No step repeats effects of the code of opened modules.
         why = self._effects.refusal()
         if why is None and process_settings() != self._settings:
             why = "changes a setting of the process (the default dtype, deterministic algorithms)"
@@ -396,7 +396,7 @@ class Recorder(TorchFunctionMode):
         self._states_after |= {id(submodule): state_of(submodule) for submodule in module.modules()}
 
     def _refuse_switched(self, path: str, module: nn.Module) -> None:
-        """Refuse an atom whose attributes the code around it has changed: no step repeats that change."""
+        # No step repeats a change that the code around an atom made to its attributes.
         for submodule in module.modules():
             now = state_of(submodule)
             before = self._states_after.get(id(submodule), now)

@@ -230,7 +230,6 @@ class Saver:
         return None
 
     def _earlier(self) -> str:
-        """End of a message about a checkpoint that is not written: whether there are earlier ones."""
         return "; earlier ones are whole" if complete(self.root) else "; there is no earlier one"
 
     # -- in a thread

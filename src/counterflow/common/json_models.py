@@ -55,7 +55,6 @@ def reads(*places: str) -> ConfigDict:
 
 
 def _choices(*places: str) -> AliasChoices:
-    """Places of a value; numbers in them are indices."""
     paths = ([int(part) if part.isdigit() else part for part in place.split(".")] for place in places)
     return AliasChoices(*(AliasPath(str(first), *rest) for first, *rest in paths))
 

@@ -162,8 +162,6 @@ class MaskedByte(_OfText[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Windows:
-    """The two parts of a text, and the length of the windows that are read from them."""
-
     training: _Bytes
     held_back: _Bytes
     length: int

@@ -190,7 +190,7 @@ def _pipe_lanes(placement: Placement) -> tuple[BoxLane, ...]:
 
 
 def _direction(holders: Sequence[int]) -> str:
-    """The direction of a pipe over the workers; the few steps that wrap around do not count."""
+    # The few steps of a pipe that wrap around the workers do not count.
     downs = sum(b > a for a, b in pairwise(holders))
     ups = sum(b < a for a, b in pairwise(holders))
     return "down" if downs > ups else "up" if ups > downs else "other"

@@ -146,6 +146,5 @@ def _numbers(values: Iterable[float]) -> list[float | int]:
 
 
 def _number(value: float) -> float | int:
-    """``value`` to nine digits, and whole numbers without a point."""
     rounded = float(f"{value:.10g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -195,7 +195,6 @@ def _grid_line(text: str, style: Style = _PLAIN) -> Text:
 
 
 def _runs(boxes: Sequence[Box], width: int, grid: Grid) -> Iterator[tuple[int, int, Box]]:
-    """Columns of each box, as (first, after the last, box)."""
     if not grid.scaled:
         for op in boxes:
             start, stop = grid.column(op.start), grid.column(op.end)

@@ -48,7 +48,6 @@ def _meta(process: int, what: str, thread: int, **args: object) -> Event:
 
 
 def _slice(name: str, kind: str, where: tuple[int, int], box: Box | Arrow, args: Event) -> Event:
-    """An event from the start to the end of a box, or of a message, on a (process, thread)."""
     start, end = _nanoseconds(box.start), _nanoseconds(box.end)
     place = {"pid": where[0], "tid": where[1], "ts": start / 1000, "dur": (end - start) / 1000}
     return {"ph": "X", "name": name, "cat": kind, **place, "args": args}

@@ -37,7 +37,6 @@ def reachable(host: str) -> str:
 
 
 def _own_address(family: socket.AddressFamily) -> str:
-    """Address of this machine in its network; its name if it has no network."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((_ELSEWHERE[family], 9))

@@ -126,8 +126,6 @@ def _thinned(column: list[float]) -> list[float]:
 
 @dataclass(slots=True)
 class _KnownRun:
-    """A run as it was seen last; each of its files with the stamp that it had when it was read."""
-
     metrics: _Metrics
     begun: float = 0.0
     state: RunState = RunState.STOPPED

@@ -145,8 +145,6 @@ def _from_checkpoint(
 
 
 class _Files:
-    """The tensors of a safetensors file, or of those of a folder of transformers."""
-
     def __init__(self, source: Path) -> None:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
@@ -240,7 +238,7 @@ def _into_transformers(
 
 
 def _note_dtype(config: Path, dtypes: set[str]) -> None:
-    """Write the dtype of the weights into the config: transformers would round them to the one in it."""
+    # transformers would round the weights to the dtype in the config.
     floats = {
         str(files.DTYPES[d]).removeprefix("torch.") for d in dtypes if files.DTYPES[d].is_floating_point
     }
@@ -277,7 +275,6 @@ class _TrainingState:
 
 
 def _into_checkpoint(state: _TrainingState, target: Path) -> Converted:
-    """Write a checkpoint with which a training begins or goes on."""
     with _draft(target) as root:
         draft = root / name_of(state.step)
         draft.mkdir(parents=True)

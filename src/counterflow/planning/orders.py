@@ -230,8 +230,7 @@ class _OrderSearch:
         return Orders(self._best, computed, tuple(self._omissions), stopped)
 
     @property
-    def _seconds(self) -> float:
-        """Seconds of the best step so far."""
+    def _best_seconds(self) -> float:
         return min([self._best.seconds, *(order.seconds for order in self._computed)])
 
     def _jobs(self) -> list[_Job]:
@@ -287,7 +286,6 @@ class _OrderSearch:
         return replace(job, bound_seconds=seconds)
 
     def _predictor(self, play: Play) -> Predictor:
-        """Predictor with the inputs of a play."""
         inputs = play.inputs
         if inputs.degree not in self._predictors:
             self._predictors[inputs.degree] = Predictor(

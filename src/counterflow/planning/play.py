@@ -198,7 +198,6 @@ class Play:
 
     @cached_property
     def _update(self) -> float:
-        """Seconds of an update after its ops, syncs and messages."""
         return self._optimizer + self.broadcast_seconds
 
     @cached_property

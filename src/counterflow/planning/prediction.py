@@ -196,7 +196,6 @@ class Prediction:
         return max(zip(self.peak_bytes, usable, strict=True), key=lambda both: both[0] - both[1])
 
     def _repr_html_(self) -> str:
-        """The figures in a notebook."""
         return titled(self.schedule, ranking([self]), *map(preformatted, self.notes))
 
 

@@ -57,9 +57,7 @@ _CHOICES: tuple[_Key, ...] = (("schedule", "scheme"), ("schedule", "file"))
 
 @dataclass(slots=True)
 class _Layers:
-    """Values by section and key, with the source of each; applies each layer to those below it.
-    it.
-    """
+    """Values by section and key, with the source of each; applies each layer to those below it."""
 
     file: str
     values: dict[str, Any] = field(default_factory=dict)

@@ -266,9 +266,7 @@ class Trainer:
         return probe.parent
 
     def _sampled(self) -> frozenset[int]:
-        """Steps of synchronous schemes whose ops are timed, except steps that learn shapes or count memory.
-        memory.
-        """
+        """Steps of synchronous schemes whose ops are timed: none that learns shapes or counts memory."""
         if not self.job.schedule.synchronous:
             return frozenset()
         first, steps = self.job.first_step, self.config.train.steps

@@ -208,8 +208,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _copied_inputs(tree: Any, *, doubled: bool) -> Any:
-    """A tree with copied tensors, in float64 if asked; an input that needs a gradient still needs one."""
-
     def copy_tensor(tensor: Tensor) -> Tensor:
         clone = tensor.detach().clone()
         if doubled and clone.is_floating_point():

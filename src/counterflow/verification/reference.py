@@ -367,7 +367,7 @@ class Reference:
         self._take_hooks()
 
     def _take_hooks(self) -> None:
-        """Remove parameters' hooks, because autograd would call them in each backward."""
+        # Autograd would call parameters' hooks in each backward.
         for parameter in self.parameters:
             for table in hook_tables(parameter):
                 if table:
@@ -438,7 +438,6 @@ class Reference:
 
 
 def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[ReferenceLayer]:
-    """Layers with the names of a list, or of an ``nn.Sequential``."""
     prefixes = [str(index) for index in range(len(layers))]
     if isinstance(layers, nn.Sequential):
         names = [name for name, _ in layers.named_modules(remove_duplicate=False)]
@@ -562,7 +561,7 @@ def _squares(gradient: Tensor) -> float:
 
 
 def _clip_factor(norm: float, limit: float | None) -> float:
-    """Factor of gradients, as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+    # as torch.nn.utils.clip_grad_norm_ computes it
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
@@ -583,6 +582,5 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _lowered(layer: nn.Module, dtype: torch.dtype, value: Any) -> Any:
-    """Output of a layer with weights cast to a lower precision."""
     weights = {name: _cast(weight, dtype) for name, weight in layer.named_parameters()}
     return functional_call(layer, weights, (value,))

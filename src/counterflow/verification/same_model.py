@@ -195,7 +195,6 @@ def _run_both(subject: ModelComparison) -> tuple[ModuleTrace, ModuleTrace]:
 
 
 def _compare(subject: ModelComparison, model_trace: ModuleTrace, layer_trace: ModuleTrace) -> SameModel:
-    """All differences; ``model_trace`` is the model's run, ``layer_trace`` that of the layers."""
     dtype = coarsest((model_trace.dtype, layer_trace.dtype))
     limit = MODELS.of(dtype)
     floor = _noise(model_trace, dtype)
@@ -271,7 +270,6 @@ def _outputs(model_trace: ModuleTrace, layer_trace: ModuleTrace, error: float, l
 
 
 def _paths(output: Any) -> set[str]:
-    """Paths to the values of an output, as one writes them."""
     return {pytree.keystr(path) or "one value" for path, _ in pytree.tree_flatten_with_path(output)[0]}
 
 
@@ -340,7 +338,6 @@ def _missing_parameters(subject: ModelComparison) -> dict[str, bool]:
 
 
 def _extra_parameters(subject: ModelComparison) -> list[str]:
-    """Parameters of layers that are not the model's, each in a sentence."""
     model_parameters = dict(subject.model.named_parameters())
     known = {id(parameter) for parameter in model_parameters.values()}
     sentences: list[str] = []

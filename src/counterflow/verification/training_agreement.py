@@ -189,7 +189,6 @@ def verify(
 
 
 def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler | None:
-    """Loss scaler of one process; None: losses are not scaled."""
     first, interval = execution.first_scale, execution.loss_scale_interval
     if first is None:
         return None
@@ -198,7 +197,6 @@ def _scaler(execution: Execution, device: torch.device) -> torch.amp.GradScaler 
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Context in which torch runs on this many threads; None: the default."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -281,7 +279,7 @@ def compare(reference: TrainingResult, results: Sequence[TrainingResult]) -> Tra
 
 
 def _worst(errors: Sequence[float]) -> float:
-    """The largest error; infinite if one is NaN, which ``max`` would ignore."""
+    # ``max`` ignores NaN.
     return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
 
 

@@ -142,7 +142,7 @@ def _list_keys(*, as_json: bool) -> None:
 
 
 def _prepare(config: RunConfig, *, as_json: bool) -> None:
-    """Print what would be trained. GPUs are not checked, as the run's may be on other machines."""
+    # GPUs are not checked: the run's may be on other machines.
     from counterflow.measure.machine import memory_bytes
     from counterflow.training.folder import RunFolder
     from counterflow.training.job import prepare

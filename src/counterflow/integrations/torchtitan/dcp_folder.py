@@ -173,8 +173,6 @@ class TorchFolder:
 
 
 class _Reading(DefaultLoadPlanner):
-    """Planner that fills tensors, and keeps objects that are none."""
-
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.objects: dict[str, Any] = {}

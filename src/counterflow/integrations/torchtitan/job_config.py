@@ -83,8 +83,6 @@ class TranslatedShown(Result):
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Keys of a job that concern its pipeline, with torchtitan's defaults."""
-
     degree: int = 1
     schedule: str = "1F1B"
     schedule_csv: str = ""

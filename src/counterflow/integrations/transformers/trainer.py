@@ -95,7 +95,7 @@ class PipelineTrainerMixin(Checkpoints):
         return self.pipeline
 
     def _captured(self, batch: Mapping[str, Any], items: Any) -> list[capture.CapturedLayer]:
-        """Layers of the objective, which must live as long as they."""
+        """Layers of the objective; it must live as long as they do."""
         self._objective = TrainerObjective(self, self.model)
         inputs = self._inputs(batch, items)
         packed = {name: batch[name] for name in PACKED if name in batch}
@@ -242,7 +242,6 @@ class PipelineTrainerMixin(Checkpoints):
         return torch.tensor(self._step.grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm before the pipeline clipped."""
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
     def _prepare_for_training(
@@ -366,7 +365,6 @@ def _random_numbers_back() -> Iterator[None]:
 
 
 def _filled(micro_batches: list[Any], count: int) -> list[Any]:
-    """As many micro-batches as the schedule has; those that are added are empty."""
     empty = pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], micro_batches[0])
     return micro_batches + [empty] * (count - len(micro_batches))
 

@@ -89,7 +89,7 @@ def recurring(carry: Carry, block: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _name_of_cache(block: nn.Module) -> str:
-    """Name of a layer's cache: transformers names it ``cache`` from 5.24 on."""
+    # transformers names it ``cache`` from 5.24 on.
     return "cache" if "cache" in inspect.signature(block.forward).parameters else "cache_params"
 
 

@@ -93,7 +93,7 @@ def attending(carry: Carry, block: nn.Module, window: int | None, seen: Seen) ->
 
 @functools.cache
 def _intercept() -> None:
-    """Put ours in the place of transformers' own, which all other layers get."""
+    # All other layers get transformers' own function from ours.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
     original = ALL_ATTENTION_FUNCTIONS[_SDPA]

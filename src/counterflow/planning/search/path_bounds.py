@@ -152,7 +152,6 @@ class PathBounds:
 
 
 def _in_turn(terms: Floats, gaps: Floats) -> Floats:
-    """Cumulative sums of ``terms``, between every two of which one of ``gaps`` is added."""
     both = np.empty((len(terms), terms.shape[1] + gaps.shape[1]))
     both[:, ::2], both[:, 1::2] = terms, gaps
     sums: Floats = np.cumsum(both, axis=1)[:, ::2]

@@ -116,11 +116,8 @@ class _Best:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Disable Python's search for circular garbage in this context.
-
-    Schedules are millions of short-lived small tuples without circles; scanning them repeatedly took a
-    quarter of a search.
-    """
+    # Schedules are millions of short-lived small tuples without circles; scanning them repeatedly took a
+    # quarter of a search.
     collects = gc.isenabled()
     gc.disable()
     try:

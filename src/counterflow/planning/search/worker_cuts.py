@@ -296,7 +296,6 @@ class Balance:
 
 
 def _seconds(layer: LayerProfile, samples: float, *, again: bool) -> float:
-    """Seconds of a layer's forward and backward, with the forward computed ``again`` in it."""
     lines = layer.lines()
     return (1 + again) * lines[OpKind.FORWARD].at(samples) + lines[OpKind.BACKWARD].at(samples)
 

@@ -184,7 +184,7 @@ class _Model:
                 self._mean(store, worker, parts, math.floor(most / parts))
 
     def _mean(self, store: int, worker: int, parts: float, most: int) -> None:
-        """Constrain the mean memory to the maximum: this follows from the rest, and helps a lot."""
+        # It follows from the rest, and helps the solver a lot.
         limited = self.problem.stores[store]
         memory = 0
         net = 0

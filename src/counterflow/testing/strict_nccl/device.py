@@ -207,8 +207,6 @@ def synchronize(device: object = None) -> None:
 
 
 class _Module:
-    """The module that ``torch.get_device_module("pretended")`` returns."""
-
     Event = StrictEvent
     autocast_type = "cpu"
     Stream = staticmethod(new_stream)

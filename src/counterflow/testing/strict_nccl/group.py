@@ -223,8 +223,6 @@ class StrictGroup(ProcessGroup):
 
 
 class _GroupedWork(Work):
-    """Work of an operation in a group, whose work is used instead."""
-
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout

@@ -172,7 +172,6 @@ class AuxMeanDiagnosis:
             self._undecided("layers add nothing when they run again")
 
     def _walk(self, stage: AuxStage, values: Sequence[Value], rows: UnitRows, *, training: bool) -> bool:
-        """Run a stage layer by layer; return whether any layer has a term."""
         seen = False
         with stage.undisturbed(training=training), torch.no_grad():
             for layer in stage.layers():
@@ -281,7 +280,6 @@ class AuxMeanDiagnosis:
 
 
 def _joined_terms(parts: Sequence[Mapping[str, Graded]]) -> Mapping[str, Joined | None]:
-    """Terms of the parts by name; None: not every part has the term."""
     names = {name for part in parts for name in part}
     return {
         name: joined([part[name] for part in parts]) if all(name in part for part in parts) else None
@@ -301,13 +299,12 @@ def _compare_terms(
 
 
 def _second_size(value: Value) -> int:
-    """The size of the first tensor's second dimension, where positions are as a rule."""
+    # Positions are in the second dimension as a rule.
     first = next(iter(dimensional(value)), None)
     return first.shape[1] if first is not None and first.dim() > 1 else 0
 
 
 def _dims(value: Value, size: int) -> list[int]:
-    """Dimensions that may have the samples."""
     tensors = dimensional(value)
     most = max((tensor.dim() for tensor in tensors), default=0)
     dims = [d for d in range(most) if any(t.dim() > d and t.shape[d] == size for t in tensors)]

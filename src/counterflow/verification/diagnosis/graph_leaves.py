@@ -108,7 +108,6 @@ def _refuse_own_gradients(
 
 
 def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
-    """Return the leaf whose gradient a node accumulates, also through a cast."""
     if cast and node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
     leaf = variable(node) if node is not None else None
@@ -116,7 +115,6 @@ def _weight_at(node: Node | None, *, cast: bool) -> Tensor | None:
 
 
 def _leaves(outputs: Iterable[Tensor], nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """Return the leaves of a graph that receive gradients, except empty ones."""
     leaves = (
         *(tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad),
         *map(variable, nodes),

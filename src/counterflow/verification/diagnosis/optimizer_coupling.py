@@ -130,7 +130,6 @@ class OptimizerCouplingDiagnosis:
 
 
 def _small(parameter: nn.Parameter, number: int) -> nn.Parameter:
-    """Return a small parameter of the same dtype, with the attributes that the user has set."""
     copy = nn.Parameter(0.1 * _random(parameter, 1, 0, number))
     if not is_dtensor(parameter):
         vars(copy).update(vars(parameter))
@@ -138,7 +137,6 @@ def _small(parameter: nn.Parameter, number: int) -> nn.Parameter:
 
 
 def _random(like: Tensor, size: int, *seed: int) -> Tensor:
-    """Return random numbers of a tensor's dtype on the CPU, a few along each of its dimensions."""
     generator = torch.Generator().manual_seed(number_of(*seed))
     shape = [min(count, _VALUES) for count in like.shape]
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -60,8 +60,6 @@ class LossLayout(Protocol):
 
 
 class _Member(NamedTuple):
-    """A unit's output as leaves, its target, and its loss."""
-
     output: Any
     target: Any
     samples: int
@@ -225,7 +223,6 @@ class SampleMeanDiagnosis:
             self._compare_members()
 
     def _compare_members(self) -> None:
-        """Compare the loss of all samples of several units with those of the units."""
         if not self._members[1:]:
             return
         members, self._members = self._members, []
@@ -282,7 +279,6 @@ def _graded_of(member: _Member) -> Graded:
 
 
 def _side_by_side(parts: Sequence[Graded]) -> Joined:
-    """Losses of units, each with leaves of its own."""
     return Joined(parts, [gradient for part in parts for gradient in part.gradients])
 
 

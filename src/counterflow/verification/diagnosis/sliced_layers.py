@@ -204,12 +204,10 @@ def _diagnose(stage: SlicedStage, slices: Sequence[tuple[Value, SliceRows]]) -> 
 
 
 class _Undecided(Exception):  # noqa: N818 - an outcome, not an error
-    """Outputs of a layer that cannot be compared."""
+    pass
 
 
 class _LayerComparison:
-    """Comparison of a layer's outputs of the sequence with those of its slices."""
-
     def __init__(self, stage: SlicedStage, layer: SlicedLayer, inputs: _Slices) -> None:
         self._stage, self._layer, self._rows = stage, layer, inputs.rows
         self._leaves = [pytree.tree_map_only(Tensor, _leaf, value) for value in inputs.values]
@@ -326,7 +324,6 @@ def _join(slices: _Slices) -> _Joined | None:
 
 
 def _position_dim(parts: Sequence[Any], sizes: Sequence[int]) -> int | None:
-    """Dimension of the positions in the tensors of slices; None: they have none."""
     if not all(isinstance(part, Tensor) and part.dim() == parts[0].dim() for part in parts):
         return None
     dims = [dim for dim in range(parts[0].dim()) if [part.shape[dim] for part in parts] == sizes]
