@@ -281,7 +281,7 @@ class Balance:
         inputs = samples * np.array([self.model.input_bytes, *outputs])
         rows: dict[str, Any] = {"inputs": inputs}
         for name, of in (
-            ("seconds", lambda layer: _seconds(layer, samples, again=recomputes)),
+            ("seconds", lambda layer: _seconds(layer, samples, recomputed=recomputes)),
             ("fixed", self._fixed),
             ("saved", lambda layer: layer.saved(samples)),
         ):
@@ -295,9 +295,9 @@ class Balance:
         }
 
 
-def _seconds(layer: LayerProfile, samples: float, *, again: bool) -> float:
+def _seconds(layer: LayerProfile, samples: float, *, recomputed: bool) -> float:
     lines = layer.lines()
-    return (1 + again) * lines[OpKind.FORWARD].at(samples) + lines[OpKind.BACKWARD].at(samples)
+    return (1 + recomputed) * lines[OpKind.FORWARD].at(samples) + lines[OpKind.BACKWARD].at(samples)
 
 
 def _longest(seconds: Floats, stages: int) -> Floats:
