@@ -217,7 +217,7 @@ class _OrderSearch:
                 self._omit(job, f"{_JOBS} others have lower bounds")
             jobs = jobs[:_JOBS]
             for number, job in enumerate(jobs):
-                if not job.bound_seconds < self._seconds * _LESS:
+                if not job.bound_seconds < self._best_seconds * _LESS:
                     self._omit(job, self._too_slow(job.bound_seconds))
                     continue
                 share = (self._until - time.monotonic()) / (len(jobs) - number)
@@ -297,7 +297,7 @@ class _OrderSearch:
         self._omissions.append(Omission(str(job), reason))
 
     def _too_slow(self, bound_seconds: float) -> str:
-        least, best = f"{bound_seconds:.4g} s", f"{self._seconds:.4g} s"
+        least, best = f"{bound_seconds:.4g} s", f"{self._best_seconds:.4g} s"
         return f"no order of it takes less than {least}, but the best plan takes {best}"
 
     def _order(self, job: _Job, seconds: float) -> bool:
@@ -336,7 +336,7 @@ class _OrderSearch:
 
     def _synthesize(self, job: _Job, play: Play, seconds: float, before: Computed | None) -> Computed:
         """An order for the ops of ``play``, not worse than its own if it has one."""
-        best = self._seconds
+        best = self._best_seconds
 
         def report(value: float, bound: float, doing: str) -> None:
             self._progress(min(best, play.step_seconds(value)), play.step_seconds(bound), f"{job}: {doing}")
